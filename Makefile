@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence bench bench-quick predictions startup soak docs site clean
+.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence bench bench-quick mutants predictions startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -74,6 +74,9 @@ bench: setup-test ## dsframe beside hand-written loops, Accelerate, Lightning an
 bench-quick: setup-test ## bounds that hold on a busy machine too: the time of a check, what ranks ask and send by their number (2 minutes)
 	python benchmarks/check_startup.py
 	python -m benchmarks.many_ranks --ranks 2,16
+
+mutants: setup-test ## puts each bug of tests/mutants.json into a copy of the code: its tests must fail (an hour)
+	python -m tests.mutants
 
 predictions: setup-test ## what the plan says of memory and time beside what runs take: the table of docs/measurements.md (50 minutes)
 	python -m tests.predictions

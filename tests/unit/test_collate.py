@@ -87,6 +87,14 @@ def test_padding_does_not_change_the_training(tmp_path: Path) -> None:
     assert fit(tmp_path, Llama(workers=2)) == plain  # collated where the rows are read
 
 
+def test_what_is_padded_is_masked_and_no_target() -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}, {"input_ids": [4], "labels": [5]}]
+    batch = Pad(multiple=2)(rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, 4, -100], [5, -100, -100, -100]]
+
+
 def test_collators_of_transformers_work_as_they_are() -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -43,6 +43,14 @@ def test_a_set_that_repeats_has_each_sample_once_a_pass() -> None:
     assert numbers[:30] != numbers[30:60]
 
 
+def test_each_block_has_an_order_of_its_own() -> None:
+    one = loader({"a": 500, "b": 500}, {"a": 1, "b": 1}, batch=10)
+    block = one.sampler.order._size  # type: ignore[attr-defined]
+    which = [target // 1000 for target in read(one, 2 * block // 10)]
+    assert sum(which[:block]) == sum(which[block:]) == block // 2
+    assert which[:block] != which[block:]
+
+
 def test_an_exhausted_set_that_is_an_error_is_refused_before_training() -> None:
     one = loader({"a": 100, "b": 300}, {"a": 1, "b": 1}, exhausted={"a": "error"})
     assert len(one.lines(19)) == 2

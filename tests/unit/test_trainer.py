@@ -1,0 +1,108 @@
+"""The loop in one process, in seconds: after a resume, a skipped update, an evaluation; whose random numbers come next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.data import TensorSource
+from dsframe.errors import TrainingError
+from dsframe.model.forward import MicroBatch
+from dsframe.run_dir.record import read_metrics
+from dsframe.trainer import Trainer
+
+
+class Line(dsframe.Task):
+    """One weight. ``broken``: samples whose loss is NaN."""
+
+    def __init__(self, *broken: int) -> None:
+        self.broken = broken
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> TensorSource:
+        inputs = torch.arange(1.0, 13.0).reshape(12, 1) / 12
+        inputs[list(self.broken)] = torch.nan
+        return TensorSource(inputs, torch.ones(12, 1))
+
+    def eval_data(self) -> TensorSource:
+        return TensorSource(torch.ones(4, 1), torch.ones(4, 1))
+
+
+def file(run: Path, **more: Any) -> dict[str, Any]:
+    section = {"engine": "single", "steps": 6, "run_dir": str(run), "order": "sequential", "log_every_steps": 1}
+    return {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+        "dsframe": section | more,
+    }
+
+
+def curve(run: Path, key: str) -> list[float]:
+    return [line[key] for line in read_metrics(run) if key in line]
+
+
+def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    often = {"checkpoints": {"every_steps": 3}}
+    dsframe.fit(Line(), file(whole, **often))
+    dsframe.fit(Line(), file(parts, **often), overrides=["dsframe.steps=3"])
+    dsframe.fit(Line(), file(parts, **often), resume="auto")
+    for key in ("learning_rate", "loss"):
+        assert curve(parts, key) == curve(whole, key)
+    assert curve(whole, "learning_rate") == [0.1 * 0.5**step for step in range(6)]
+
+
+def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> None:
+    dsframe.fit(Line(), file(tmp_path / "plain"))
+    dsframe.fit(Line(), file(tmp_path / "often", eval_every_steps=1))
+    assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
+
+
+def test_the_average_does_not_move_after_a_skipped_update(tmp_path: Path) -> None:
+    """The third of three updates is left out, and the last one before it was averaged already."""
+    ends = []
+    for steps, broken in ((2, ()), (3, (4,))):
+        run = tmp_path / str(steps)
+        given = file(run, ema={"decay": 0.5}, on_nonfinite="skip", steps=steps)
+        assert dsframe.fit(Line(*broken), given).skipped_steps == len(broken)
+        ends.append(dsframe.load_model(run, Line(), averages=True).state_dict())
+    assert torch.equal(ends[0]["0.weight"], ends[1]["0.weight"])
+
+
+def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="step 50: "):
+        dsframe.fit(Line(*range(12)), file(tmp_path, on_nonfinite="skip", steps=60))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="step 3: "):
+        dsframe.fit(Line(4), file(tmp_path, checkpoints={"every_steps": 1, "keep_last": 1}))
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_random_numbers_go_by_the_row_of_the_global_batch(rank: int) -> None:
+    """Of two ranks with three micro-batches of four rows: the ranks take turns."""
+    asked: list[tuple[int, int]] = []
+    batch = SimpleNamespace(data_parallel_size=2, micro_batch_size=4)
+    plan = SimpleNamespace(batch=batch, data_rank=rank)
+    built = SimpleNamespace(sample_draws=SimpleNamespace(at=lambda step, row: asked.append((step, row))))
+    loop: Any = SimpleNamespace(
+        engine=SimpleNamespace(plan=plan, built=built),
+        _watchdog=SimpleNamespace(alive=lambda: None),
+        training=SimpleNamespace(first_step=1),
+    )
+    list(Trainer._observed(loop, [MicroBatch(None, None)] * 3, 5))
+    assert asked == [(4, 4 * rank), (4, 8 + 4 * rank), (4, 16 + 4 * rank)]
