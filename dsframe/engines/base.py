@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsframe.engine import Engine, StepResult
+from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
-from dsframe.errors import EngineError, TaskError
+from dsframe.errors import EngineError
+from dsframe.model import derivatives
+from dsframe.model.build import Dependence
 from dsframe.model.forward import Inputs, Measure, MicroBatch, TargetedInputs, Terms, loss_of
-from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
@@ -30,15 +34,6 @@ def without_gradients(eval_step: EvalStep) -> EvalStep:
     return step
 
 
-def refuse_evaluation_gradients(plan: Plan, reason: str) -> None:
-    """Raises TaskError if the task takes derivatives in evaluations, and the engine cannot."""
-    if plan.task.eval_gradients:
-        raise TaskError(
-            f"{type(plan.task).__name__}.eval_gradients: {reason}, so an evaluation cannot take "
-            "derivatives of the outputs; choose an engine with whole weights"
-        )
-
-
 class ModelEngine(Engine):
     """An engine of one model. A task with several models has one of these for each
     (``engines.parts``)."""
@@ -47,8 +42,46 @@ class ModelEngine(Engine):
     """True if the optimizer sees the global gradients, so that their norm means something."""
     reduces_repeatedly = True
     """False if a parameter's gradient may come but once in a backward pass."""
+    gathers_steps = False
+    """True if ranks hold shards, and the weights are whole during each step all the same."""
     _terms: Terms
     """The terms that the loss returned with its value in this step."""
+
+    def _settle_gathering(self, model: nn.Module) -> None:
+        """**Collective.** Before the ranks of this engine shard ``model``: settles whether a step has whole weights.
+
+        Raises EngineError if it has to, and cannot.
+        """
+        plan = self.plan
+        task, settings = plan.task, plan.config
+        line = derivatives.line_of(task, model)
+        why = f"{line} takes derivatives" if line else "whole_weights"
+        if plan.frozen or not (line or task.whole_weights or task.eval_gradients):
+            return
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        cannot = {
+            "weights are on NVMe": settings.deepspeed.zero_optimization.parameter_device == "nvme",
+            "the model is compiled": settings.settings.model.compile is not False,
+            "memory does not hold them": not stays_gathered(self, 2, size),
+        }
+        if any(cannot.values()):
+            raise EngineError(
+                f"{why}: weights must be whole during each step, and {' and '.join(what for what, on in cannot.items() if on)}; "
+                "choose an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
+        self.gathers_steps = True
+        if self.built.watch is not None:
+            self.built.watch.whole_steps = True
+        text = f"weights are sharded, and gathered for each whole step ({why})"
+        self.built = replace(self.built, depends=(*self.built.depends, Dependence(text)))
+
+    def _whole_weights(self) -> AbstractContextManager[None]:
+        """**Collective.** Around forward pass, loss and backward pass: weights are whole inside, if :attr:`gathers_steps`."""
+        return nullcontext()
+
+    def copy_shard(self, parameter: Any, source: Any) -> None:
+        """Copies what this rank holds of ``source``, which is in another model of the same engine and cut alike."""
+        parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
         self._terms = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from typing import Any, cast
@@ -20,12 +20,11 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engines import fsdp_units, precision, state_replica
-from dsframe.engines.base import refuse_evaluation_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
@@ -35,11 +34,14 @@ from dsframe.errors import EngineError
 from dsframe.model import output_classes
 from dsframe.model.build import LARGE, without_dimensions, without_elements
 from dsframe.model.forward import Inputs, Measure
-from dsframe.model.gathered import COMPUTED_IN
+from dsframe.model.gathered import LIBRARIES, Shards, whole
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.tasks.task import Sum
+
+_COMPUTED_IN = "_dsframe_computed_in"
+"""Name under which a shard has the number format of the whole weight."""
 
 
 class FsdpEngine(ReplicaEngine):
@@ -54,7 +56,6 @@ class FsdpEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
         self._settings = plan.config.settings.fsdp
-        refuse_evaluation_gradients(plan, "FSDP shards weights")
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # FSDP averages
@@ -69,6 +70,8 @@ class FsdpEngine(ReplicaEngine):
             parts.append(f"{self._mesh.size() // self._shards.size()} replicas in {self._shards.size()} shards each")
         if self._units:
             parts.append(" + ".join(f"{count} x {name}" for name, count in self._units.items()) + " gathered in turn")
+        if self.gathers_steps:
+            parts.append("gathered for each step")
         if self._settings.offload == "cpu":
             parts.append("everything on CPU")
         return ", ".join(parts)
@@ -78,8 +81,8 @@ class FsdpEngine(ReplicaEngine):
         """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
         _refuse_scalars(model)
         large = fsdp_units.elements(model) > LARGE
-        wrap = self._settings.wrap
-        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.default_units(self, model, self._shards.size())
+        self._settle_gathering(model)
+        units = self._find_units(model)
         self._units = Counter(type(unit).__name__ for unit in units)
         dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
         self._take_from_rank_0([*model.parameters(), *dense])
@@ -105,10 +108,14 @@ class FsdpEngine(ReplicaEngine):
                 self._spill.evict()
         fully_shard(model, **options)
         for parameter in model.parameters():
-            setattr(parameter, COMPUTED_IN, bits or self.built.dtype)
+            setattr(parameter, _COMPUTED_IN, bits or self.built.dtype)
         # Else ranks that use different ones wait for ever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-        if self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
+        if self.gathers_steps:
+            runtime = cast(Any, model)._get_fsdp_state()  # shards, and who updates them, without what gathers by module
+            runtime._pre_forward_hook_handle.remove()
+            runtime._post_forward_hook_handle.remove()
+        elif self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
             names = {module: name for name, module in model.named_modules()}
             self._calls = CallOrder(self, model, {names[unit]: unit for unit in units})
             self.built = replace(self.built, calls=self._calls)
@@ -116,6 +123,24 @@ class FsdpEngine(ReplicaEngine):
             # torch's own first look, which else comes when another model is trained, and takes this one for frozen.
             cast(Any, model)._get_fsdp_state()._lazy_init()
         return None
+
+    def _find_units(self, model: nn.Module) -> list[nn.Module]:
+        if self.gathers_steps:
+            return []
+        if self._settings.wrap:
+            return fsdp_units.named(model, self._settings.wrap)
+        return fsdp_units.default_units(self, model, self._shards.size())
+
+    def _whole_weights(self) -> AbstractContextManager[None]:
+        if not self.gathers_steps:
+            return nullcontext()
+        if self.built.watch is not None:
+            self.built.watch.note_parameters()  # before copies are in their place
+        return whole(self.model)
+
+    def copy_shard(self, parameter: Any, source: Any) -> None:
+        """Its rows on this rank."""
+        parameter._local_tensor.copy_(source._local_tensor)
 
     def _spilled(self) -> Spill | None:
         shards = self.plan.world.size > 1 or self._settings.offload == "cpu"
@@ -270,10 +295,7 @@ class _ShardSlot(ParameterView):
     def whole(self, piece: Tensor) -> Tensor:
         """**Collective.** Gathered from all ranks, on their device."""
         assert isinstance(piece, DTensor)
-        mesh, local = piece.device_mesh, piece.to_local()
-        moved = local.to(mesh.device_type)  # offloaded: only the device's own memory can be sent
-        full = DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride())
-        return full.full_tensor().to(full_precision(piece.dtype))
+        return _full(piece).to(full_precision(piece.dtype))
 
     def span(self, tensor: Tensor) -> tuple[int, int]:
         """This rank's rows, which follow one another in the flattened parameter; as many as torch.chunk gives it."""
@@ -297,6 +319,46 @@ class _ShardSlot(ParameterView):
     def moment(self, whole: Tensor) -> Tensor:
         """Zeros, cut as the parameter is."""
         return torch.zeros_like(self.master, requires_grad=False)
+
+
+class FsdpShards(Shards):
+    """Parameters that ``fully_shard`` has cut."""
+
+    puts_others = True
+
+    def cuts(self, weight: Any) -> bool:
+        """True of a parameter that FSDP has cut."""
+        return isinstance(weight, DTensor)
+
+    def is_whole(self, weight: Any) -> bool:
+        """Never: FSDP puts another object in its place."""
+        return False
+
+    def copies(self, weights: Sequence[Any]) -> list[Tensor]:
+        """**Collective.**"""
+        whole_weights = [_full(weight).to(getattr(weight, _COMPUTED_IN, weight.dtype)) for weight in weights]
+        return [copy.clone() if weights[0].device_mesh.size() == 1 else copy for copy in whole_weights]
+
+    def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """**Collective.** The means over the ranks, as FSDP's own."""
+        reduced: list[Tensor] = []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            mesh = weight.device_mesh
+            of_rank = DTensor.from_local(
+                (gradient.to(weight.dtype) / mesh.size()).contiguous(), mesh, [Partial()] * mesh.ndim
+            )
+            reduced.append(of_rank.redistribute(placements=weight.placements).to(weight.device))
+        return reduced
+
+
+LIBRARIES.append(FsdpShards())
+
+
+def _full(piece: DTensor) -> Tensor:
+    """**Collective.** Gathered from all ranks, on their device."""
+    mesh, local = piece.device_mesh, piece.to_local()
+    moved = local.to(mesh.device_type)  # offloaded: only the device's own memory can be sent
+    return DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride()).full_tensor()
 
 
 def _mesh(plan: Plan) -> DeviceMesh:

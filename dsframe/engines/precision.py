@@ -73,8 +73,16 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """The model's outputs of 16 bits in float32, so that every engine computes the loss with the same precision."""
-    return tree_map_only(Tensor, lambda tensor: tensor.float() if is_short(tensor.dtype) else tensor, outputs)
+    """The model's outputs of 16 bits in float32, so that every engine computes the loss with the same precision.
+
+    What the model has made to take derivatives by, a leaf of the graph, stays.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        variable = tensor.requires_grad and tensor.is_leaf
+        return tensor.float() if is_short(tensor.dtype) and not variable else tensor
+
+    return tree_map_only(Tensor, cast, outputs)
 
 
 class MasterWeights:

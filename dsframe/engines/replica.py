@@ -188,9 +188,10 @@ class ReplicaEngine(ModelEngine):
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
         loss itself, detached."""
-        outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
-        loss = self._touch_unused(self._loss(outputs, batch))
-        backward(loss * factor if factor != 1.0 else loss, torch.autograd.backward, self.built.watch)
+        with self._whole_weights():
+            outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
+            loss = self._touch_unused(self._loss(outputs, batch))
+            backward(loss * factor if factor != 1.0 else loss, torch.autograd.backward, self.built.watch)
         return loss.detach()
 
     def _clip(self, scale: float, *, always: bool) -> Tensor | None:
@@ -227,7 +228,10 @@ class ReplicaEngine(ModelEngine):
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """The model's, or a part's; not through its wrapper, which would expect a backward pass."""
-        return self._forward(self.model if module is None else module, inputs)
+        if module is not None:
+            return self._forward(module, inputs)
+        with self._whole_weights():
+            return self._forward(self.model, inputs)
 
     @without_gradients
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
@@ -235,9 +239,10 @@ class ReplicaEngine(ModelEngine):
         inputs, targets = batch
         self.model.eval()
         inputs = self._joined(inputs, targets)
-        outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
-        self.model.train()
-        return measure(outputs, targets) if measure else {}
+        with self._whole_weights():
+            outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
+            self.model.train()
+            return measure(outputs, targets) if measure else {}
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

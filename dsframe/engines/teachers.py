@@ -6,10 +6,8 @@ in checkpoints. After each update it is copied into the teacher's own engine, sh
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.engines.base import ModelEngine
 from dsframe.tasks.average_of import AverageOf
@@ -40,21 +38,6 @@ class Teacher:
         with self._engine.averaged():
             pairs = zip(self._teacher.parameters(), self._student.parameters(), strict=True)
             for parameter, average in pairs:
-                _copy(parameter, average)
+                self._engine.copy_shard(parameter, average)
         for buffer, current in zip(self._teacher.buffers(), self._student.buffers(), strict=True):
             buffer.copy_(current)
-
-
-def _copy(parameter: Any, average: Any) -> None:
-    """Copies what this rank holds of a parameter: a shard, or all of it."""
-    if hasattr(parameter, "ds_tensor"):  # at ZeRO-3 both are cut alike
-        parameter.ds_tensor.copy_(average.ds_tensor)
-        if parameter.ds_status.name == "AVAILABLE":
-            parameter.partition()  # the next forward pass gathers it anew
-        return
-    _local(parameter.data).copy_(_local(average.data))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local

@@ -1,20 +1,59 @@
-"""Whole weights for a moment, where ranks hold shards of them: for losses and penalties that read weights."""
+"""Whole weights where ranks hold shards of them: for losses that read weights, or for a whole step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dsframe.errors import TaskError
 
-COMPUTED_IN = "_dsframe_computed_in"
-"""Name under which FSDP's shards have the number format of the whole weights."""
+
+class Shards(ABC):
+    """How a library cuts parameters. The engine's file of that library adds one to ``LIBRARIES``."""
+
+    puts_others = False
+    """True if whole parameters are other objects, which lie in the model while its modules run."""
+
+    @abstractmethod
+    def cuts(self, weight: Any) -> bool:
+        """True of a parameter that this library has cut."""
+
+    @abstractmethod
+    def is_whole(self, weight: Any) -> bool:
+        """True if this rank has all of such a parameter at the moment."""
+
+    def gathering(self, weights: Sequence[Any]) -> AbstractContextManager[None]:
+        """**Collective.** Around :meth:`copies`, and around autograd's look at the shapes of ``weights``."""
+        return nullcontext()
+
+    @abstractmethod
+    def copies(self, weights: Sequence[Any]) -> list[Tensor]:
+        """**Collective.** Whole copies of such parameters, in the format in which the model computes."""
+
+    @abstractmethod
+    def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """**Collective.** What the parameters' gradients are, given those of this rank's copies."""
+
+
+LIBRARIES: list[Shards] = []
+
+
+def library_of(weight: Any) -> Shards | None:
+    """Returns whose shard ``weight`` is; None of a plain parameter."""
+    return next((library for library in LIBRARIES if library.cuts(weight)), None)
+
+
+def is_whole(weight: Any) -> bool:
+    """False where this rank has a shard of ``weight`` at the moment."""
+    library = library_of(weight)
+    return library is None or library.is_whole(weight)
 
 
 @contextmanager
@@ -30,21 +69,35 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
     lives until the backward pass. Raises TaskError where the copy was written to:
     :meth:`Task.after_step <dsframe.Task.after_step>` writes.
     """
-    sharded = {name: weight for name, weight in module.named_parameters() if not is_whole(weight)}
-    if not sharded:
+    if all(is_whole(weight) for weight in module.parameters()):
         yield module
         return
-    whole = _whole(list(sharded.values()))
-    versions = [weight._version for weight in whole]
-    with (
-        _reparametrize_module(module, dict(zip(sharded, whole, strict=True)), tie_weights=True),
-        register_module_forward_pre_hook(_refuse_calls(module)),
-    ):
+    with whole(module), register_module_forward_pre_hook(_refuse_calls(module)):
         yield module
-    for name, weight, version in zip(sharded, whole, versions, strict=True):
-        if weight._version != version:
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """**Collective.** Copies of weights are in the place of shards inside. Raises TaskError where one was written to."""
+    sharded = {name: weight for name, weight in module.named_parameters() if not is_whole(weight)}
+    if not sharded:
+        yield
+        return
+    copies = _copies(list(sharded.values()))
+    versions = [copy._version for copy in copies]
+    recurrent = [(inner, inner._flat_weights) for inner in module.modules() if isinstance(inner, nn.RNNBase)]
+    with _reparametrize_module(module, dict(zip(sharded, copies, strict=True)), tie_weights=True):
+        for inner, _ in recurrent:  # which keep their weights in a list as well
+            inner._flat_weights = [getattr(inner, name, None) for name in inner._flat_weights_names]
+        try:
+            yield
+        finally:
+            for inner, flat in recurrent:
+                inner._flat_weights = flat
+    for name, copy, version in zip(sharded, copies, versions, strict=True):
+        if copy._version != version:
             raise TaskError(
-                f"{name} was written inside of dsframe.gathered(), which changes only a copy of it; define "
+                f"{name} was written where weights are gathered, which changes only a copy of it; define "
                 "after_step(name, weight) in the task to write to weights"
             )
 
@@ -63,60 +116,32 @@ def _refuse_calls(module: nn.Module) -> Any:
     return refuse
 
 
-def is_dtensor(weight: Any) -> bool:
-    """True of a weight that FSDP has cut."""
-    return type(weight).__name__ == "DTensor"  # whose import takes a second
-
-
-def is_whole(weight: Any) -> bool:
-    """False where this rank has a shard of ``weight`` at the moment."""
-    elements = getattr(weight, "ds_numel", None)
-    if elements is not None:  # ZeRO stage 3
-        return bool(weight.numel() == elements) and weight.ds_status.name == "AVAILABLE"
-    return not is_dtensor(weight)
-
-
-def _whole(weights: list[Any]) -> list[Tensor]:
-    """**Collective.** Copies of ``weights``, all of which are cut, with gradients to them."""
-    if is_dtensor(weights[0]):
-        return [_apply(_FromFsdp, weight) for weight in weights]
-    weights[0].all_gather(param_list=weights)
-    copies = [_apply(_FromZero, weight) for weight in weights]
-    weights[0].partition(param_list=weights, has_been_updated=False)
+def _copies(weights: list[Any]) -> tuple[Tensor, ...]:
+    library: Any = library_of(weights[0])
+    with library.gathering(weights):
+        copies: tuple[Tensor, ...] = _Copies.apply(library, *weights)  # type: ignore[no-untyped-call]
     return copies
 
 
-def _apply(function: Any, weight: Any) -> Tensor:
-    copy: Tensor = function.apply(weight)
-    return copy
-
-
-class _FromZero(torch.autograd.Function):
-    """A copy of a weight. DeepSpeed reduces what reaches the weight as any other gradient of it."""
+class _Copies(Function):
+    """Copies of weights. One function for all, so that ranks reduce the same gradients in the same order: zeros are some."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.detach().clone()
+    def forward(ctx: Any, library: Shards, *weights: Any) -> tuple[Tensor, ...]:
+        copies = library.copies(weights)
+        ctx.library, ctx.weights = library, weights
+        ctx.mark_non_differentiable(
+            *(copy for copy, weight in zip(copies, weights, strict=True) if not weight.requires_grad)
+        )
+        return tuple(copies)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _FromFsdp(torch.autograd.Function):
-    """A weight gathered by FSDP's mesh; its gradient is the mean over the ranks, as FSDP's own."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
-        ctx.dtype = weight.dtype
-        full: Tensor = weight.full_tensor().to(getattr(weight, COMPUTED_IN, weight.dtype))
-        return full.clone() if ctx.mesh.size() == 1 else full
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        from torch.distributed.tensor import DTensor, Partial
-
-        of_rank = (gradient.to(ctx.dtype) / ctx.mesh.size()).contiguous()
-        summed = [Partial()] * ctx.mesh.ndim
-        return DTensor.from_local(of_rank, ctx.mesh, summed).redistribute(placements=ctx.placements)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        trained = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        reduced = ctx.library.gradients(
+            [ctx.weights[number] for number in trained], [gradients[number] for number in trained]
+        )
+        returned: list[Tensor | None] = [None] * len(gradients)
+        for number, gradient in zip(trained, reduced, strict=True):
+            returned[number] = gradient
+        return None, *returned

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import source_files
-from dsframe.model.gathered import is_dtensor, is_whole
+from dsframe.model.gathered import is_whole, library_of
 
 _METADATA = frozenset(
     "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
@@ -48,6 +48,10 @@ _MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deeps
 """Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
+_WHOLE_STEPS = (
+    "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
+    "rank (ddp, horovod, or ZeRO 0 to 2)"
+)
 
 
 class WeightWatch(TorchFunctionMode):
@@ -63,6 +67,8 @@ class WeightWatch(TorchFunctionMode):
         self._parameters: dict[str, nn.Parameter] = {}
         self._trained: list[bool] = []
         self._whole = True
+        self.whole_steps = False
+        """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
         self._direct: dict[str, str] = {}
         self._writes: dict[str, str] = {}
         self._before: dict[str, Any] = {}
@@ -88,7 +94,7 @@ class WeightWatch(TorchFunctionMode):
 
     def begin(self, step: int) -> None:
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
-        self._note_parameters()
+        self.note_parameters()
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._after or (self._watching and step > self._first):
@@ -119,15 +125,15 @@ class WeightWatch(TorchFunctionMode):
     def _written(self) -> dict[str, Any]:
         return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
 
-    def _note_parameters(self) -> None:
+    def note_parameters(self) -> None:
         """The model as the engine has made it."""
         if self._parameters:
             return
         self._parameters = dict(self._model.named_parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
-        self._whole = not any(
-            hasattr(parameter, "ds_numel") or is_dtensor(parameter) for parameter in self._parameters.values()
-        )
+        libraries = [library_of(parameter) for parameter in self._parameters.values()]
+        self._whole = not any(libraries)
+        self._puts_others = any(library is not None and library.puts_others for library in libraries)
 
     @property
     def model(self) -> nn.Module:
@@ -148,7 +154,7 @@ class WeightWatch(TorchFunctionMode):
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
         """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: around hooks, in every step."""
-        self._note_parameters()
+        self.note_parameters()
         if not (self._looks_inside and (self._watching or always)):
             yield
             return
@@ -178,17 +184,17 @@ class WeightWatch(TorchFunctionMode):
 
     def _called(self, module: nn.Module, _: Any) -> None:
         """Before each module is called, and before a library's own hooks."""
-        if not self._whole:
-            self._refuse_transforms()
+        self._refuse_transforms()
         if module.training and not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             self._without_gradients[module] += 1
 
     def _refuse_transforms(self) -> None:
-        inside = torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
-        if inside and any(hasattr(parameter, "ds_numel") for parameter in self._parameters.values()):
+        if self._whole or self.whole_steps or self._puts_others:
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch has no public name for it
             raise EngineError(
                 f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
-                "them; choose an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+                f"them; {_WHOLE_STEPS}"
             )
 
     def computed(self, loss: Tensor) -> None:
@@ -237,12 +243,11 @@ class WeightWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not self._whole:
-            self._refuse_transforms()
-        if func is torch.autograd.grad and not self._whole and (line := _caller()):
+        self._refuse_transforms()
+        if func is torch.autograd.grad and not (self._whole or self.whole_steps) and (line := _caller()):
             raise EngineError(
-                f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; choose "
-                "an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+                f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; "
+                f"{_WHOLE_STEPS}"
             )
         if kwargs.get("max_norm") is not None and not self._whole:
             raise EngineError(
@@ -363,10 +368,12 @@ class WeightWatch(TorchFunctionMode):
         if gone := [name for name in self._parameters if name not in now]:
             self._refuse_changes(gone, f"removed {when}")
 
-    def _is_another(self, name: str, parameter: nn.Parameter) -> bool:
+    def _is_another(self, name: str, parameter: Tensor) -> bool:
         """FSDP itself puts a whole parameter in the place of its shard while a module runs."""
         known = self._parameters.get(name, parameter)
-        return known is not parameter and not is_dtensor(known) and not is_dtensor(parameter)
+        if self.whole_steps and not isinstance(parameter, nn.Parameter):  # a copy, for this step
+            return False
+        return known is not parameter and not self._puts_others
 
     def _refuse_changes(self, names: Sequence[str], what: str) -> None:
         raise TaskError(
@@ -380,9 +387,7 @@ class WeightWatch(TorchFunctionMode):
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
         leaves, self.recomputes_inside = _leaves(loss)
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
-        if any(
-            map(is_dtensor, self._parameters.values())
-        ):  # whose whole parameters are other objects while modules run
+        if self._puts_others:
             held = {id(parameter) for parameter in _held(self._engine.plan.task)}
             strangers = [parameter for parameter in strangers if id(parameter) in held]
         if strangers:
@@ -407,8 +412,8 @@ class WeightWatch(TorchFunctionMode):
     def _shards(self) -> str:
         return (
             f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
-            "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or choose "
-            "an engine that keeps whole weights on each rank"
+            "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or "
+            f"{_WHOLE_STEPS}"
         )
 
 

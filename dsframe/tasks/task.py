@@ -125,7 +125,10 @@ class Task:
     """The same for evaluations and predictions, where :attr:`collate` is for training alone, as mixup is. None: :attr:`collate`."""
     eval_gradients: bool = False
     """True if :meth:`metrics` or :meth:`loss` takes derivatives of the outputs, as for a differential equation: evaluations then
-    keep the graph of a batch. Refused where weights are sharded (ZeRO-3, FSDP) and in a pipeline."""
+    keep the graph of a batch. Refused in a pipeline."""
+    whole_weights: bool = False
+    """True: where ranks hold shards (ZeRO-3, FSDP), all weights are gathered for each whole step, and may be used anywhere. It is
+    so, where memory allows, for models and losses in which dsframe finds derivatives (``torch.autograd.grad``, ``torch.func``)."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     class_names: Sequence[str] = ()

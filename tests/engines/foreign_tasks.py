@@ -44,6 +44,9 @@ class Words(Rows):
 class Penalty(Rows):
     """Reads weights in the loss."""
 
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole_weights = whole
+
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
@@ -181,6 +184,54 @@ class Forces(Rows):
 
     def model(self) -> nn.Module:
         return _Field()
+
+
+class _Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        places = inputs.detach().requires_grad_()
+        outputs = self.net(places).square()
+        (slopes,) = vars(torch.autograd)["grad"](outputs.sum(), places, None, None, True)
+        return outputs + slopes.mean(1, keepdim=True)
+
+
+class Hidden(Rows):
+    """Takes derivatives in forward, by a name that a look at its code does not see."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole_weights = whole
+
+    def model(self) -> nn.Module:
+        return _Hidden()
+
+
+class _Prototypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.places = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 3, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.body(inputs.view(-1, 4, 2))[0][:, -1]
+        return hidden
+
+
+class Prototypes(Rows):
+    """Weights that only the loss reads: their module is never called."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole_weights = whole
+
+    def model(self) -> nn.Module:
+        self.net: Any = _Prototypes()
+        return self.net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net.places) as places:
+            scores = outputs @ places.weight.t()
+        return super().loss(scores, targets)
 
 
 class _Solution(nn.Module):

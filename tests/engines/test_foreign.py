@@ -50,14 +50,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
-    "derivatives": ("Forces", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
-    "an equation": ("Equation", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
+    "weights in the loss, gathered for steps": ("Penalty", {"whole": True}, {}),
+    "prototypes": ("Prototypes", {}, {}),
+    "prototypes, gathered for steps": ("Prototypes", {"whole": True}, {}),
+    "derivatives": ("Forces", {}, {}),
+    "an equation": ("Equation", {}, {}),
+    "hidden derivatives": ("Hidden", {}, dict.fromkeys(SHARDED, "whole_weights = True")),
+    "hidden derivatives, gathered for steps": ("Hidden", {"whole": True}, {}),
     "consolidated": ("Consolidated", {}, {}),
-    "derivatives by a transform": (
-        "Transformed",
-        {},
-        {"fsdp": "takes derivatives in the middle of a step", "zero3": "inside of a transform of torch.func"},
-    ),
+    "derivatives by a transform": ("Transformed", {}, {}),
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook")),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}),
     "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass")),
@@ -108,13 +109,17 @@ RIGHT = {
     "clamped in forward": ("ddp",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
-    "derivatives": tuple(setup for setup in SETUPS if setup not in SHARDED),
+    "weights in the loss, gathered for steps": ("fsdp", "zero3"),
+    "prototypes": ("fsdp", "zero3"),
+    "prototypes, gathered for steps": ("fsdp", "zero3"),
+    "hidden derivatives, gathered for steps": ("fsdp", "zero3"),
+    "derivatives": tuple(SETUPS),
     "collectives of its own": tuple(SETUPS),
     "two weights in one tensor": ("single", "fsdp", "zero3"),
     "a buffer that backward needs": ("single",),
-    "an equation": tuple(setup for setup in SETUPS if setup not in SHARDED),
+    "an equation": tuple(SETUPS),
     "consolidated": tuple(SETUPS),
-    "derivatives by a transform": ("ddp", "zero2"),
+    "derivatives by a transform": ("ddp", "fsdp", "zero3"),
     "a hook writes later": ("ddp",),
     "backward writes": ("ddp",),
     "recomputed by itself": tuple(SETUPS),
@@ -204,9 +209,16 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
+@pytest.mark.parametrize("setup", ["single", "zero2", "zero3", "fsdp"])
+def test_derivatives_by_outputs_do_not_depend_on_accumulation(setup: str, tmp_path: Path) -> None:
+    run(tmp_path, file("an equation", setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("an equation"), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("case", "setups"),
     [
+        ("derivatives", ("zero3", "fsdp")),
         ("norms after a step", ("zero3", "fsdp")),
         ("max_norm", ("zero2", "ddp")),
         ("gathered weights in the loss", ("fsdp", "zero3")),

@@ -542,6 +542,30 @@ def expert_norm() -> None:
     assert abs(float(engine.get_global_grad_norm()) - right) < 1e-5 * right
 
 
+def prologue() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    def slope(*, patched: bool) -> float:
+        engine = started(linear_model(), {"stage": 1}, gradient_accumulation_steps=2)
+        begin = patches.prologue_of_loss(engine) if patched else None
+        inputs = torch.ones(1, 4, requires_grad=True)
+        outputs = engine(inputs)
+        (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        loss = slopes.sum()
+        if begin is not None:
+            loss.register_hook(lambda _: begin())
+        engine.backward(loss)
+        return loss.item()
+
+    expected = linear_model()[:]
+    inputs = torch.ones(1, 4, requires_grad=True)
+    (slopes,) = torch.autograd.grad(expected(inputs).sum(), inputs)
+    assert abs(slope(patched=False) - slopes.sum().item() / 2) < 1e-6, NOT_NEEDED
+    assert abs(slope(patched=True) - slopes.sum().item()) < 1e-6
+
+
 def groups() -> None:
     from deepspeed.utils import groups as module
     from torch import distributed as dist
@@ -565,7 +589,7 @@ LATER = (
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
-    recorded_routers, expert_norm, groups,
+    recorded_routers, expert_norm, prologue, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""
 

@@ -23,13 +23,13 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision
-from dsframe.engines.base import ModelEngine, refuse_evaluation_gradients, without_gradients
+from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_scalars
-from dsframe.engines.deepspeed.stage_3 import InTurn, differentiable
+from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
@@ -70,8 +70,6 @@ class ZeroEngine(ModelEngine):
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         refuse_after_step(plan)
-        if self._stage == 3:
-            refuse_evaluation_gradients(plan, "ZeRO stage 3 shards weights")
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
@@ -110,6 +108,8 @@ class ZeroEngine(ModelEngine):
         patches.reduce_in_order(self._engine)
         patches.zero_unused(self._engine)
         patches.scale_until_updated(self._engine.optimizer)
+        if plan.config.deepspeed.pipeline.stages == 1:
+            self._begin_backward = patches.prologue_of_loss(self._engine)
         if plan.config.settings.on_nonfinite == "skip":
             patches.look_before_each_step(self._engine)
 
@@ -138,6 +138,8 @@ class ZeroEngine(ModelEngine):
         if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
             self._spill = on_disk(self.plan.directory, self.plan.world.size)
         model, self.built = build_model(self, spill=self._spill)
+        if self._stage == 3:
+            self._settle_gathering(model)
         if self.plan.batch.sequence_parallel_size > 1:
             from dsframe.engines.deepspeed.sequence import Slices
 
@@ -265,6 +267,8 @@ class ZeroEngine(ModelEngine):
                 parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
         if self._kept:
             parts.append("weights not resharded")
+        if self.gathers_steps:
+            parts.append("weights gathered for each step")
         if self.plan.batch.tensor_parallel_size > 1:
             parts.append(f"tensor parallel, {self.plan.batch.tensor_parallel_size} ranks")
         if self.plan.batch.sequence_parallel_size > 1:
@@ -303,8 +307,9 @@ class ZeroEngine(ModelEngine):
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses: list[Tensor] = []
         for batch in micro_batches:
-            loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
-            self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
+            with self._whole_weights():
+                loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
+                self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
@@ -314,8 +319,9 @@ class ZeroEngine(ModelEngine):
         losses = []
         with self._engine.coalesce_grad_reduction():
             for batch in micro_batches:
-                loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
-                self._backward(loss)
+                with self._whole_weights():
+                    loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
+                    self._backward(loss)
                 losses.append(loss.detach())
         if self._calls is not None:
             self._calls.compare()
@@ -327,6 +333,7 @@ class ZeroEngine(ModelEngine):
     def _backward(self, loss: Tensor, *, last: bool = False) -> None:
         if self._calls is not None:
             self._calls.backward(loss)
+        loss.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
         backward(loss, self._engine.backward, self.built.watch)
         if self._calls is not None and last:
             self._calls.compare()
@@ -336,9 +343,22 @@ class ZeroEngine(ModelEngine):
             outputs_of(self._engine, precision.cast_inputs(inputs, self._dtype), self.built.watch)
         )
 
+    @contextlib.contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        if not self.gathers_steps:
+            yield
+            return
+        with patches.hooks_set_aside(self._engine), SHARDS.gathering(list(self._model.parameters())):
+            yield
+
+    def copy_shard(self, parameter: Any, source: Any) -> None:
+        """At stage 3 its share on this rank."""
+        (copy_shard if self._stage == 3 else super().copy_shard)(parameter, source)
+
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
-        outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
+        with self._whole_weights() if module is None else contextlib.nullcontext():
+            outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)
 
     def release_outputs(self) -> None:
@@ -356,7 +376,9 @@ class ZeroEngine(ModelEngine):
         alone = self._engine.training
         if alone:
             self._engine.eval()
-        outputs = self._forward(self._joined(inputs, targets))
+        with self._whole_weights():
+            outputs = self._forward(self._joined(inputs, targets))
+            measured = measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
         if alone:
             self._engine.train()
         if self._calls is not None and self._calls.watches:
@@ -364,7 +386,7 @@ class ZeroEngine(ModelEngine):
             self._calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
-        return measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
+        return measured
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
@@ -378,7 +400,11 @@ class ZeroEngine(ModelEngine):
             self._calls.check()
 
     def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
-        if self._stage != 3 or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
+        if (
+            self._stage != 3
+            or self.gathers_steps
+            or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme"
+        ):
             return contextlib.nullcontext()
         if self._kept:
             return self._without_hooks()

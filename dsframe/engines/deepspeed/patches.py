@@ -103,6 +103,11 @@ PATCHES: dict[str, Patch] = {
         "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
         "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
     ),
+    "prologue": Patch(
+        "derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error",
+        "runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs)",
+        "0.19.8",
+    ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
@@ -220,6 +225,8 @@ _LATER = (
     ),
     ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
     ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
+    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue")),
+    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue_per_tensor")),
     ("groups", "utils.groups", ("_release_process_group_references",)),
     (
         "evaluation",
@@ -435,6 +442,14 @@ def undo_hidden_step(engine: Any) -> None:
         torch._foreach_copy_(list(masters), list(group))
     if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):
         engine.basic_optimizer.state.clear()
+
+
+def prologue_of_loss(engine: Any) -> Callable[[], None]:
+    """ "prologue": hooks on outputs do nothing. Returns what is to be called when a backward pass begins."""
+    begin: Callable[[], None] = engine._backward_prologue
+    engine._backward_prologue = lambda: None
+    engine._backward_prologue_per_tensor = lambda gradient: gradient
+    return begin
 
 
 # Experts.

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import StepResult
 from dsframe.engines import precision
-from dsframe.engines.base import refuse_evaluation_gradients
 from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
 from dsframe.engines.deepspeed.engine import ZeroEngine
 from dsframe.engines.deepspeed.imports import deepspeed
@@ -42,7 +41,11 @@ class PipelineEngine(ZeroEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises TaskError and EngineError where the model makes no such stages, before processes meet."""
-        refuse_evaluation_gradients(plan, "a pipeline's stages hold parts of the model")
+        if plan.task.eval_gradients:
+            raise TaskError(
+                f"{type(plan.task).__name__}.eval_gradients: a pipeline's stages hold parts of the model, so an evaluation cannot "
+                "take derivatives of the outputs; choose an engine with whole weights"
+            )
         self._cut = Cut(plan)
         self._evaluated: Any = None
         self._evaluating = False

@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsframe.model.gathered import LIBRARIES, Shards
+
+
+class ZeroShards(Shards):
+    """Parameters that ``deepspeed.zero`` has cut. DeepSpeed reduces what reaches them as any other gradient."""
+
+    def cuts(self, weight: Any) -> bool:
+        """True of a parameter that DeepSpeed has cut."""
+        return hasattr(weight, "ds_numel")
+
+    def is_whole(self, weight: Any) -> bool:
+        """True while it is gathered."""
+        return bool(weight.numel() == weight.ds_numel) and weight.ds_status.name == "AVAILABLE"
+
+    @contextmanager
+    def gathering(self, weights: Sequence[Any]) -> Iterator[None]:
+        """**Collective.** All at once."""
+        missing = [weight for weight in weights if not self.is_whole(weight)]
+        if missing:
+            missing[0].all_gather(param_list=missing)
+        try:
+            yield
+        finally:
+            release(missing)
+
+    def copies(self, weights: Sequence[Any]) -> list[Tensor]:
+        """Of what is gathered."""
+        return [weight.detach().clone() for weight in weights]
+
+    def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """**Collective.** As they are; to take them, the weights have to be whole until the end of the backward pass."""
+        missing = [weight for weight in weights if not self.is_whole(weight)]
+        if missing:
+            missing[0].all_gather(param_list=missing)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: release(missing))
+        return list(gradients)
+
+
+def release(weights: Sequence[Any]) -> None:
+    """**Collective.** Gives up those that are gathered, and that no module which still runs will give up."""
+    if gathered := [
+        weight for weight in weights if weight.ds_status.name == "AVAILABLE" and not weight.ds_active_sub_modules
+    ]:
+        gathered[0].partition(param_list=gathered, has_been_updated=False)
+
+
+SHARDS = ZeroShards()
+LIBRARIES.append(SHARDS)
+
+
+def copy_shard(parameter: Any, source: Any) -> None:
+    """Copies a parameter of another model that is cut alike."""
+    parameter.ds_tensor.copy_(source.ds_tensor)
+    if parameter.ds_status.name == "AVAILABLE":
+        parameter.partition()  # the next forward pass gathers it anew
 
 
 class InTurn(nn.Module):

@@ -1,0 +1,64 @@
+"""Finds code that takes derivatives in the middle of a step, before an engine is made: such code needs whole weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from dsframe.tasks.task import Task
+
+_LIBRARIES = ("torch.", "dsframe.", "builtins", "collections", "abc", "typing", "enum")
+_TRANSFORMS = frozenset({"functional_call", "hessian", "jacfwd", "jacobian", "jacrev", "jvp", "vhp", "vjp", "vmap"})
+
+
+def line_of(task: Task, model: nn.Module) -> str:
+    """Returns file and line of a method of the task or the model that takes derivatives, or of a function that it calls; or "".
+
+    Looks at names in compiled code, not at what runs: such code may be there and never run.
+    """
+    ahead = [value for value in vars(task).values() if isinstance(value, FunctionType)]
+    for cls in dict.fromkeys(cls for owner in (task, *model.modules()) for cls in type(owner).__mro__):
+        if not f"{cls.__module__}.".startswith(_LIBRARIES):
+            ahead += _methods(cls)
+    seen: set[FunctionType] = set()
+    while ahead:
+        function = ahead.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for code in _codes(function.__code__):
+            if _differentiates(code, function.__globals__):
+                return f"{code.co_filename}:{code.co_firstlineno}"
+            called = (function.__globals__.get(name) for name in code.co_names)
+            ahead += [
+                other for other in called if isinstance(other, FunctionType) and other.__module__ == function.__module__
+            ]
+    return ""
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
+    for value in vars(cls).values():
+        method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(method := inspect.unwrap(method) if callable(method) else method, FunctionType):
+            yield method
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _differentiates(code: CodeType, variables: dict[str, Any]) -> bool:
+    names = set(code.co_names)
+    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
+    if any("create_graph" in keyword for keyword in keywords) or {"autograd", "grad"} <= names:
+        return True
+    imported = {name for name in names if str(getattr(variables.get(name), "__module__", "")).startswith("torch.")}
+    direct = imported if not names & {"func", "functional"} else names
+    return bool(direct & _TRANSFORMS) or "grad" in imported or {"func", "grad"} <= names
