@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
-from dsframe.model import ema, lbfgs
+from dsframe.model import ema, formats, lbfgs
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, outputs_of
 from dsframe.model.plan import Plan
@@ -93,7 +93,7 @@ class ReplicaEngine(ModelEngine):
         """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
             if parameter.is_floating_point():  # a base in 4 bits is not
-                parameter.data = parameter.data.to(self._dtype)
+                parameter.data = parameter.data.to(torch.float32 if formats.is_kept(parameter) else self._dtype)
         short = precision.is_short(self._dtype) and not self.plan.frozen
         return precision.MasterWeights(model) if short else None
 

@@ -101,6 +101,7 @@ def build_model(
     model, peft = _build_on_cpu(ranks, spill)
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
+    formats.keep_in_fp32(plan.config, model)
     sizes = _sizes(model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
@@ -146,7 +147,7 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
     if kept := formats.kept_in_fp32(model, formats.parameter_dtype(plan.config)):
         text = (
             f"parts {', '.join(kept)} stay in fp32 in transformers, and become 16-bit here, as all weights (the optimizer's copies "
-            'are fp32); "torch_autocast" in the place of bf16 or fp16 keeps all weights in fp32'
+            'are fp32); "keep_in_fp32" names what is to stay, and "torch_autocast" in the place of bf16 or fp16 keeps all'
         )
         depends += (Dependence(text),)
     if task.over_micro_batches and plan.batch.accumulation_steps > 1:
@@ -210,7 +211,7 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
         dtype = formats.parameter_dtype(plan.config)
         for parameter in model.parameters():  # rounded first: the device never holds all in fp32
             if parameter.is_floating_point():
-                rounded = dtype if dtype.itemsize < 4 else parameter.dtype
+                rounded = dtype if dtype.itemsize < 4 and not formats.is_kept(parameter) else parameter.dtype
                 parameter.data = parameter.data.to(rounded)
                 parameter.data = parameter.data.to(plan.device)
         model.to(plan.device)  # its buffers, and weights in 4 bits with their scales

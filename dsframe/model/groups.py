@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from dsframe.config.read.suggest import closest
+from dsframe.config.read.suggest import similar_pattern
 from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import switches
@@ -189,23 +189,15 @@ def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:
         for pattern in group.match:
             matched = [name for name in every if fnmatchcase(name, pattern)]
             if not matched:
-                raise wanted.wrong(index, f'"{pattern}" matches no parameter of the model', _remedy(pattern, every))
+                raise wanted.wrong(
+                    index, f'"{pattern}" matches no parameter of the model', similar_pattern(pattern, every)
+                )
             for name in matched:
                 other, its = claims.setdefault(every[name], (index, pattern))
                 if other != index:
                     message = f'"{pattern}" matches {name}, and so does "{its}" of group {other}'
                     raise wanted.wrong(index, message, "change one of them: a parameter belongs to one group")
     return claims
-
-
-def _remedy(pattern: str, names: Iterable[str]) -> str:
-    """A pattern like this one that matches something; else some of the names."""
-    names, word = list(names), pattern.strip("*.")
-    parts = {part for name in names for part in (name, name.rpartition(".")[0], *name.split("."))}
-    similar = pattern.replace(word, closest(word, parts - {""}) or word) if word else pattern
-    if any(fnmatchcase(name, similar) for name in names):
-        return f'did you mean "{similar}"?'
-    return f"there are {len(names)} parameters, such as {', '.join(names[:: max(1, len(names) // 4)])}"
 
 
 def _lines(groups: ParameterGroups, model: nn.Module) -> Iterator[str]:

@@ -105,7 +105,11 @@ def _precision(config: Config, device: torch.device) -> str:
     cast = precision.autocast_dtype(config, device)
     if cast is not None:
         return f"{name}, products in {str(cast).removeprefix('torch.')} (autocast)"
-    return f"{name}, with fp32 masters" if precision.is_short(parameters) else name
+    if not precision.is_short(parameters):
+        return name
+    kept = ", ".join(config.settings.model.keep_in_fp32)
+    exceptions = f" but {kept}" if kept else ""
+    return f"{name} for all parameters{exceptions}, with fp32 masters"
 
 
 def _optimizer(plan: Plan) -> str:

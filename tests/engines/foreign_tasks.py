@@ -234,6 +234,36 @@ class Prototypes(Rows):
         return super().loss(scores, targets)
 
 
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert {inputs.dtype, self.gate.weight.dtype, self.scale.dtype} == {torch.float32}
+        return (self.gate(inputs) * self.scale).softmax(-1)
+
+
+class _Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.router, self.head = nn.Linear(8, 16), nn.LayerNorm(16), _Router(), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.body(inputs)))
+        shares = self.router(hidden)
+        assert hidden.dtype == shares.dtype == self.head.weight.dtype
+        outputs: Tensor = self.head(hidden * shares.repeat(1, 4))
+        return outputs
+
+
+class Routed(Rows):
+    """Has parts that are to compute in fp32."""
+
+    def model(self) -> nn.Module:
+        return _Routed()
+
+
 class _Solution(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -215,6 +215,18 @@ def test_derivatives_by_outputs_do_not_depend_on_accumulation(setup: str, tmp_pa
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("an equation"), rel=1e-6)
 
 
+@pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
+def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "routed", ("Routed", {}, {}))
+    document = file("routed", setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
+    finished = run(tmp_path, document, SETUPS[setup][0]).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("routed"), rel=2e-2)
+    assert "bfloat16 for all parameters but *norm*, router.*, with fp32 masters" in finished.stderr
+    if setup == "fsdp":
+        document["dsframe"]["model"] = {"keep_in_fp32": ["router.scale"]}
+        assert "router.scale is a part of one" in run(tmp_path, document, 2).stderr
+
+
 @pytest.mark.parametrize(
     ("case", "setups"),
     [

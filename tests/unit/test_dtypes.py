@@ -13,7 +13,7 @@ import dsframe
 from dsframe.checkpoint.export import read
 from dsframe.config import load
 from dsframe.data import TensorSource
-from dsframe.errors import EngineError, TaskError
+from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model.formats import kept_in_fp32, own_dtype
 
 
@@ -88,14 +88,14 @@ def test_what_transformers_keeps_in_fp32_is_named() -> None:
     model: Any = T5ForConditionalGeneration(config)
     assert kept_in_fp32(model, torch.float16) == ["wo"]
     assert kept_in_fp32(model, torch.bfloat16) == kept_in_fp32(model, torch.float32) == []
-    model._keep_in_fp32_modules_strict = {"router"}
-    assert kept_in_fp32(model, torch.bfloat16) == ["router"]
+    model._keep_in_fp32_modules_strict = {"SelfAttention", "router"}
+    assert kept_in_fp32(model, torch.bfloat16) == ["SelfAttention"]
     assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
 
 
 def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Routed(nn.Linear):
-        _keep_in_fp32_modules_strict = ("router",)
+        _keep_in_fp32_modules_strict = ("weight",)
 
     class Task(dsframe.Task):
         def model(self) -> nn.Module:
@@ -110,4 +110,13 @@ def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
     file = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
     dsframe.fit(Task(), {**file, "bf16": {"enabled": True}})
-    assert "this model's parts router stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
+    assert "this model's parts weight stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
+
+
+def test_names_that_stay_in_fp32_are_looked_for() -> None:
+    engine, model = {"engine": "single", "steps": 1}, {"keep_in_fp32": ["*.wieght"]}
+    asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {**engine, "model": model}}
+    with pytest.raises(
+        ConfigError, match=r'"\*\.wieght" matches no parameter of the model; there are 2 parameters, such as weight'
+    ):
+        dsframe.fit(Line(torch.float32), asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 
 def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> str | None:
@@ -47,3 +48,13 @@ def _parts(word: str) -> set[str]:
 
 def _plain(word: str) -> str:
     return re.sub("[^a-z0-9]", "", word.lower())
+
+
+def similar_pattern(pattern: str, names: Iterable[str]) -> str:
+    """A pattern like this one that matches something; else some of the names."""
+    names, word = list(names), pattern.strip("*.")
+    parts = {part for name in names for part in (name, name.rpartition(".")[0], *name.split("."))}
+    similar = pattern.replace(word, closest(word, parts - {""}) or word) if word else pattern
+    if any(fnmatchcase(name, similar) for name in names):
+        return f'did you mean "{similar}"?'
+    return f"there are {len(names)} parameters, such as {', '.join(names[:: max(1, len(names) // 4)])}"
