@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
-from dsframe.model import ema, formats, lbfgs
+from dsframe.model import ema, formats, gradient_hooks, lbfgs
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, outputs_of
 from dsframe.model.plan import Plan
@@ -45,6 +45,7 @@ class ReplicaEngine(ModelEngine):
         self.plan = plan
         self._spill = self._spilled()
         self.model, self.built = build_model(self, keeps_float64=True, spill=self._spill)
+        gradient_hooks.take(self.model, self.built.gradient_hooks)
         bits = precision.parameter_dtype(plan.config)
         self._dtype = self.built.dtype if bits == torch.float32 else bits
         self._masters = self._place(self.model)
@@ -196,6 +197,13 @@ class ReplicaEngine(ModelEngine):
 
     def _clip(self, scale: float, *, always: bool) -> Tensor | None:
         """**Collective.** Clips the gradients, which are ``scale`` times too large; returns their norm before."""
+        if hooked := [view for view in self.views() if view.name in self.built.gradient_hooks]:
+            precision.clip(self._pieces(), 0.0, scale)
+            scale = 1.0
+        for view in hooked:
+            gradient: Any = view.master.grad
+            of_parameter = self.built.gradient_hooks[view.name]
+            view.put(gradient_hooks.call(of_parameter, view.whole(gradient)), gradient)
         clipping = self.plan.config.deepspeed.gradient_clipping
         return precision.clip(self._pieces(), clipping, scale, self._norm, always=always)
 

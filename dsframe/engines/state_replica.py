@@ -77,11 +77,12 @@ class ParameterView:
             raise CheckpointError(f"{self.name}: the optimizer's {list(whole.shape)} cannot be cut into shares")
         return torch.zeros(whole.shape, dtype=self.master.dtype, device=self.master.device)
 
-    def put(self, whole: Tensor) -> None:
-        """Writes to the master what this rank holds of ``whole``."""
-        master = self.master.detach()
-        first, size = self.span(master)
-        self.flat(master).copy_(whole.flatten()[first : first + size])
+    def put(self, whole: Tensor, tensor: Tensor | None = None) -> None:
+        """Writes what this rank holds of ``whole`` to the master, or to another tensor in its form."""
+        held = self.master.detach() if tensor is None else tensor
+        first, size = self.span(held)
+        target = self.target(held)
+        target.copy_(whole if target.shape == whole.shape else whole.flatten()[first : first + size])
 
 
 def read(

@@ -17,8 +17,9 @@ from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, loss_head, max_norm, overrides, switches, sync_batch_norm
+from dsframe.model import formats, gradient_hooks, groups, loss_head, max_norm, overrides, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
+from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
@@ -63,6 +64,8 @@ class BuiltModel:
     depends: tuple[Dependence, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed
     at start."""
+    gradient_hooks: GradientHooks = field(default_factory=dict)
+    """What the task has given to ``register_hook`` of parameters."""
     draws: DrawTrial | None = None
     """Knows after the first step whether the model draws random numbers in training."""
     sample_draws: SampleDraws | None = None
@@ -127,6 +130,7 @@ def build_model(
         computes_loss=loss_head.settle_chunks(plan.config, task, model),
         origin=origin,
         depends=_all_dependences(plan, model),
+        gradient_hooks=gradient_hooks.find(model),
         draws=DrawTrial(model, plan.device),
         watch=None if plan.part else WeightWatch(ranks, model, limited),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.errors import EngineError, TaskError
+from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.host import source_files
 from dsframe.model.gathered import is_whole, library_of
 
@@ -223,8 +223,14 @@ class WeightWatch(TorchFunctionMode):
             self._refuse_overwritten(written, when)
         self._unconfirmed.update(written)
 
-    def explained(self, error: Exception) -> EngineError | None:
-        """Returns what is to be said instead of ``error`` where weights that a library gives up were used directly."""
+    def explained(self, error: Exception) -> DsframeError | None:
+        """Returns what is to be said instead of ``error`` where parameters were made meanwhile, or where weights that a library
+        gives up were used directly."""
+        try:
+            if self._parameters:
+                self._refuse_added("in this step")
+        except TaskError as added:
+            return added
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:
             return None

@@ -186,6 +186,24 @@ class Forces(Rows):
         return _Field()
 
 
+class GradientHook(Rows):
+    """Changes the gradient of a weight: by a mask, by a clip, or where it lies."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def model(self) -> nn.Module:
+        weight = super().model()[0].weight
+        mask = torch.arange(16).ge(8).float()[:, None]
+        if self.what == "mask":
+            weight.register_hook(lambda gradient: gradient * mask)
+        if self.what == "clip":
+            weight.register_hook(lambda gradient: gradient / gradient.norm() * 0.1)
+        if self.what == "late":
+            weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return self.net
+
+
 class _Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()

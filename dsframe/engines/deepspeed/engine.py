@@ -34,7 +34,7 @@ from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
-from dsframe.model import ema, optimizers, rates, switches
+from dsframe.model import ema, gradient_hooks, optimizers, rates, switches
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, call, outputs_of
 from dsframe.model.plan import Plan
@@ -138,6 +138,7 @@ class ZeroEngine(ModelEngine):
         if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
             self._spill = on_disk(self.plan.directory, self.plan.world.size)
         model, self.built = build_model(self, spill=self._spill)
+        gradient_hooks.refuse_nonlinear(model, self.built.gradient_hooks, f"DeepSpeed ZeRO-{self._stage}")
         if self._stage == 3:
             self._settle_gathering(model)
         if self.plan.batch.sequence_parallel_size > 1:

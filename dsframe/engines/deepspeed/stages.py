@@ -27,7 +27,7 @@ from dsframe.engines.deepspeed.imports import (
 )
 from dsframe.engines.deepspeed.refusals import refuse_scalars
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import formats, groups, max_norm, switches
+from dsframe.model import formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
@@ -72,6 +72,8 @@ class Cut:
         """Stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]`` - 1."""
         self._refuse_weights_in_two_stages()
         max_norm.refuse(self._probes)
+        if names := ", ".join(gradient_hooks.find(self._probes)):
+            raise EngineError(f"a pipeline calls no hooks on gradients, and {names} has one; train without a pipeline")
 
     @property
     def models(self) -> list[nn.Module]:
