@@ -10,6 +10,7 @@ explains (``dsframe.config.codes``).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,10 @@ class Problem:
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
         said = ": ".join(part for part in (place, self.severity, self.path, self.message) if part)
-        return f"{said}; {self.remedy} [{self.code}]" if self.remedy else f"{said} [{self.code}]"
+        text = f"{said}; {self.remedy} [{self.code}]" if self.remedy else f"{said} [{self.code}]"
+        return re.sub(
+            r"[^\S \n]|[\ufeff\u200b-\u200f\u2060]", lambda blank: ascii(blank[0])[1:-1], text
+        )  # nobody sees them
 
 
 class ConfigError(DsframeError):

@@ -174,21 +174,21 @@ class _TensorBoard(Logger):
 
 
 class _Csv(Logger):
-    """A file for each figure, with lines of step and value.
+    """A table for each metric, with lines of step and value.
 
-    Lines after the checkpoint are taken off where the folder is this run's. In a folder that had tables before, of another run
-    or another program, lines are only added, as DeepSpeed does.
+    Tables of another run or another program stay as they are: in a folder that has some, this run writes into a folder of its own.
+    A run that starts again takes off its lines after the checkpoint.
     """
 
     def __init__(self, folder: Path, directory: Path, done: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        tables = [path for name in (_TRAINING, _EVALUATION) for path in folder.glob(f"{_file_name(name)}*.csv")]
-        owner, run_id = folder / ".dsframe-run", _run_id(directory)
-        if not tables:
-            owner.write_text(f"{run_id}\n", encoding="utf-8")
-        is_ours = owner.exists() and owner.read_text(encoding="utf-8").strip() == run_id
-        for old in tables if is_ours else []:
+        run_id, owner = _run_id(directory), folder / ".dsframe-run"
+        is_ours = owner.read_text(encoding="utf-8").strip() == run_id if owner.exists() else not [*folder.glob("*.csv")]
+        self._folder = folder if is_ours else folder / run_id[:8]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / owner.name).write_text(f"{run_id}\n", encoding="utf-8")
+        for old in (
+            path for name in (_TRAINING, _EVALUATION) for path in self._folder.glob(f"{_file_name(name)}*.csv")
+        ):
             head, *rows = old.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
             if head.startswith("step,"):
                 kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]

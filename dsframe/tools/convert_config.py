@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from dsframe.tools.conversion import Conversion
 from dsframe.tools.convert_calls import accelerate, from_calls, trainer
 from dsframe.tools.source_calls import Unknown, calls_of, notebook_code
 
+_TAG = "tag:yaml.org,2002:"
 TASK = "my_module:MyTask"
 """What the file has in the place of the user's own task."""
 KINDS = ("taken", "changed", "to do", "nothing to do")
@@ -93,10 +95,11 @@ def convert(path: Path) -> Conversion:
 def _mapping(path: Path, text: str) -> dict[str, Any]:
     try:
         given = _parsed(path.suffix, text)
+        json.dumps(given, allow_nan=False)
     except ImportError as error:
         remedy = "pip install pyyaml" if error.name == "yaml" else "use Python 3.11 or newer, or write JSON"
         raise _wrong(path, f"needs {error.name}, which is not installed", remedy) from None
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(path, f"cannot be read: {error}", "correct the file") from None
     if not isinstance(given, dict):
         message = f"holds {type(given).__name__} where keys and values are expected"
@@ -112,12 +115,38 @@ def _parsed(suffix: str, text: str) -> Any:
         return tomllib.loads(text)
     if suffix not in (".yaml", ".yml"):
         return json.loads(text)
+    return _yaml(text)
+
+
+def _yaml(text: str) -> Any:
+    """YAML 1.1 as far as JSON has its values, but 1e-3 is a number. Raises ValueError with the line."""
     import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+    def examine(node: Any) -> None:
+        kind = node.tag.removeprefix(_TAG)
+        if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
+            raise ValueError(f"line {node.start_mark.line + 1}: {kind} is no value of JSON; quote it if it is text")
+        names = set[str]()
+        for part in node.value if kind in ("map", "seq") else ():
+            key, value = part if kind == "map" else (None, part)
+            if key is not None and key.value in names:
+                raise ValueError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
+            names.update([key.value] if key is not None else [])
+            examine(value)
 
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("it has aliases (*name), which can grow without end; write the values out")
-        return yaml.safe_load(text)
+        if (root := yaml.compose(text, Loader)) is not None:
+            examine(root)
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -170,6 +170,12 @@ def holder(path: tuple[str, ...], document: dict[str, Any]) -> dict[str, Any]:
     return owner
 
 
+def test_invisible_characters_are_shown() -> None:
+    problems = examine('{"train_batch_size": 8,\u00a0"zero_optimisation": {}, "x\u200b": 1}', "a.json").problems
+    said = "\n".join(map(str, problems))
+    assert (r"\xa0" in said, r"x\u200b: unknown key" in said) == (True, True)
+
+
 def test_slips_get_the_right_suggestion_first() -> None:
     rng = random.Random(3)
     right = total = 0

@@ -13,7 +13,7 @@ import dsframe
 import dsframe.train
 from dsframe.cli import main
 from dsframe.tools.init import BEGINNINGS
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_ranks
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
@@ -31,6 +31,30 @@ def test_init_writes_a_commented_file_that_the_check_accepts(
     capsys.readouterr()
     assert main(["init", str(folder), "--from", beginning]) != 0
     assert "config.json" in capsys.readouterr().err, "nothing is written over"
+
+
+COMMANDS = (
+    "check config.json -np 2 --strict",
+    "plan --config config.json -np 2",
+    "launch -np 2 --config config.json --set dsframe.steps=2 --run-dir run --quiet",
+    "report run",
+    "evaluate run",
+    "export run --to safetensors --out weights",
+)
+
+
+@pytest.mark.parametrize(
+    "beginning", [pytest.param(name, marks=() if name == "own" else pytest.mark.long) for name in BEGINNINGS]
+)
+def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / "mine"), "--from", beginning]) == 0
+    data = [["make_data.py"]] if (tmp_path / "mine" / "make_data.py").exists() else []
+    for words in [*data, *(["-m", "dsframe", *line.split()] for line in COMMANDS)]:
+        done = run_ranks([sys.executable, *words], timeout_seconds=300, cwd=tmp_path / "mine")
+        if beginning == "finetune" and "evaluate" in words:
+            assert "eval_data" in done.output
+        else:
+            done.check()
 
 
 def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:

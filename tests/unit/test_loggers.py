@@ -58,7 +58,9 @@ def test_a_run_deletes_nothing_that_another_run_has_written(tmp_path: Path, done
             rows = (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines()
             assert len(events) == 1
     assert {path: path.read_bytes() for path in events} == events
-    assert (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines()[: len(rows)] == rows
+    assert (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines() == rows
+    (second,) = (tmp_path / "shared" / "job").glob("*/train_loss.csv")
+    assert second.read_text().splitlines() == ["step,loss", f"{1 + done},2.0"]
     assert len(list((tmp_path / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
 
 
@@ -76,7 +78,7 @@ def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatc
 def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -> None:
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     others = {
-        "table.csv": "name,value\nx,1\n", "steps.csv": "step,loss\n4,1.0\n", "train_note.csv": "my,own\nx,2\n",
+        "train_loss.csv": "step,loss\n4,1.0\n", "steps.csv": "step,loss\n4,1.0\n", "train_note.csv": "my,own\nx,2\n",
         "events.out.tfevents.1.host": "of another program", "empty.csv": "",
     }  # fmt: skip
     (tmp_path / "job").mkdir()
