@@ -44,7 +44,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--forms", default="portable,sharded")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
@@ -102,15 +101,15 @@ def main() -> int:
     folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
-    savers: dict[tuple[bool, str], Saver] = {}
+    savers: dict[bool, Saver] = {}
 
-    def saved(asynchronous: bool, form: str = "portable") -> Path:
+    def saved(asynchronous: bool) -> Path:
         """Saves once; the figures of the slowest rank."""
-        name = f"{form}, {'in the background' if asynchronous else 'at once'}"
+        name = "in the background" if asynchronous else "at once"
         all_gather_text(engine, "")  # others may still be reading
         if world.is_main:
             shutil.rmtree(folder / "ours", ignore_errors=True)
-        saver = savers.get((asynchronous, form)) or Saver(
+        saver = savers.get(asynchronous) or Saver(
             engine,
             Store(folder / "ours"),
             {"training": {}, "run": {}},
@@ -118,15 +117,14 @@ def main() -> int:
             at_end=True,
             retention=Retention(),
             asynchronous=asynchronous,
-            sharded=form == "sharded",
             say=lambda line: None,
         )
-        if asynchronous and (asynchronous, form) not in savers:
+        if asynchronous and asynchronous not in savers:
             name += ", first of a run"  # what it copies to stays for the next
             saver.prepare()
             for _ in range(STEPS_BEFORE):
                 train()
-        savers[asynchronous, form] = saver
+        savers[asynchronous] = saver
         all_gather_text(engine, "")
         before, began = settle_memory(), time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
@@ -142,24 +140,24 @@ def main() -> int:
         table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
         return path
 
-    def loaded(path: Path, form: str) -> None:
+    def loaded(path: Path) -> None:
         """Verifies and loads, each rank its own."""
         forget(path)
         all_gather_text(engine, "")
         began = time.perf_counter()
-        wrong = store.damage(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
+        wrong = store.damage(path, None, (world.rank, world.size))
         all_gather_text(engine, "")
         verified = time.perf_counter()
         assert not wrong
         checkpoint = Checkpoint(path, world.rank)
         engine.load_state(checkpoint)
         all_gather_text(engine, "")
-        table.add(f"dsframe, {form}, verify (from the disk)", size(path), verified - began)
-        table.add(f"dsframe, {form}, load (cached by then)", size(path), time.perf_counter() - verified)
+        table.add("dsframe, verify (from the disk)", size(path), verified - began)
+        table.add("dsframe, load (cached by then)", size(path), time.perf_counter() - verified)
         checkpoint.close()
 
     from dsframe.checkpoint import store
-    from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint.reader import Checkpoint
 
     path = saved(asynchronous=False)
     table.clear()
@@ -171,9 +169,8 @@ def main() -> int:
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
-        for form in options.forms.split(","):
-            saved(False, form)
-            loaded(saved(True, form), form)
+        saved(False)
+        loaded(saved(True))
     if world.is_main:
         print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
         table.show()

@@ -1,4 +1,4 @@
-"""Which rank holds which range of every tensor, and which rank writes it into which file.
+"""Where each tensor of a state lies in the files of a checkpoint, and which rank writes which range of it.
 
 Every rank tells the others once in a save what it holds; all come to the same plan without another word.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,13 +17,42 @@ from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, 
 from dsframe.errors import CheckpointError
 from dsframe.model.state import WEIGHT, ParameterShard
 
+MODEL, OPTIMIZER = "model", "optimizer"
+FILE_BYTES = 4 << 30
+"""Tensors of so many bytes lie in one file, and at least one tensor."""
+PIECE_BYTES = 16 << 20
+"""A range that several ranks hold is written by them in turn, in pieces of so many bytes."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names in safetensors."""
+
 Range = tuple[int, int]
 """First element and size in a flattened tensor."""
+Place = tuple[str, str]
+"""A tensor of the state: the parameter's name (a buffer's), and the key."""
+BUFFER = "buffer"
+"""The key of a buffer."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a parameter on all ranks."""
+    """One tensor on all ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,21 +74,25 @@ class Parameter:
     scalars: Mapping[str, float]
 
 
-def agree_on_parameters(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[Parameter]:
+def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> list[Parameter]:
     """**Collective.** Every parameter that some rank lists, in the order of the lists, rank after rank.
 
     Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.
     """
-    facts = [
-        [shard.name, dict(shard.scalars), [[k, list(t.shape), _text(t.dtype)] for k, t in shard.tensors.items()]]
-        for shard in shards
-    ]
+    facts: list[Any] = []
+    held: dict[Place, Range] = {}
+    for shard in shards:
+        kinds = [[key, list(tensor.shape), _text(tensor.dtype)] for key, tensor in shard.tensors.items()]
+        facts.append([shard.name, dict(shard.scalars), kinds])
+        held |= {(shard.name, key): (tensor.first, tensor.size) for key, tensor in shard.tensors.items()}
     every = _union(ranks, json.dumps(facts))
-    held = {(shard.name, key): (tensor.first, tensor.size) for shard in shards for key, tensor in shard.tensors.items()}
-    names = [(name, key) for name, (_, tensors) in every.items() for key, _, _ in tensors]
-    table = torch.tensor([held.get(name, (0, 0)) for name in names], dtype=torch.int64).reshape(-1, 2)
-    columns = [gathered.tolist() for gathered in all_gather_tensor(ranks, table)]
-    of = {name: [tuple(rows[index]) for rows in columns] for index, name in enumerate(names)}
+    places = [(name, key) for name, (_, tensors) in every.items() for key, _, _ in tensors]
+    table = [held.get(place, (0, 0)) for place in places]
+    if same(ranks, json.dumps(table)):
+        columns = [table] * ranks.plan.world.size
+    else:
+        columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
+    of = {place: [(rows[index][0], rows[index][1]) for rows in columns] for index, place in enumerate(places)}
     return [
         Parameter(
             name,
@@ -71,6 +104,13 @@ def agree_on_parameters(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[
         )
         for name, (scalars, tensors) in every.items()
     ]
+
+
+def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> list[Content]:
+    """**Collective.** Rank 0's buffers, on every rank."""
+    local = json.dumps([[name, _text(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()])
+    of_main = local if same(ranks, local) else all_gather_text(ranks, local)[0]
+    return [Content(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(of_main)]
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -103,46 +143,6 @@ def _holders(what: str, shape: Sequence[int], ranges: Sequence[Range]) -> dict[R
     raise CheckpointError(f"the ranks' shards do not make {what} of shape {list(shape)}: they hold {sorted(holders)}")
 
 
-class ByteBalancer:
-    """Deals tensors to ranks, to the one that has fewest bytes so far, and to files of about ``part_bytes``."""
-
-    def __init__(self, ranks: int, part_bytes: int, prefix: str = "part") -> None:
-        self._part_bytes, self._prefix = part_bytes, prefix
-        self._dealt, self._part, self._in_part, self._narrowest = ([0] * ranks for _ in range(4))
-
-    def owner(self, among: Collection[int] = ()) -> int:
-        """The rank with the fewest bytes, of all or of those ``among``."""
-        return min(among or range(len(self._dealt)), key=lambda rank: (self._dealt[rank], rank))
-
-    def file(self, owner: int, count: int, widest: int = 0, narrowest: int = 0) -> str:
-        """The file of ``owner`` for ``count`` bytes more. Wider elements (in bytes) than the last ones there begin another: where
-        no tensor follows narrower ones, each is aligned to its elements."""
-        full = self._in_part[owner] + count > self._part_bytes or widest > self._narrowest[owner]
-        if self._in_part[owner] and full:
-            self._part[owner] += 1
-            self._in_part[owner] = 0
-        self._dealt[owner] += count
-        self._in_part[owner] += count
-        self._narrowest[owner] = narrowest
-        return f"{self._prefix}-{owner:05}-{self._part[owner]:03}.safetensors"
-
-
-class Chunk(NamedTuple):
-    """Elements of one tensor on their way from the rank that holds them to the one that writes them."""
-
-    owner: int
-    source: int
-    parameter: str
-    key: str
-    skip: int
-    """Elements of the source's range before them."""
-    size: int
-    bytes: int
-    file: str
-    begin: int
-    """Bytes before them in the file, its header aside."""
-
-
 class Content(NamedTuple):
     """One tensor of a file."""
 
@@ -151,111 +151,125 @@ class Content(NamedTuple):
     shape: tuple[int, ...]
 
 
+def header(tensors: Sequence[Content], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Returns the first bytes of a safetensors file whose ``tensors`` follow in this order, and where each begins in the file;
+    last where the file ends. https://huggingface.co/docs/safetensors: the length of a JSON header (8 bytes, little-endian),
+    the header, and then the bytes.
+
+    Raises CheckpointError for a dtype that the format does not have.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name}: checkpoints do not support {dtype}")
+        ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + end for end in ends]
+
+
+class Piece(NamedTuple):
+    """Elements of one tensor that one rank writes."""
+
+    file: str
+    begin: int
+    """First byte in the file."""
+    first: int
+    """First element in the whole, flattened tensor."""
+    size: int
+    bytes: int
+
+
 @dataclass
 class FilePlan:
-    """What goes where. The chunks of one owner come in the order of its files and of the tensors in them."""
+    """What goes where."""
 
-    files: dict[str, list[Content]] = field(default_factory=dict)
-    owners: dict[str, int] = field(default_factory=dict)
+    headers: dict[str, bytes] = field(default_factory=dict)
+    """File -> its first bytes."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of a file, its header aside."""
-    chunks: list[Chunk] = field(default_factory=list)
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The manifest's entry of every parameter."""
-
-    def windows(self, limit: int) -> Iterator[list[Chunk]]:
-        """The chunks in turn, so many that no rank sends, and none writes, more than ``limit`` bytes of them."""
-        sent: dict[int, int] = {}
-        written: dict[int, int] = {}
-        window: list[Chunk] = []
-        for chunk in self.chunks:
-            for piece in _cut(chunk, limit):
-                travels = piece.source != piece.owner
-                too_much_sent = travels and sent.get(piece.source, 0) + piece.bytes > limit
-                if too_much_sent or written.get(piece.owner, 0) + piece.bytes > limit:
-                    yield window
-                    sent, written, window = {}, {}, []
-                sent[piece.source] = sent.get(piece.source, 0) + piece.bytes * travels
-                written[piece.owner] = written.get(piece.owner, 0) + piece.bytes
-                window.append(piece)
-        if window:
-            yield window
+    """File -> all its bytes."""
+    pieces: dict[Place, list[Piece]] = field(default_factory=dict)
+    """What this rank writes of each tensor, in order."""
+    tensors: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    """The manifest's entry of each tensor."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Name of a weight or a buffer -> its file, as transformers' index has it."""
 
 
-def _cut(chunk: Chunk, limit: int) -> Iterator[Chunk]:
-    each = chunk.bytes // chunk.size
-    step = max(1, limit // each)
-    for begin in range(0, chunk.size, step):
-        size = min(step, chunk.size - begin)
-        yield chunk._replace(skip=chunk.skip + begin, size=size, bytes=size * each, begin=chunk.begin + begin * each)
+def plan(
+    parameters: Sequence[Parameter], buffers: Sequence[Content], rank: int, ranks: int, file_bytes: int = FILE_BYTES
+) -> FilePlan:
+    """Lays out the files, the same on every rank, and deals their ranges to those that hold them. ``buffers``: rank 0's.
 
-
-def plan(parameters: Sequence[Parameter], ranks: int, part_bytes: int, *, sharded: bool) -> FilePlan:
-    """Deals the parameters. ``sharded``: each range stays with a rank that holds it; else a parameter is put together by one."""
-    file_plan = FilePlan()
-    balancer = ByteBalancer(ranks, part_bytes, "shard" if sharded else "part")
-    for parameter in parameters:
-        ranges = parameter.tensors[WEIGHT].holders
-        alike = all(entry.holders == ranges for entry in parameter.tensors.values())
-        if sharded and len(ranges) > 1 and alike:
-            _deal_ranges(file_plan, balancer, parameter)
-        else:
-            _deal_whole(file_plan, balancer, parameter)
+    Weights lie by the model's names in files of their own, with the buffers; what the optimizer keeps about each as
+    ``KEY/NAME``, key by key: ranges of neighbours in ZeRO's flat tensors follow one another in a file too.
+    """
+    every = {(each.name, key): entry for each in parameters for key, entry in each.tensors.items()}
+    every |= {(name, BUFFER): Entry(shape, dtype, {}) for name, dtype, shape in buffers}
+    keys = dict.fromkeys(key for _, key in every if key not in (WEIGHT, BUFFER))
+    kept = [(name, key) for key in keys for each in parameters for name in [each.name] if key in each.tensors]
+    file_plan, dealer = FilePlan(), _Dealer(ranks)
+    for stem, places in ((MODEL, [place for place in every if place[1] not in keys]), (OPTIMIZER, kept)):
+        files = _split(places, every, file_bytes)
+        for number, group in enumerate(files, start=1):
+            several = f"-{number:05}-of-{len(files):05}" * (len(files) > 1)
+            name = f"{stem}{several}.safetensors"
+            contents = [Content(_name_in_file(place), every[place].dtype, every[place].shape) for place in group]
+            file_plan.headers[name], starts = header(contents, {"format": "pt"})
+            file_plan.sizes[name] = starts[-1]
+            for place, begin in zip(group, starts, strict=False):
+                _lay(file_plan, dealer, rank, place, every[place], name, begin)
     return file_plan
 
 
-def _deal_whole(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
-    tensors = _widest_first(parameter)
-    owner = balancer.owner(set.intersection(*(_whole_on(entry) for _, entry in tensors)))
-    name = _file(file_plan, balancer, owner, tensors, sum(entry.bytes for _, entry in tensors))
-    for key, entry in tensors:
-        file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, entry.shape))
-        for (_, size), ranks in entry.holders.items():
-            source = owner if owner in ranks else ranks[owner % len(ranks)]
-            _send(file_plan, name, owner, source, (parameter.name, key, size), entry.dtype)
-    file_plan.parameters[parameter.name] = {"file": name, **_described(parameter)}
+def _name_in_file(place: Place) -> str:
+    name, key = place
+    return name if key in (WEIGHT, BUFFER) else f"{key}/{name}"
 
 
-def _deal_ranges(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
-    tensors = _widest_first(parameter)
-    each = sum(entry.dtype.itemsize for _, entry in tensors)
-    pieces = []
-    for (first, size), holders in parameter.tensors[WEIGHT].holders.items():  # a rank holds one of them
-        owner = balancer.owner(holders)
-        pieces.append((owner, _file(file_plan, balancer, owner, tensors, size * each), first, size))
-    for key, entry in tensors:  # ranks read tensor by tensor
-        for owner, name, _, size in pieces:
-            file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, (size,)))
-            _send(file_plan, name, owner, owner, (parameter.name, key, size), entry.dtype)
-    file_plan.parameters[parameter.name] = {"pieces": [[*piece[1:]] for piece in pieces], **_described(parameter)}
+def _split(places: Sequence[Place], every: Mapping[Place, Entry], file_bytes: int) -> list[list[Place]]:
+    """The tensors of each file. The widest elements come first, as in safetensors' own files: each is aligned to its elements,
+    for readers that map the file."""
+    files: list[list[Place]] = []
+    left = 0
+    for place in sorted(places, key=lambda place: -every[place].dtype.itemsize):
+        if not files or every[place].bytes > left:
+            files.append([])
+            left = file_bytes
+        files[-1].append(place)
+        left -= every[place].bytes
+    return files
 
 
-def _send(
-    file_plan: FilePlan, file: str, owner: int, source: int, what: tuple[str, str, int], dtype: torch.dtype
-) -> None:
-    """Appends elements (parameter, key, number of elements) to ``file``."""
-    parameter, key, size = what
-    begin, count = file_plan.sizes[file], size * dtype.itemsize
-    file_plan.chunks.append(Chunk(owner, source, parameter, key, 0, size, count, file, begin))
-    file_plan.sizes[file] = begin + count
+def _lay(file_plan: FilePlan, dealer: _Dealer, rank: int, place: Place, entry: Entry, file: str, begin: int) -> None:
+    width, shape = entry.dtype.itemsize, list(entry.shape)
+    where = {"dtype": DTYPES[entry.dtype], "shape": shape, "pieces": [[file, begin, math.prod(shape)]]}
+    file_plan.tensors[place] = where
+    if place[1] in (WEIGHT, BUFFER):
+        file_plan.weights[place[0]] = file
+    holders = entry.holders or ({(0, math.prod(shape)): [0]} if math.prod(shape) else {})
+    for (low, size), among in holders.items():
+        step = size if len(among) == 1 else max(1, PIECE_BYTES // width)
+        for first in range(low, low + size, step):
+            count = min(step, low + size - first)
+            if dealer.owner(among, count * width) == rank:
+                file_plan.pieces.setdefault(place, []).append(
+                    Piece(file, begin + first * width, first, count, count * width)
+                )
 
 
-def _file(file_plan: FilePlan, balancer: ByteBalancer, owner: int, tensors: list[tuple[str, Entry]], count: int) -> str:
-    name = balancer.file(owner, count, tensors[0][1].dtype.itemsize, tensors[-1][1].dtype.itemsize)
-    file_plan.files.setdefault(name, [])
-    file_plan.sizes.setdefault(name, 0)
-    file_plan.owners[name] = owner
-    return name
+class _Dealer:
+    """Deals ranges to ranks that hold them: to the same one as before, until another has far fewer bytes."""
 
+    def __init__(self, ranks: int) -> None:
+        self._dealt, self._last = [0] * ranks, 0
 
-def _described(parameter: Parameter) -> dict[str, Any]:
-    moments = sorted(key for key in parameter.tensors if key != WEIGHT)
-    return {"shape": list(parameter.tensors[WEIGHT].shape), "moments": moments, "scalars": dict(parameter.scalars)}
-
-
-def _widest_first(parameter: Parameter) -> list[tuple[str, Entry]]:
-    return sorted(parameter.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-
-
-def _whole_on(entry: Entry) -> set[int]:
-    return set(next(iter(entry.holders.values()))) if len(entry.holders) == 1 else set()
+    def owner(self, among: Sequence[int], count: int) -> int:
+        """The rank that writes ``count`` bytes more."""
+        least = min(among, key=self._dealt.__getitem__)
+        if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:
+            self._last = least
+        self._dealt[self._last] += count
+        return self._last

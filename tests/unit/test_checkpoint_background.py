@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.checkpoint import portable, store
-from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint import store
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
+from dsframe.checkpoint.writer import Writer
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
-from tests.unit.test_checkpoint_portable import Room
+from tests.unit.test_checkpoint_files import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
     tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(portable, "write_tensors", _after(portable.write_tensors, go if asynchronous else None))
+    monkeypatch.setattr(Writer, "flush", _after(Writer.flush, go if asynchronous else None))
     said: list[str] = []
 
     def run(ranks: Any) -> None:
@@ -118,14 +119,14 @@ def _after(action: Callable[..., Any], event: threading.Event | None) -> Callabl
 def test_what_a_thread_cannot_write_all_ranks_hear_of(
     tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tensors, full = portable.write_tensors, threading.Event()
+    flush, full = Writer.flush, threading.Event()
 
-    def fails(path: Path, tensors: Any) -> store.FileEntry:
-        if full.is_set() and f"part-{failing:05}" in path.name:
-            raise OSError(28, "No space left on device", str(path))
-        return write_tensors(path, tensors)
+    def fails(writer: Writer, sign_of_life: Any) -> None:
+        if full.is_set() and writer._rank == failing:
+            raise OSError(28, "No space left on device", "model.safetensors")
+        flush(writer, sign_of_life)
 
-    monkeypatch.setattr(portable, "write_tensors", fails)
+    monkeypatch.setattr(Writer, "flush", fails)
 
     def run(ranks: Any) -> str:
         training = Training(ranks)
@@ -158,19 +159,19 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank tells another then: close() is not collective. Rank 0's thread waits for the other's word."""
-    write_tensors, write_text = portable.write_tensors, Path.write_text
+    flush, write_text = Writer.flush, Path.write_text
 
-    def fails(path: Path, tensors: Any) -> store.FileEntry:
-        if "part-00001" in path.name:
-            raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device", str(path))
-        return write_tensors(path, tensors)
+    def fails(writer: Writer, sign_of_life: Any) -> None:
+        if writer._rank == 1:
+            raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device")
+        flush(writer, sign_of_life)
 
     def full(path: Path, *words: Any, **keywords: Any) -> int:
         if fault == "no room for a word" and path.name == ".rank-00001.partial":
             raise OSError(28, "No space left on device", str(path))
         return write_text(path, *words, **keywords)
 
-    monkeypatch.setattr(portable, "write_tensors", fails)
+    monkeypatch.setattr(Writer, "flush", fails)
     monkeypatch.setattr(Path, "write_text", full)
 
     def run(ranks: Any) -> bool:
@@ -248,12 +249,11 @@ def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
         return call
 
     for module, name in (
-        *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close")),
+        *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "pwrite")),
         *((Path, name) for name in ("open", "mkdir", "rename", "unlink")),
-        (portable, "write_tensors"),
     ):
         setattr(module, name, dying(getattr(module, name)))
-    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
     training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
     saving = saver(training, folder, asynchronous)
     for step in (1, 2, 3):
@@ -268,7 +268,7 @@ def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
 
 def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
     """``steps`` checkpoints of one rank."""
-    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
     training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
     saving = saver(training, folder, asynchronous)
     for _ in range(steps):
