@@ -161,11 +161,14 @@ class Store:
                 continue  # to be found, named and set aside when somebody wants to use it
         doomed = sorted(set(evaluations) - retention.keeps(evaluations))
         self._point(BEST, best_step(evaluations, retention.best) if retention.best else None)
-        for step in doomed:
-            hidden = self.directory / f".step-{step:08}.removed"
-            remove(hidden)
-            self.path(step).rename(hidden)  # so that half a removal does not look like damage
-            remove(hidden)
+        hidden = {step: self.directory / f".step-{step:08}.removed" for step in doomed}
+        for step, path in hidden.items():
+            remove(path)
+            self.path(step).rename(path)  # so that half a removal does not look like damage
+        if hidden:
+            sync_folder(self.directory)
+        for path in hidden.values():
+            remove(path)
         return doomed
 
     def remove_unfinished(self) -> list[str]:
