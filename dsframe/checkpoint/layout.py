@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, same
 from dsframe.errors import CheckpointError
 from dsframe.model.state import WEIGHT, ParameterShard
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, BUFFERS = "model", "optimizer", "buffers"
 FILE_BYTES = 4 << 30
 """Tensors of so many bytes lie in one file, and at least one tensor."""
 PIECE_BYTES = 16 << 20
@@ -45,13 +46,15 @@ DTYPES = {
 Range = tuple[int, int]
 """First element and size in a flattened tensor."""
 Place = tuple[str, str]
-"""A tensor of the state: the parameter's name (a buffer's), and the key."""
-BUFFER = "buffer"
-"""The key of a buffer."""
+"""A tensor of the state: the name of a parameter or a buffer, and the key."""
 
 
-@dataclass(frozen=True)
-class Entry:
+def buffers_of(rank: int) -> str:
+    """The key of a rank's buffers. Rank 0's are everybody's, but for ranks that have others."""
+    return f"rank-{rank:05}"
+
+
+class Entry(NamedTuple):
     """One tensor on all ranks."""
 
     shape: tuple[int, ...]
@@ -65,82 +68,74 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter on all ranks."""
-
-    name: str
-    tensors: Mapping[str, Entry]
-    scalars: Mapping[str, float]
+Entries = dict[Place, Entry]
 
 
-def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> list[Parameter]:
-    """**Collective.** Every parameter that some rank lists, in the order of the lists, rank after rank.
+def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> tuple[Entries, dict[str, dict[str, float]]]:
+    """**Collective.** The tensors of every parameter that some rank lists, in the order of the lists, rank after rank; and each
+    parameter's scalars.
 
     Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.
     """
-    facts: list[Any] = []
-    held: dict[Place, Range] = {}
+    facts, held = [], dict[Place, Range]()
     for shard in shards:
-        kinds = [[key, list(tensor.shape), _text(tensor.dtype)] for key, tensor in shard.tensors.items()]
+        kinds = [[key, tensor.shape, _text(tensor.dtype)] for key, tensor in shard.tensors.items()]
         facts.append([shard.name, dict(shard.scalars), kinds])
         held |= {(shard.name, key): (tensor.first, tensor.size) for key, tensor in shard.tensors.items()}
-    every = _union(ranks, json.dumps(facts))
-    places = [(name, key) for name, (_, tensors) in every.items() for key, _, _ in tensors]
-    table = [held.get(place, (0, 0)) for place in places]
-    if same(ranks, json.dumps(table)):
-        columns = [table] * ranks.plan.world.size
-    else:
+    scalars, kinds_of = dict[str, dict[str, float]](), dict[Place, Any]()
+    for text in _gathered(ranks, json.dumps(facts)):
+        for name, numbers, kinds in json.loads(text):
+            if scalars.setdefault(name, numbers) is numbers:
+                kinds_of |= {(name, key): kind for key, *kind in kinds}
+    table = [held.get(place, (0, 0)) for place in kinds_of]
+    columns = [table] * ranks.plan.world.size
+    if not same(ranks, json.dumps(table)):
         columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
-    of = {place: [(rows[index][0], rows[index][1]) for rows in columns] for index, place in enumerate(places)}
-    return [
-        Parameter(
-            name,
-            {
-                key: Entry(tuple(shape), getattr(torch, dtype), _holders(f"{key}/{name}", shape, of[name, key]))
-                for key, shape, dtype in tensors
-            },
-            scalars,
-        )
-        for name, (scalars, tensors) in every.items()
-    ]
+    entries = {
+        place: Entry(tuple(shape), getattr(torch, dtype), _holders(place, shape, [rows[index] for rows in columns]))
+        for index, (place, (shape, dtype)) in enumerate(kinds_of.items())
+    }
+    return entries, scalars
 
 
-def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> list[Content]:
-    """**Collective.** Rank 0's buffers, on every rank."""
-    local = json.dumps([[name, _text(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()])
-    of_main = local if same(ranks, local) else all_gather_text(ranks, local)[0]
-    return [Content(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(of_main)]
+def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> Entries:
+    """**Collective.** Rank 0's buffers, and those of each rank that has others, as with BatchNorm's statistics."""
+    hasher, kinds = xxhash.xxh3_128(), []
+    for name, buffer in buffers.items():
+        kinds.append([name, buffer.shape, _text(buffer.dtype)])
+        hasher.update(buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    of_ranks = _gathered(ranks, json.dumps([kinds, hasher.hexdigest()]))
+    return {
+        (name, buffers_of(rank)): Entry(tuple(shape), getattr(torch, dtype), {(0, math.prod(shape)): [rank]})
+        for rank, text in enumerate(of_ranks)
+        if rank == 0 or text != of_ranks[0]
+        for name, shape, dtype in json.loads(text)[0]
+    }
 
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _union(ranks: Ranks, facts: str) -> dict[str, Any]:
-    """**Collective.** Name -> its scalars and tensors; the lists themselves are sent only where they differ, as in a pipeline."""
-    texts = [facts] if same(ranks, facts) else all_gather_text(ranks, facts)
-    every: dict[str, Any] = {}
-    for text in texts:
-        for name, *rest in json.loads(text):
-            every.setdefault(name, rest)
-    return every
+def _gathered(ranks: Ranks, text: str) -> list[str]:
+    """**Collective.** Every rank's text, or one where all have the same: then nothing but a digest is sent."""
+    return [text] if same(ranks, text) else all_gather_text(ranks, text)
 
 
-def _holders(what: str, shape: Sequence[int], ranges: Sequence[Range]) -> dict[Range, list[int]]:
+def _holders(place: Place, shape: Sequence[int], ranges: Sequence[Sequence[int]]) -> dict[Range, list[int]]:
     holders: dict[Range, list[int]] = {}
-    for rank, held in enumerate(ranges):
-        if held[1]:
-            holders.setdefault(held, []).append(rank)
+    for rank, (first, size) in enumerate(ranges):
+        if size:
+            holders.setdefault((first, size), []).append(rank)
     end = 0
     for first, size in sorted(holders):
-        if first != end:
+        end = end + size if first == end else -1
+        if end < 0:
             break
-        end += size
-    else:
-        if end == math.prod(shape):
-            return dict(sorted(holders.items()))
-    raise CheckpointError(f"the ranks' shards do not make {what} of shape {list(shape)}: they hold {sorted(holders)}")
+    if end != math.prod(shape):
+        what = f"{place[1]}/{place[0]} of shape {list(shape)}"
+        raise CheckpointError(f"the ranks' shards do not make {what}: they hold {sorted(holders)}")
+    return holders
 
 
 class Content(NamedTuple):
@@ -198,66 +193,57 @@ class FilePlan:
     """Name of a weight or a buffer -> its file, as transformers' index has it."""
 
 
-def plan(
-    parameters: Sequence[Parameter], buffers: Sequence[Content], rank: int, ranks: int, file_bytes: int = FILE_BYTES
-) -> FilePlan:
-    """Lays out the files, the same on every rank, and deals their ranges to those that hold them. ``buffers``: rank 0's.
+def plan(entries: Entries, rank: int, ranks: int, file_bytes: int = FILE_BYTES) -> FilePlan:
+    """Lays out the files, the same on every rank, and deals their ranges to those that hold them.
 
-    Weights lie by the model's names in files of their own, with the buffers; what the optimizer keeps about each as
-    ``KEY/NAME``, key by key: ranges of neighbours in ZeRO's flat tensors follow one another in a file too.
+    Weights lie by the model's names in files of their own, with rank 0's buffers; the rest as ``KEY/NAME``, key by key: ranges
+    of neighbours in ZeRO's flat tensors follow one another in a file too.
     """
-    every = {(each.name, key): entry for each in parameters for key, entry in each.tensors.items()}
-    every |= {(name, BUFFER): Entry(shape, dtype, {}) for name, dtype, shape in buffers}
-    keys = dict.fromkeys(key for _, key in every if key not in (WEIGHT, BUFFER))
-    kept = [(name, key) for key in keys for each in parameters for name in [each.name] if key in each.tensors]
     file_plan, dealer = FilePlan(), _Dealer(ranks)
-    for stem, places in ((MODEL, [place for place in every if place[1] not in keys]), (OPTIMIZER, kept)):
-        files = _split(places, every, file_bytes)
+    stems: dict[str, list[Place]] = {}
+    order = {key: number for number, key in enumerate(dict.fromkeys(key for _, key in entries))}
+    for place in sorted(entries, key=lambda place: order[place[1]]):
+        stems.setdefault(_stem(place[1]), []).append(place)
+    for stem, places in stems.items():
+        files = _split(places, entries, file_bytes)
         for number, group in enumerate(files, start=1):
-            several = f"-{number:05}-of-{len(files):05}" * (len(files) > 1)
-            name = f"{stem}{several}.safetensors"
-            contents = [Content(_name_in_file(place), every[place].dtype, every[place].shape) for place in group]
+            name = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
+            contents = [
+                Content(each if stem == MODEL else f"{key}/{each}", entries[each, key].dtype, entries[each, key].shape)
+                for each, key in group
+            ]
             file_plan.headers[name], starts = header(contents, {"format": "pt"})
             file_plan.sizes[name] = starts[-1]
             for place, begin in zip(group, starts, strict=False):
-                _lay(file_plan, dealer, rank, place, every[place], name, begin)
+                entry = entries[place]
+                where = [[name, begin, math.prod(entry.shape)]]
+                file_plan.tensors[place] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "pieces": where}
+                if stem == MODEL:
+                    file_plan.weights[place[0]] = name
+                if own := [piece for owner, piece in dealer.deal(entry, name, begin) if owner == rank]:
+                    file_plan.pieces[place] = own
     return file_plan
 
 
-def _name_in_file(place: Place) -> str:
-    name, key = place
-    return name if key in (WEIGHT, BUFFER) else f"{key}/{name}"
+def _stem(key: str) -> str:
+    """The name of the files of a key."""
+    if key in (WEIGHT, buffers_of(0)):
+        return MODEL
+    return BUFFERS if key.startswith(buffers_of(0)[:5]) else OPTIMIZER
 
 
-def _split(places: Sequence[Place], every: Mapping[Place, Entry], file_bytes: int) -> list[list[Place]]:
+def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[list[Place]]:
     """The tensors of each file. The widest elements come first, as in safetensors' own files: each is aligned to its elements,
     for readers that map the file."""
     files: list[list[Place]] = []
-    left = 0
-    for place in sorted(places, key=lambda place: -every[place].dtype.itemsize):
-        if not files or every[place].bytes > left:
+    left = -1
+    for place in sorted(places, key=lambda place: -entries[place].dtype.itemsize):
+        if entries[place].bytes > left:
             files.append([])
             left = file_bytes
         files[-1].append(place)
-        left -= every[place].bytes
+        left -= entries[place].bytes
     return files
-
-
-def _lay(file_plan: FilePlan, dealer: _Dealer, rank: int, place: Place, entry: Entry, file: str, begin: int) -> None:
-    width, shape = entry.dtype.itemsize, list(entry.shape)
-    where = {"dtype": DTYPES[entry.dtype], "shape": shape, "pieces": [[file, begin, math.prod(shape)]]}
-    file_plan.tensors[place] = where
-    if place[1] in (WEIGHT, BUFFER):
-        file_plan.weights[place[0]] = file
-    holders = entry.holders or ({(0, math.prod(shape)): [0]} if math.prod(shape) else {})
-    for (low, size), among in holders.items():
-        step = size if len(among) == 1 else max(1, PIECE_BYTES // width)
-        for first in range(low, low + size, step):
-            count = min(step, low + size - first)
-            if dealer.owner(among, count * width) == rank:
-                file_plan.pieces.setdefault(place, []).append(
-                    Piece(file, begin + first * width, first, count, count * width)
-                )
 
 
 class _Dealer:
@@ -266,10 +252,15 @@ class _Dealer:
     def __init__(self, ranks: int) -> None:
         self._dealt, self._last = [0] * ranks, 0
 
-    def owner(self, among: Sequence[int], count: int) -> int:
-        """The rank that writes ``count`` bytes more."""
-        least = min(among, key=self._dealt.__getitem__)
-        if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:
-            self._last = least
-        self._dealt[self._last] += count
-        return self._last
+    def deal(self, entry: Entry, file: str, begin: int) -> Iterator[tuple[int, Piece]]:
+        """Every range of a tensor that begins at byte ``begin``, and who writes it."""
+        width = entry.dtype.itemsize
+        for (low, size), among in sorted(entry.holders.items()):
+            step = size if len(among) == 1 else PIECE_BYTES // width
+            for first in range(low, low + size, step or 1):
+                count = min(step, low + size - first)
+                least = min(among, key=self._dealt.__getitem__)
+                if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:
+                    self._last = least
+                self._dealt[self._last] += count * width
+                yield self._last, Piece(file, begin + first * width, first, count, count * width)

@@ -38,8 +38,9 @@ def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         buffers: dict[str, dict[str, Any]] = {}
         for file in manifest["files"]:
             if match := _BUFFERS.fullmatch(file):
-                rank = str(int(match[1])) if match[1] else ""
-                buffers[rank] = {name: _tensor(file, entry) for name, entry in header(file).items()}
+                buffers[f"rank-{int(match[1] or 0):05}"] = {
+                    name: _tensor(file, entry) for name, entry in header(file).items()
+                }
         files = {
             name: {
                 "bytes": entry["bytes"],
@@ -49,8 +50,7 @@ def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         }
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: its manifest does not fit its files: {error!r}") from None
-    shared = buffers.pop("", {})
-    return {**manifest, "files": files, "parameters": parameters, "buffers": shared, "own_buffers": buffers}
+    return {**manifest, "files": files, "parameters": parameters, "buffers": buffers}
 
 
 def _parameter(name: str, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

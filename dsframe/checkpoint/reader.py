@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.layout import DTYPES
+from dsframe.checkpoint.layout import DTYPES, buffers_of
 from dsframe.errors import CheckpointError
 from dsframe.model.state import WEIGHT, LossScaleState, ParameterState
 
@@ -64,7 +64,8 @@ class Checkpoint:
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's buffers: this rank's own where it had others, else rank 0's."""
-        kept = self.manifest.get("own_buffers", {}).get(str(self.rank)) or self.manifest.get("buffers", {})
+        of_ranks = self.manifest["buffers"]
+        kept = of_ranks.get(buffers_of(self.rank)) or of_ranks.get(buffers_of(0), {})
         return {name: self._tensor(entry) for name, entry in kept.items()}
 
     def parameter(self, name: str) -> ParameterState:

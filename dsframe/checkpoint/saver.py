@@ -12,7 +12,6 @@ one checkpoint is under way: the next save waits for it, and says what went wron
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -25,22 +24,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
 from dsframe.checkpoint import generators, pretrained, staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.byte_files import catch_io_error, combined, write
 from dsframe.checkpoint.reader import RNG
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.writer import Writer
-from dsframe.cluster.exchange import all_gather_text, failures, same
+from dsframe.cluster.exchange import failures
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.model.state import ShardedParameters
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dsframe.engine import Engine
     from dsframe.model.state import EngineState
 
@@ -128,13 +123,8 @@ class Saver:
         writer = Writer(engine, state, folder, staging=self._staging)
         if not isinstance(state.parameters, ShardedParameters):
             state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
-        differs = self._differs(state)
-        failure = writer.take(state, self.sign_of_life, own_buffers=differs)
-        facts = {
-            "random": generators.capture(engine.plan.device),
-            "own_buffers": writer.own_buffers,
-            "sizes": writer.own_sizes,
-        }
+        failure = writer.take(state, self.sign_of_life)
+        facts = {"random": generators.capture(engine.plan.device)}
         wrong = failures(engine, failure)
         if wrong:
             writer.close()
@@ -145,8 +135,7 @@ class Saver:
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
             files = write_small(folder, writer, words, self._model_files or {})
-            own = {str(rank): word["own_buffers"] for rank, word in enumerate(words) if word["own_buffers"]}
-            self._store.commit(step, {**manifest, "own_buffers": own, "files": files})
+            self._store.commit(step, {**manifest, "files": files})
             size = sum(entry["bytes"] for entry in files.values())
             how = " in the background" if self.asynchronous else ""
             seconds, removed = time.perf_counter() - began, self._prune()
@@ -235,11 +224,6 @@ class Saver:
             self._writing[1].finish(hopeless)
             self._writing = None
 
-    def _differs(self, state: EngineState) -> bool:
-        """**Collective.** Returns whether this rank has other buffers than rank 0, as with BatchNorm's statistics."""
-        digest = digest_of(state.buffers)
-        return not same(self._engine, digest) and digest != all_gather_text(self._engine, digest)[0]
-
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         value = evaluation.get(metric, 0.0)
@@ -271,15 +255,6 @@ class Saver:
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """A checksum of names and contents, to see whether ranks hold the same."""
-    sha = hashlib.sha256()
-    for name, tensor in tensors.items():
-        sha.update(name.encode() + b"\0")
-        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
 def write_small(
     folder: Path, writer: Writer, words: Sequence[Mapping[str, Any]], more: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
@@ -288,12 +263,9 @@ def write_small(
 
     ``words``: what each rank says that it has written. Raises OSError, and CheckpointError where that is not all.
     """
-    sizes = dict(writer.plan.sizes)
-    for word in words:
-        sizes |= word["sizes"]
     entries = {
         name: combined(name, size, [run for word in words for run in word["runs"].get(name, ())])
-        for name, size in sizes.items()
+        for name, size in writer.plan.sizes.items()
     }
     small = {RNG: json.dumps([word["random"] for word in words if "random" in word]).encode(), **more}
     if len(set(writer.plan.weights.values())) > 1:

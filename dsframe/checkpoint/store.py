@@ -355,8 +355,7 @@ class _Known(_Part):
     schedule: dict[str, float | None] | None = None
     stop: dict[str, float | str | None] | None = None
     parameters: dict[_Name, _Parameter] = {}
-    buffers: dict[_Name, _Tensor] = {}
-    own_buffers: dict[str, dict[_Name, _Tensor]] = {}
+    buffers: dict[str, dict[_Name, _Tensor]] = {}
     aliases: dict[_Name, _Name] = {}
     training: dict[str, Any] = {}
     course: dict[str, Any] = {}
@@ -382,8 +381,7 @@ def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
     for name, file in known.files.items():
         if sum(length for length, _ in file.checksums) != file.bytes:
             raise CheckpointError(f"{path}: {MANIFEST}: the checksums of {name!r} are not of all its bytes")
-    every = {f"buffer {name!r}": tensor for name, tensor in known.buffers.items()}
-    every |= {f"buffer {name!r}": tensor for of in known.own_buffers.values() for name, tensor in of.items()}
+    every = {f"buffer {name!r} of {rank}": at for rank, of in known.buffers.items() for name, at in of.items()}
     for name, parameter in known.parameters.items():
         if "weight" not in parameter.tensors:
             raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} has no weight")

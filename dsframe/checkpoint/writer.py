@@ -2,7 +2,7 @@
 
     model.safetensors, or model-00001-of-00003.safetensors, ...     weights and buffers, by the model's own names
     optimizer.safetensors, or optimizer-00001-of-00006...           what the optimizer keeps: ``KEY/NAME``
-    buffers-00003.safetensors                                       those of rank 3, where they differ from rank 0's
+    buffers.safetensors                                             those of ranks with others than rank 0: ``rank-00003/NAME``
 
 A safetensors file says where each tensor's bytes are before any of them is there. What a rank holds of a tensor (all of it,
 rows, a range of ZeRO's flat tensors) is one range of bytes there, so every rank writes its own, nothing is sent, and the
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dsframe.checkpoint import layout
 from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, Run, catch_io_error, write
-from dsframe.checkpoint.layout import BUFFER, DTYPES, Content, header
+from dsframe.checkpoint.layout import Content, header
 from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
 from dsframe.model.state import (
@@ -58,26 +58,18 @@ class Writer:
         """**Collective.** Lays out the files for ``state``, whose parameters are used up where they are an iterator. ``staging``:
         :meth:`take` copies there, and :meth:`flush` writes. Raises CheckpointError as ``layout.agree_on_parameters`` does."""
         world = ranks.plan.world
-        parameters = layout.agree_on_parameters(ranks, shards_of(state))
-        self.plan = layout.plan(
-            parameters, layout.agree_on_buffers(ranks, state.buffers), world.rank, world.size, file_bytes
-        )
-        at = self.plan.tensors
-        self.manifest: dict[str, Any] = {
-            "parameters": {
-                each.name: {
-                    "tensors": {key: at[each.name, key] for key in each.tensors},
-                    "scalars": dict(each.scalars),
-                }
-                for each in parameters
-            },
-            "buffers": {name: of for (name, key), of in at.items() if key == BUFFER},
-        }
-        """What the manifest says of the parameters and of rank 0's buffers; the same on every rank."""
-        self.own_buffers: dict[str, Any] = {}
-        """What it says of this rank's own buffers, where they are written."""
-        self.own_sizes: dict[str, int] = {}
-        """File that this rank alone writes -> its bytes."""
+        entries, scalars = layout.agree_on_parameters(ranks, shards_of(state))
+        entries |= layout.agree_on_buffers(ranks, state.buffers)
+        self.plan = layout.plan(entries, world.rank, world.size, file_bytes)
+        by_key: dict[str, dict[str, Any]] = {layout.buffers_of(0): {}}
+        parameters: dict[str, dict[str, Any]] = {name: {"tensors": {}, "scalars": of} for name, of in scalars.items()}
+        for (name, key), at in self.plan.tensors.items():
+            if key.startswith("rank-"):
+                by_key.setdefault(key, {})[name] = at
+            else:
+                parameters[name]["tensors"][key] = at
+        self.manifest: dict[str, Any] = {"parameters": parameters, "buffers": by_key}
+        """What the manifest says of the parameters and the buffers; the same on every rank."""
         self._rank, self._staging = world.rank, staging
         self._files = RangeWriter(folder, several_hosts=world.local_size < world.size, ahead=staging is not None)
         self._kept: list[tuple[str, int, Tensor]] = []
@@ -88,19 +80,16 @@ class Writer:
         """What this rank has written, when :meth:`flush` has returned."""
         return self._files.runs
 
-    def take(self, state: EngineState, sign_of_life: Callable[[], None], *, own_buffers: bool = False) -> str:
+    def take(self, state: EngineState, sign_of_life: Callable[[], None]) -> str:
         """**Collective** where the engine gathers. Writes this rank's ranges, or copies them; returns the disk's error, or "".
 
         ``state``: as it was laid out. After a failure it takes part to the end without writing: others wait for it.
         """
         failure = ""
-        if self._rank == 0:
-            for name, begin in self.plan.headers.items():
-                failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
-        if own_buffers:
-            failure = failure or self._take_own(state.buffers)
+        for name, begin in self.plan.headers.items() if self._rank == 0 else ():
+            failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
         for name, buffer in state.buffers.items():
-            failure = self._take(name, BUFFER, _whole(buffer, buffer.dtype), failure)
+            failure = self._take(name, layout.buffers_of(self._rank), _whole(buffer, buffer.dtype), failure)
         for shard in shards_of(state):
             for key, tensor in shard.tensors.items():
                 failure = self._take(shard.name, key, tensor, failure)
@@ -114,19 +103,6 @@ class Writer:
             for piece in pieces:
                 content = flat.narrow(0, piece.first - tensor.first, piece.size)
                 failure = failure or catch_io_error(partial(self._put, piece.file, piece.begin, content, tensor.dtype))
-        return failure
-
-    def _take_own(self, buffers: Mapping[str, Tensor]) -> str:
-        """This rank's buffers, in a file of their own."""
-        name = f"buffers-{self._rank:05}.safetensors"
-        ordered = sorted(buffers.items(), key=lambda item: -item[1].element_size())
-        begin, starts = header([Content(key, each.dtype, tuple(each.shape)) for key, each in ordered])
-        self.own_sizes[name] = starts[-1]
-        failure = catch_io_error(partial(self._files.put, name, 0, begin))
-        for (key, each), start in zip(ordered, starts, strict=False):
-            place = {"dtype": DTYPES[each.dtype], "shape": list(each.shape), "pieces": [[name, start, each.numel()]]}
-            self.own_buffers[key] = place
-            failure = failure or catch_io_error(partial(self._put, name, start, each.detach().reshape(-1), each.dtype))
         return failure
 
     def _put(self, name: str, begin: int, content: Tensor, dtype: torch.dtype) -> None:

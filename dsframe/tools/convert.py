@@ -137,7 +137,7 @@ def _write(
     if failure := writer.take(state(), lambda: None):
         raise CheckpointError(failure)
     writer.flush(lambda: None)
-    files = write_small(partial, writer, [{"runs": writer.runs, "sizes": {}}], {})
+    files = write_small(partial, writer, [{"runs": writer.runs}], {})
     return folder.commit(manifest["step"], {**manifest, **writer.manifest, "files": files})
 
 

@@ -24,7 +24,7 @@ from dsframe.checkpoint import writer as writer_module
 from dsframe.checkpoint.byte_files import FileEntry
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.resume import refuse
-from dsframe.checkpoint.saver import digest_of, write_small
+from dsframe.checkpoint.saver import write_small
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.writer import Writer, shards_of, write_tensors
@@ -111,7 +111,7 @@ def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ran
 
     writers = Room(ranks).run(run)
     assert all(writer.manifest == writers[0].manifest for writer in writers)
-    words = [{"runs": writer.runs, "sizes": writer.own_sizes, "random": {}} for writer in writers]
+    words = [{"runs": writer.runs, "random": {}} for writer in writers]
     files = write_small(partial, writers[0], words, {})
     manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "aliases": {"tied": "a.weight"}}
     scale = {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}
@@ -165,8 +165,8 @@ def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(layout, "PIECE_BYTES", 1000)
 
     def run(room: Any) -> int:
-        parameters = layout.agree_on_parameters(room, shards_of(state_of(0, 1, "everything")))
-        dealt = layout.plan(parameters, [], room.plan.world.rank, 3)
+        entries, _ = layout.agree_on_parameters(room, shards_of(state_of(0, 1, "everything")))
+        dealt = layout.plan(entries, room.plan.world.rank, 3)
         return sum(piece.bytes for own in dealt.pieces.values() for piece in own)
 
     of_ranks = Room(3).run(run)
@@ -192,12 +192,16 @@ def test_ranks_may_list_other_parameters() -> None:
 
     def run(room: Any) -> Any:
         rank = room.plan.world.rank
-        parameters = layout.agree_on_parameters(room, [shard((first, second)[rank], 0, 1), shard(both, 0, 1)])
-        return parameters, layout.plan(parameters, [], rank, 2).pieces.keys()
+        entries, _ = layout.agree_on_parameters(room, [shard((first, second)[rank], 0, 1), shard(both, 0, 1)])
+        return entries, layout.plan(entries, rank, 2).pieces.keys()
 
-    (parameters, of_first), (_, of_second) = Room(2).run(run)
-    assert [parameter.name for parameter in parameters] == ["a", "c", "b"]
-    assert [list(parameter.tensors[WEIGHT].holders.values()) for parameter in parameters] == [[[0]], [[0, 1]], [[1]]]
+    (entries, of_first), (_, of_second) = Room(2).run(run)
+    assert {name: list(entry.holders.values()) for (name, _), entry in entries.items()} == {
+        "a": [[0]],
+        "c": [[0, 1]],
+        "b": [[1]],
+    }
+    assert [name for name, _ in entries] == ["a", "c", "b"]
     assert (of_first, of_second) == ({("a", WEIGHT), ("c", WEIGHT)}, {("b", WEIGHT)})
 
 
@@ -267,27 +271,22 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
 
 
 def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
-    mine = [{"mean": torch.tensor(float(rank)), "count": torch.tensor([7])} for rank in range(2)]
-    assert digest_of(mine[0]) != digest_of(mine[1])
+    mine = [{"mean": torch.tensor(float(rank % 2)), "count": torch.tensor([7])} for rank in range(3)]
     folder = Store(tmp_path)
     partial = folder.begin(1)
 
     def run(room: Any) -> Writer:
-        rank = room.plan.world.rank
-        state = EngineState(1, None, mine[rank], {}, [])
+        state = EngineState(1, None, mine[room.plan.world.rank], {}, [])
         writer = Writer(room, state, partial)
-        assert writer.take(state, lambda: None, own_buffers=rank == 1) == ""
+        assert writer.take(state, lambda: None) == ""
         writer.flush(lambda: None)
         return writer
 
-    writers = Room(2).run(run)
-    words = [{"runs": writer.runs, "sizes": writer.own_sizes} for writer in writers]
-    files = write_small(partial, writers[0], words, {})
-    own = {"1": writers[1].own_buffers}
-    path = folder.commit(
-        1, {"format": store.FORMAT, "step": 1, "files": files, "own_buffers": own, **writers[0].manifest}
-    )
+    writers = Room(3).run(run)
+    files = write_small(partial, writers[0], [{"runs": writer.runs} for writer in writers], {})
+    path = folder.commit(1, {"format": store.FORMAT, "step": 1, "files": files, **writers[0].manifest})
     assert store.verify(path) == []
+    assert load_file(path / "buffers.safetensors").keys() == {"rank-00001/mean", "rank-00001/count"}
     assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
 
 
