@@ -26,6 +26,7 @@ RUN_BYTES = 64 << 20
 """Longest run with one checksum: several processes verify a large file together."""
 _CHUNK = 8 << 20
 """Bytes that are hashed and written at once, while a processor's cache has them."""
+_READ = 1 << 20
 
 Run = tuple[int, int, str]
 """First byte, number of bytes, and XXH3-128 in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it
@@ -176,7 +177,7 @@ def damage_of(path: Path, entry: Mapping[str, Any], share: slice) -> str:
 def checksum_of(descriptor: int, begin: int, length: int) -> str:
     """XXH3-128 of a range of bytes; of what there is, where the file ends before. Raises OSError."""
     hasher, end = xxhash.xxh3_128(), begin + length
-    while chunk := os.pread(descriptor, min(_CHUNK, end - begin), begin):
+    while chunk := os.pread(descriptor, min(_READ, end - begin), begin):
         hasher.update(chunk)
         begin += len(chunk)
     return hasher.hexdigest()
