@@ -63,21 +63,28 @@ def write(
     _write_others(known, out, say)
 
 
-def beside_weights(about: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, bytes]:
+def beside_weights(
+    about: Mapping[str, Any], aliases: Mapping[str, str], say: Callable[[str], None]
+) -> dict[str, bytes]:
     """File name -> content of what makes a checkpoint's folder one that ``from_pretrained`` reads; none where the model is not of
-    transformers, or only an adapter of it is saved. ``aliases``: the names of shared parameters, as the state has them."""
+    transformers, or only an adapter of it is saved. ``aliases``: the names of shared parameters, as the state has them. ``say``
+    hears why there is no tokenizer."""
     if about.get("pretrained") is None or "adapter" in about:
         return {}
-    known = _PretrainedRecord.model_validate(about["pretrained"])
-    config = {**json.loads(known.config), "dtype": "float32"}
-    if not aliases:  # two parameters, where the configuration may say that they are one
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict) and part.get("tie_word_embeddings"):
-                part["tie_word_embeddings"] = False
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        _write_others(known, Path(folder), lambda line: None)
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+    try:
+        known = _PretrainedRecord.model_validate(about["pretrained"])
+        config = {**json.loads(known.config), "dtype": "float32"}
+        if not aliases:  # two parameters, where the configuration may say that they are one
+            for part in (config, config.get("text_config")):
+                if isinstance(part, dict) and part.get("tie_word_embeddings"):
+                    part["tie_word_embeddings"] = False
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            _write_others(known, Path(folder), say)
+            return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+    except Exception as error:  # of whichever tokenizer: the checkpoint is whole without it
+        say(f"warning: checkpoints have no config.json for from_pretrained: {' '.join(str(error).split())}")
+        return {}
 
 
 def _write_others(known: _PretrainedRecord, out: Path, say: Callable[[str], None]) -> None:

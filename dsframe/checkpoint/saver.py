@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from fractions import Fraction
@@ -116,7 +117,7 @@ class Saver:
         begun = catch_io_error(lambda: self._begin(step)) if world.is_main else ""
         self._check(step, begun)
         folder = self._store.partial(step)
-        self._check(step, "" if folder.is_dir() else _NOT_SHARED)
+        self._check(step, "" if _appears(folder) else _NOT_SHARED)
         state = engine.state()
         if self._staging is not None:
             self._staging.begin()
@@ -130,11 +131,11 @@ class Saver:
             writer.close()
             self._give_up(step, wrong)
         manifest = self._manifest(state, step, loss, evaluation) | writer.manifest
-        if self._model_files is None:
-            self._model_files = pretrained.beside_weights(self._about, manifest["aliases"]) if world.is_main else {}
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
-            files = write_small(folder, writer, words, self._model_files or {})
+            if self._model_files is None:
+                self._model_files = pretrained.beside_weights(self._about, manifest["aliases"], self._say)
+            files = write_small(folder, writer, words, self._model_files)
             self._store.commit(step, {**manifest, "files": files})
             size = sum(entry["bytes"] for entry in files.values())
             how = " in the background" if self.asynchronous else ""
@@ -253,6 +254,18 @@ class Saver:
         except OSError as error:  # the directory is away, which may be the very reason
             before = f"the folder with earlier ones cannot be read: {error.strerror}"
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")
+
+
+def _appears(folder: Path) -> bool:
+    """Returns whether a folder that rank 0 has made is there, or comes: over NFS a host may remember that it was not."""
+    until = time.monotonic() + _LAST_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+        with suppress(OSError):
+            list(folder.parent.iterdir())  # which asks the server anew
+    return True
 
 
 def write_small(
