@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -204,66 +203,6 @@ def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: p
         f"the checkpoint of step 1 cannot be written: rank 0: {tmp_path}: Stale file handle; the folder with earlier ones "
         "cannot be read: Stale file handle"
     )
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path, asynchronous: bool) -> None:
-    """Not an exception: the process is gone, in the middle of everything, with the second and the third checkpoint due."""
-    points = 0
-    while True:
-        folder = tmp_path / f"{points}"
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_save_and_die(folder, points, asynchronous))
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        newest = Store(folder).newest_first()
-        assert all(store.verify(path) == [] for path in newest), f"operation {points}"
-        if code == 0:
-            break
-        assert code == 9
-        steps = [store.step_of(path) or 0 for path in newest]
-        assert steps[0] in (1, 2, 3), f"operation {points}: {steps}"
-        Store(folder).remove_unfinished()
-        assert {path.name for path in folder.iterdir()} <= {"latest", *(path.name for path in newest)}
-        checkpoint = Checkpoint(newest[0])
-        assert torch.equal(checkpoint.parameter("b").weight, torch.full((200, 2), float(checkpoint.step)))
-        checkpoint.close()
-        shutil.rmtree(folder)
-        points += 1
-    assert points > 50
-
-
-def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
-    """Three saves with retention; the process ends at operation number ``after`` of those that follow the first save."""
-    count, armed = 0, False
-
-    def dying(action: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if armed:
-                if count == after:
-                    os._exit(9)
-                count += 1
-            return action(*arguments, **keywords)
-
-        return call
-
-    for module, name in (
-        *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "pwrite")),
-        *((Path, name) for name in ("open", "mkdir", "rename", "unlink")),
-    ):
-        setattr(module, name, dying(getattr(module, name)))
-    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
-    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
-    saving = saver(training, folder, asynchronous)
-    for step in (1, 2, 3):
-        training.train()
-        saving.save(step, loss=None, evaluation={})
-        if step == 1:
-            saving.settle()
-            armed = True
-    saving.settle()
-    return 0
 
 
 def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""The power goes between any two operations on the disk: what had not been forced to it may be there, in part, or not."""
+"""The power goes between any two operations on the disk: what had not been forced to it may be there, in part, or not. Where all
+of it is there, it is the process that has ended."""
 
 from __future__ import annotations
 
@@ -175,7 +176,7 @@ def test_every_cut_leaves_whole_checkpoints_alone(
         Room(2).run(train)
     chance, seen = random.Random(5), set()
     for operations in range(len(recorder.log) + 1):
-        for number in range(5):
+        for number in range(4):
             there = tmp_path / "there"
             put(after_cut(recorder, operations, chance if number > 1 else None, number == 1), there)
             folder = Store(there / "checkpoints")
@@ -187,6 +188,9 @@ def test_every_cut_leaves_whole_checkpoints_alone(
                 assert torch.equal(checkpoint.parameter("b").weight, torch.full((200, 2), float(checkpoint.step)))
             if steps and (folder.directory / "latest").exists():
                 assert store.locate(folder.directory / "latest")
+            folder.remove_unfinished()
+            left = {path.name for path in folder.directory.glob("*")}
+            assert left <= {"latest", *(folder.path(step or 0).name for step in steps)}
             seen.add(tuple(steps))
             shutil.rmtree(there)
     assert seen >= {(), (1,), (2, 1), (3, 2)}
