@@ -1,4 +1,5 @@
-"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk and torch.save, memory, and who waits.
+"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk, torch.save and
+torch.distributed.checkpoint, memory, and who waits.
 
     python -m benchmarks.checkpoint                                       # one process
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine ddp     # ranks write in parallel
@@ -13,6 +14,7 @@ a clock stops, and put out of the page cache before they are read; verifying rea
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -166,6 +168,8 @@ def main() -> int:
     count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     checkpoint.close()
     for _ in range(options.rounds):
+        for asynchronous in (False, True):
+            distributed(engine, folder / "dcp", table, asynchronous)
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
@@ -269,6 +273,41 @@ def torchs(path: Path, kept: Any, table: Table) -> None:
     table.add("torch.save", count, wrote, wrote, grown)
     table.add("torch.load", count, timed(lambda: torch.load(path, weights_only=True)))
     path.unlink()
+
+
+def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> None:
+    """**Collective.** torch.distributed.checkpoint, at once or in the background, of the ranges that each rank holds."""
+    import torch.distributed.checkpoint as dcp
+    from torch import distributed
+
+    from dsframe.cluster.exchange import all_gather_text
+
+    if not distributed.is_initialized():
+        return
+    world, parameters = engine.plan.world, engine.state().parameters
+    shards = getattr(parameters, "shards", ())
+    held = {(shard.name, key): of for shard in shards for key, of in shard.tensors.items() if of.size}
+    # What all hold has one name, and is dealt out; ranges have one for each rank.
+    state = {
+        f"{key}/{name}" + f"/{world.rank}" * (of.size < math.prod(of.shape)): of.read()
+        for (name, key), of in held.items()
+    }
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    all_gather_text(engine, "")
+    before, began = settle_memory(), time.perf_counter()
+    if asynchronous:
+        writing = dcp.async_save(state, checkpoint_id=folder, process_group=distributed.new_group(backend="gloo"))
+        stall = time.perf_counter() - began
+        writing.result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+        stall = time.perf_counter() - began
+    facts = f"{stall} {time.perf_counter() - began} {peak_memory() - before}"
+    told = [[float(part) for part in line.split()] for line in all_gather_text(engine, facts)]
+    stall, seconds, grown = (max(column) for column in zip(*told, strict=True))
+    how = "in the background" if asynchronous else "at once"
+    table.add(f"torch.distributed.checkpoint, {how}", size(folder), seconds, stall, grown)
 
 
 def timed(action: Callable[[], Any]) -> float:

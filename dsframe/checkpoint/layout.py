@@ -5,6 +5,7 @@ Every rank tells the others once in a save what it holds; all come to the same p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,8 +58,8 @@ def buffers_of(rank: int) -> str:
 class Entry(NamedTuple):
     """One tensor on all ranks."""
 
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...]
     holders: Mapping[Range, Sequence[int]]
     """Range -> the ranks that hold it. The ranges are disjoint, in order, and cover the tensor."""
 
@@ -92,7 +93,7 @@ def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> tuple
     if not same(ranks, json.dumps(table)):
         columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
     entries = {
-        place: Entry(tuple(shape), getattr(torch, dtype), _holders(place, shape, [rows[index] for rows in columns]))
+        place: Entry(getattr(torch, dtype), tuple(shape), _holders(place, shape, [rows[index] for rows in columns]))
         for index, (place, (shape, dtype)) in enumerate(kinds_of.items())
     }
     return entries, scalars
@@ -106,7 +107,7 @@ def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> Entri
         hasher.update(buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     of_ranks = _gathered(ranks, json.dumps([kinds, hasher.hexdigest()]))
     return {
-        (name, buffers_of(rank)): Entry(tuple(shape), getattr(torch, dtype), {(0, math.prod(shape)): [rank]})
+        (name, buffers_of(rank)): Entry(getattr(torch, dtype), tuple(shape), {(0, math.prod(shape)): [rank]})
         for rank, text in enumerate(of_ranks)
         if rank == 0 or text != of_ranks[0]
         for name, shape, dtype in json.loads(text)[0]
@@ -127,14 +128,11 @@ def _holders(place: Place, shape: Sequence[int], ranges: Sequence[Sequence[int]]
     for rank, (first, size) in enumerate(ranges):
         if size:
             holders.setdefault((first, size), []).append(rank)
-    end = 0
-    for first, size in sorted(holders):
-        end = end + size if first == end else -1
-        if end < 0:
-            break
-    if end != math.prod(shape):
+    ranges = sorted(holders)
+    ends = [0, *itertools.accumulate(size for _, size in ranges)]
+    if [first for first, _ in ranges] != ends[:-1] or ends[-1] != math.prod(shape):
         what = f"{place[1]}/{place[0]} of shape {list(shape)}"
-        raise CheckpointError(f"the ranks' shards do not make {what}: they hold {sorted(holders)}")
+        raise CheckpointError(f"the ranks' shards do not make {what}: they hold {ranges}")
     return holders
 
 
@@ -209,19 +207,17 @@ def plan(entries: Entries, rank: int, ranks: int, file_bytes: int = FILE_BYTES) 
         for number, group in enumerate(files, start=1):
             name = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
             contents = [
-                Content(each if stem == MODEL else f"{key}/{each}", entries[each, key].dtype, entries[each, key].shape)
-                for each, key in group
+                Content(each if stem == MODEL else f"{key}/{each}", *entries[each, key][:2]) for each, key in group
             ]
             file_plan.headers[name], starts = header(contents, {"format": "pt"})
             file_plan.sizes[name] = starts[-1]
-            for place, begin in zip(group, starts, strict=False):
-                entry = entries[place]
-                where = [[name, begin, math.prod(entry.shape)]]
-                file_plan.tensors[place] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "pieces": where}
+            for place, content, begin in zip(group, contents, starts, strict=False):
+                pieces = list(dealer.deal(entries[place], name, begin))
+                file_plan.pieces[place] = [piece for owner, piece in pieces if owner == rank]
+                where, shape = [[name, begin, math.prod(content.shape)]], list(content.shape)
+                file_plan.tensors[place] = {"dtype": DTYPES[content.dtype], "shape": shape, "pieces": where}
                 if stem == MODEL:
-                    file_plan.weights[place[0]] = name
-                if own := [piece for owner, piece in dealer.deal(entry, name, begin) if owner == rank]:
-                    file_plan.pieces[place] = own
+                    file_plan.weights[content.name] = name
     return file_plan
 
 
@@ -256,8 +252,8 @@ class _Dealer:
         """Every range of a tensor that begins at byte ``begin``, and who writes it."""
         width = entry.dtype.itemsize
         for (low, size), among in sorted(entry.holders.items()):
-            step = size if len(among) == 1 else PIECE_BYTES // width
-            for first in range(low, low + size, step or 1):
+            step = max(1, size if len(among) == 1 else PIECE_BYTES // width)
+            for first in range(low, low + size, step):
                 count = min(step, low + size - first)
                 least = min(among, key=self._dealt.__getitem__)
                 if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:

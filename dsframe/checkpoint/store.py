@@ -35,12 +35,8 @@ from dsframe.results import best_step
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
 FORMAT = 4
-WIDTHS = {
-    **dict.fromkeys(("F64", "C64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
-}
+_WIDTHS = {8: "F64 C64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+WIDTHS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
 """Bytes of an element, by the names of safetensors."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

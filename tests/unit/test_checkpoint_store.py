@@ -108,43 +108,6 @@ def test_no_manifest_at_all_is_damage(folder: Store, content: bytes) -> None:
         store.read_manifest(path)
 
 
-def test_a_save_cut_off_at_any_moment_leaves_the_one_before(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation on the disk fails in turn, as in a crash between any two: the newest whole checkpoint is always there."""
-    good = save(folder, 1)
-    operations = 0
-    for failing in range(100):
-        calls = 0
-
-        def counted(original: Any, failing: int = failing) -> Any:
-            def call(*arguments: Any, **keywords: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls > failing:
-                    raise OSError(28, "No space left on device")
-                return original(*arguments, **keywords)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", counted(os.fsync))
-            patch.setattr(Path, "rename", counted(Path.rename))
-            patch.setattr(Path, "mkdir", counted(Path.mkdir))
-            try:
-                save(folder, 2)
-            except OSError:
-                operations += 1
-            else:
-                break
-        whole = [path for path in folder.newest_first() if not store.verify(path)]
-        assert whole in ([good], [folder.path(2), good])
-        assert whole == folder.newest_first()  # what is not whole has no checkpoint's name
-        again = Store(folder.directory)
-        again.remove_unfinished()
-        if folder.path(2).exists():
-            folder.set_aside(folder.path(2)).rename(folder.directory / f"tried-{failing}")
-    assert operations >= 8
-
-
 def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
     save(folder, 1)
     (folder.begin(2) / "half.bin").write_bytes(b"x")
