@@ -161,17 +161,15 @@ def damage_of(path: Path, entry: Mapping[str, Any], share: slice) -> str:
     """What is wrong with a file, "" where nothing is; reads this ``share`` of its runs. Raises OSError."""
     if path.is_symlink():  # it may lead anywhere
         return f"{path.name} is a symbolic link, not a file"
+    if (size := path.stat().st_size) != entry["bytes"]:  # before it is opened: a pipe would wait
+        return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
+    ends = itertools.accumulate(length for length, _ in entry["checksums"])
+    runs = [(end - length, length, wanted) for end, (length, wanted) in zip(ends, entry["checksums"], strict=True)]
+    if not runs[share]:
+        return ""
     with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != entry["bytes"]:
-            return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
-        begin, runs = 0, []
-        for length, checksum in entry["checksums"]:
-            runs.append((begin, length, checksum))
-            begin += length
-        if any(checksum_of(file.fileno(), begin, length) != wanted for begin, length, wanted in runs[share]):
-            return f"{path.name} was altered: its checksum differs"
-    return ""
+        whole = all(checksum_of(file.fileno(), begin, length) == wanted for begin, length, wanted in runs[share])
+    return "" if whole else f"{path.name} was altered: its checksum differs"
 
 
 def checksum_of(descriptor: int, begin: int, length: int) -> str:

@@ -83,6 +83,8 @@ def _tensor(file: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file, with the first byte of each tensor in the file. Raises CheckpointError."""
     try:
+        if path.is_symlink() or not path.is_file():  # a pipe would wait
+            raise CheckpointError(f"{path} is not there, or no file")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(min(length, _MOST_BYTES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,10 @@ def test_damage_of_theirs_is_found(tmp_path: Path, pieces: int) -> None:
         file.write_bytes(content)
     (path / "rng.json").unlink()
     assert verify(path) == ["rng.json: No such file or directory"]
+    for name in ("rng.json", file.name):
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+        assert len(verify(path)) == 1
 
 
 FORGED: dict[str, Any] = {
