@@ -120,7 +120,10 @@ def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ran
 
 @pytest.mark.parametrize("holds", ["ranges", "everything", "iterator"])
 @pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 1 << 30), (2, 5000), (3, 1), (7, 1 << 30)])
-def test_what_is_written_is_read(tmp_path: Path, ranks: int, file_bytes: int, holds: str) -> None:
+def test_what_is_written_is_read(
+    tmp_path: Path, ranks: int, file_bytes: int, holds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", 1000)  # what all hold several write
     path = write(tmp_path, ranks, file_bytes, holds, staged=ranks > 2)
     assert store.verify(path) == []
     checkpoint = Checkpoint(path)

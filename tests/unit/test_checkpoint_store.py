@@ -244,7 +244,8 @@ def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: 
         assert max(length for length, _ in entry.checksums) == 10_000
         shares = [byte_files.damage_of(tmp_path / "file", asdict(entry), slice(rank, None, 2)) for rank in range(2)]
         assert shares == ["", ""]
-        for wrong in (runs[1:], runs[:-1], [*runs, runs[0]]):
+        moved = [(runs[0][0] + 1, *runs[0][1:]), *runs[1:]]  # as many bytes
+        for wrong in (runs[1:], runs[:-1], [*runs, runs[0]], moved):
             with pytest.raises(CheckpointError, match=r"leaves a gap, or overlaps|ends at byte"):
                 combined("file", 50_000, wrong)
         (tmp_path / "file").unlink()
