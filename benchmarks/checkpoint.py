@@ -1,4 +1,5 @@
-"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk and torch.save, memory, and who waits.
+"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk, torch.save and
+torch.distributed.checkpoint, memory, and who waits.
 
     python -m benchmarks.checkpoint                                       # one process
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine ddp     # ranks write in parallel
@@ -13,6 +14,7 @@ a clock stops, and put out of the page cache before they are read; verifying rea
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -44,7 +46,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--forms", default="portable,sharded")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
@@ -102,15 +103,15 @@ def main() -> int:
     folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
-    savers: dict[tuple[bool, str], Saver] = {}
+    savers: dict[bool, Saver] = {}
 
-    def saved(asynchronous: bool, form: str = "portable") -> Path:
+    def saved(asynchronous: bool) -> Path:
         """Saves once; the figures of the slowest rank."""
-        name = f"{form}, {'in the background' if asynchronous else 'at once'}"
+        name = "in the background" if asynchronous else "at once"
         all_gather_text(engine, "")  # others may still be reading
         if world.is_main:
             shutil.rmtree(folder / "ours", ignore_errors=True)
-        saver = savers.get((asynchronous, form)) or Saver(
+        saver = savers.get(asynchronous) or Saver(
             engine,
             Store(folder / "ours"),
             {"training": {}, "run": {}},
@@ -118,15 +119,14 @@ def main() -> int:
             at_end=True,
             retention=Retention(),
             asynchronous=asynchronous,
-            sharded=form == "sharded",
             say=lambda line: None,
         )
-        if asynchronous and (asynchronous, form) not in savers:
+        if asynchronous and asynchronous not in savers:
             name += ", first of a run"  # what it copies to stays for the next
             saver.prepare()
             for _ in range(STEPS_BEFORE):
                 train()
-        savers[asynchronous, form] = saver
+        savers[asynchronous] = saver
         all_gather_text(engine, "")
         before, began = settle_memory(), time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
@@ -142,24 +142,24 @@ def main() -> int:
         table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
         return path
 
-    def loaded(path: Path, form: str) -> None:
+    def loaded(path: Path) -> None:
         """Verifies and loads, each rank its own."""
         forget(path)
         all_gather_text(engine, "")
         began = time.perf_counter()
-        wrong = store.damage(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
+        wrong = store.damage(path, None, (world.rank, world.size))
         all_gather_text(engine, "")
         verified = time.perf_counter()
         assert not wrong
         checkpoint = Checkpoint(path, world.rank)
         engine.load_state(checkpoint)
         all_gather_text(engine, "")
-        table.add(f"dsframe, {form}, verify (from the disk)", size(path), verified - began)
-        table.add(f"dsframe, {form}, load (cached by then)", size(path), time.perf_counter() - verified)
+        table.add("dsframe, verify (from the disk)", size(path), verified - began)
+        table.add("dsframe, load (cached by then)", size(path), time.perf_counter() - verified)
         checkpoint.close()
 
     from dsframe.checkpoint import store
-    from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint.reader import Checkpoint
 
     path = saved(asynchronous=False)
     table.clear()
@@ -168,12 +168,13 @@ def main() -> int:
     count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     checkpoint.close()
     for _ in range(options.rounds):
+        for asynchronous in (False, True):
+            distributed(engine, folder / "dcp", table, asynchronous)
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
-        for form in options.forms.split(","):
-            saved(False, form)
-            loaded(saved(True, form), form)
+        saved(False)
+        loaded(saved(True))
     if world.is_main:
         print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
         table.show()
@@ -272,6 +273,41 @@ def torchs(path: Path, kept: Any, table: Table) -> None:
     table.add("torch.save", count, wrote, wrote, grown)
     table.add("torch.load", count, timed(lambda: torch.load(path, weights_only=True)))
     path.unlink()
+
+
+def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> None:
+    """**Collective.** torch.distributed.checkpoint, at once or in the background, of the ranges that each rank holds."""
+    import torch.distributed.checkpoint as dcp
+    from torch import distributed
+
+    from dsframe.cluster.exchange import all_gather_text
+
+    if not distributed.is_initialized():
+        return
+    world, parameters = engine.plan.world, engine.state().parameters
+    shards = getattr(parameters, "shards", ())
+    held = {(shard.name, key): of for shard in shards for key, of in shard.tensors.items() if of.size}
+    # What all hold has one name, and is dealt out; ranges have one for each rank.
+    state = {
+        f"{key}/{name}" + f"/{world.rank}" * (of.size < math.prod(of.shape)): of.read()
+        for (name, key), of in held.items()
+    }
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    all_gather_text(engine, "")
+    before, began = settle_memory(), time.perf_counter()
+    if asynchronous:
+        writing = dcp.async_save(state, checkpoint_id=folder, process_group=distributed.new_group(backend="gloo"))
+        stall = time.perf_counter() - began
+        writing.result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+        stall = time.perf_counter() - began
+    facts = f"{stall} {time.perf_counter() - began} {peak_memory() - before}"
+    told = [[float(part) for part in line.split()] for line in all_gather_text(engine, facts)]
+    stall, seconds, grown = (max(column) for column in zip(*told, strict=True))
+    how = "in the background" if asynchronous else "at once"
+    table.add(f"torch.distributed.checkpoint, {how}", size(folder), seconds, stall, grown)
 
 
 def timed(action: Callable[[], Any]) -> float:

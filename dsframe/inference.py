@@ -20,7 +20,9 @@ from torch import nn
 
 from dsframe import tasks
 from dsframe.checkpoint import changes, store
-from dsframe.checkpoint.portable import Checkpoint, write_tensors
+from dsframe.checkpoint.byte_files import sync_folder
+from dsframe.checkpoint.reader import Checkpoint
+from dsframe.checkpoint.writer import write_tensors
 from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
@@ -268,6 +270,6 @@ def _complete(out: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.rename(out)
-        store.sync_folder(out.parent)
+        sync_folder(out.parent)
     finally:
         partial.unlink(missing_ok=True)

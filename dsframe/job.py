@@ -331,7 +331,6 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) 
         every_steps=every,
         at_end=wanted.at_end,
         asynchronous=wanted.asynchronous,
-        sharded=wanted.form == "sharded",
         retention=Retention(wanted.keep_last, wanted.keep_best, keep_every),
         say=job.progress.say,
     )

@@ -2,13 +2,12 @@
 
     make kill-test                                # 100 runs, about half an hour
     python -m tests.kill --runs 9 --seed 7
-    python -m tests.kill --runs 9 --form sharded
 
 Each run trains under ``dsframe launch --restarts``, on DeepSpeed, Horovod and DDP in turn, with checkpoints at once and in the
-background, three runs in the portable form and three in the sharded one, half of them with an evaluation after each save that takes
-longer than a step. One rank gets SIGKILL: two of three times while a checkpoint is being written (its hidden folder is there), else
-anywhere from the start of its process on, or in an evaluation. The losses of all steps must be those of the undisturbed run, bit
-for bit; no process and no buffer in shared memory may be left, and every checkpoint must be whole.
+background, half of them with an evaluation after each save that takes longer than a step. One rank gets SIGKILL: two of three
+times while a checkpoint is being written (its hidden folder is there), else anywhere from the start of its process on, or in an
+evaluation. The losses of all steps must be those of the undisturbed run, bit for bit; no process and no buffer in shared memory
+may be left, and every checkpoint must be whole.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ ENGINES = {
     "horovod": ("--engine", "horovod"),
     "ddp": ("--engine", "ddp"),
 }
-
-
-FORMS = ("portable", "sharded")
 
 
 @dataclass
@@ -94,9 +90,7 @@ def _writing(checkpoints: Path, step: int) -> bool:
     return any(int(path.name[6:14]) >= step for path in checkpoints.glob(".step-*.partial"))
 
 
-def train(
-    engine: str, run_dir: Path, steps: int, *, asynchronous: bool, form: str = "portable", kill: Kill | None = None
-) -> Finished:
+def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
     """One run under ``dsframe launch``."""
     config = run_dir.parent / "kill.json"
     config.write_text(CONFIG)
@@ -104,7 +98,6 @@ def train(
         "dsframe.steps": steps,
         "dsframe.checkpoints.every_steps": EVERY,
         "dsframe.checkpoints.asynchronous": str(asynchronous).lower(),
-        "dsframe.checkpoints.form": form,
     }
     if kill is not None and kill.evaluates:
         settings |= {"dsframe.eval_every_steps": EVERY, "dsframe.eval_micro_batch_size": 1}
@@ -152,7 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
-    parser.add_argument("--form", choices=FORMS, help="of the checkpoints (default: one and the other in turn)")
     options = parser.parse_args(argv)
     steps = options.steps
     wrong = hits = in_saves = 0
@@ -168,10 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{engine}: undisturbed, {seconds:.0f} s, loss {whole[engine][0][steps]:.9f}", flush=True)
             expected, seconds = whole[engine]
             engine, asynchronous, kill = plan(options.seed, number, steps, seconds)
-            form = options.form or FORMS[number // len(ENGINES) % len(FORMS)]
             run_dir = Path(name) / f"run-{number}"
             try:
-                finished = train(engine, run_dir, steps, asynchronous=asynchronous, form=form, kill=kill)
+                finished = train(engine, run_dir, steps, asynchronous=asynchronous, kill=kill)
                 problem = verdict(run_dir, finished, kill, expected)
                 again = finished.output.count("going on after step")
             except (AssertionError, psutil.Error) as error:
@@ -181,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             in_saves += kill.met.startswith("in the save")
             how = "background" if asynchronous else "at once"
             how += ", evaluates" if kill.evaluates else ""
-            what = f"{number:>4} {engine:<10} saves {form:<8} {how:<21} rank {kill.rank} killed: {kill.met}; resumed {again} x"
+            what = f"{number:>4} {engine:<10} saves {how:<21} rank {kill.rank} killed: {kill.met}; resumed {again} x"
             print(f"{what}: {problem or 'same losses'}", flush=True)
     print(f"{options.runs} runs, {hits} hit, {in_saves} of them inside a save; {wrong} wrong", flush=True)
     required = -(-2 * options.runs // 3)

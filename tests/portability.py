@@ -37,8 +37,6 @@ class Setup:
 
 _OFFLOAD = ("zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_param.device=cpu")
 
-_SHARDED = ("dsframe.checkpoints.form=sharded",)
-
 _NVME = tuple(
     f"zero_optimization.offload_{what}.{setting}"
     for what in ("optimizer", "param")
@@ -54,16 +52,13 @@ SETUPS: dict[str, Setup] = {
     "ddp@3": Setup("ddp", 3),
     "fsdp@2": Setup("fsdp", 2),
     "fsdp@3": Setup("fsdp", 3),
-    "fsdp+sharded@2": Setup("fsdp", 2, _SHARDED),
     "horovod@2": Setup("horovod", 2),
     "horovod@1": Setup("horovod", 1),
     "zero0@2": Setup("deepspeed", 2, ("zero_optimization.stage=0",)),
     "zero1@2": Setup("deepspeed", 2, ("zero_optimization.stage=1",)),
     "zero2@2": Setup("deepspeed", 2, ("zero_optimization.stage=2",)),
     "zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",)),
-    "zero3+sharded@2": Setup(
-        "deepspeed", 2, ("zero_optimization.stage=3", *_SHARDED, "dsframe.checkpoints.asynchronous=true")
-    ),
+    "zero3+background@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", "dsframe.checkpoints.asynchronous=true")),
     "zero3+cpu@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_OFFLOAD)),
     "zero3+nvme@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_NVME)),
     "zero3@1": Setup("deepspeed", 1, ("zero_optimization.stage=3",)),

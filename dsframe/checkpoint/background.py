@@ -1,9 +1,8 @@
 """One checkpoint's files, brought to the disk by a thread while training continues, and written by it where they were copied first.
 
-Threads take part in no collective of training's: what one rank writes of another's goes over a process group of their own
-(``transfer``), each rank's thread writes a status file into the checkpoint's folder when its own files are on the disk, and rank
-0's waits for all of them before it commits. The folder is hidden until then, and what ends a process in between leaves it as a
-save that was cut off.
+Threads take part in no collective: each rank's leaves a status file in the checkpoint's folder when what this rank writes is
+on the disk, and rank 0's waits for all of them before it commits. The folder is hidden until then, and what ends a process in
+between leaves it as a save that was cut off.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dsframe.checkpoint.portable import PartWriter, catch_io_error
-from dsframe.checkpoint.transfer import ShardWriter
+from dsframe.checkpoint.byte_files import catch_io_error
+from dsframe.checkpoint.writer import Writer
 
 _POLL_SECONDS = 0.05
 
@@ -26,22 +24,22 @@ class Writing:
 
     def __init__(
         self,
-        writer: PartWriter | ShardWriter,
+        writer: Writer,
         folder: Path,
         rank: int,
         ranks: int,
-        random: dict[str, Any],
+        facts: dict[str, Any],
         commit: Callable[[list[dict[str, Any]]], None] | None,
         sign_of_life: Callable[[], None],
     ) -> None:
-        """Starts. ``random``: this rank's generators, as plain JSON values. ``commit``: called on rank 0 (None on others) with
-        every rank's ``random`` and ``files``, which it reads from files: no other rank needs them; may raise OSError."""
+        """Starts. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on others) with every rank's,
+        and ``runs``, what it has written; may raise OSError, CheckpointError."""
         self.failure = ""
         """The error of this rank, or ""; to be read when :meth:`wait` has returned."""
         self.outcome = ""
         """The error on rank 0 because of which there is no checkpoint; to be read when :meth:`finish` has returned."""
         self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
-        self._random, self._commit, self._sign_of_life = random, commit, sign_of_life
+        self._facts, self._commit, self._sign_of_life = facts, commit, sign_of_life
         self._written, self._hopeless = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="dsframe-save", daemon=True)
         self._thread.start()
@@ -66,8 +64,9 @@ class Writing:
             failure = catch_io_error(lambda: self._writer.flush(self._sign_of_life))
         except Exception as error:  # nobody else would hear of it
             failure = repr(error)
-        files = {name: asdict(entry) for name, entry in self._writer.files.items()}
-        word = {"failure": failure, "random": self._random, "files": files}
+        finally:
+            self._writer.close()
+        word = {**self._facts, "failure": failure, "runs": self._writer.runs}
         left = catch_io_error(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
         self.failure = failure or left
         self._written.set()

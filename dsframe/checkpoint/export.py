@@ -133,7 +133,7 @@ def _universal(path: Path, dtype: str, out: Path, spill: Spill, say: Callable[[s
     import torch
 
     from dsframe.checkpoint import universal
-    from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint.reader import Checkpoint
 
     checkpoint = Checkpoint(path)
     universal.write(checkpoint, out, lambda weight: spill.converted(weight, getattr(torch, dtype)), say)
@@ -151,14 +151,15 @@ def _write(
 ) -> None:
     import torch
 
-    from dsframe.checkpoint import portable, pretrained, store
+    from dsframe.checkpoint import pretrained, store
+    from dsframe.checkpoint.writer import write_tensors
 
     if to == "huggingface":
         pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)
     elif to == "torch":
         torch.save(weights, out)
     else:
-        portable.write_tensors(out, weights, {"format": "pt"})
+        write_tensors(out, weights, {"format": "pt"})
 
 
 def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
@@ -200,7 +201,7 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
     import torch
     from torch import Tensor
 
-    from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint.reader import Checkpoint
 
     checkpoint = Checkpoint(path)
     wanted = getattr(torch, dtype)
@@ -215,9 +216,9 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
 
 def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> dict[str, Tensor]:
     """As :func:`read`: the averages of the weights. Raises CheckpointError where there are none."""
-    from dsframe.checkpoint import store
+    from dsframe.checkpoint.reader import Checkpoint
     from dsframe.model import ema
 
-    if not any(ema.KEY in entry["moments"] for entry in store.read_manifest(path)["parameters"].values()):
+    if not Checkpoint(path).keeps(ema.KEY):
         raise CheckpointError(f'{path} has no averages: its training had no "ema"; leave out --average')
     return read(path, dtype, spill, ema.KEY)

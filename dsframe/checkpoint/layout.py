@@ -1,32 +1,65 @@
-"""Which rank holds which range of every tensor, and which rank writes it into which file.
+"""Where each tensor of a state lies in the files of a checkpoint, and which rank writes which range of it.
 
 Every rank tells the others once in a save what it holds; all come to the same plan without another word.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, same
 from dsframe.errors import CheckpointError
 from dsframe.model.state import WEIGHT, ParameterShard
 
+MODEL, OPTIMIZER, BUFFERS = "model", "optimizer", "buffers"
+FILE_BYTES = 4 << 30
+"""Tensors of so many bytes lie in one file, and at least one tensor."""
+PIECE_BYTES = 16 << 20
+"""A range that several ranks hold is written by them in turn, in pieces of so many bytes."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names in safetensors."""
+
 Range = tuple[int, int]
 """First element and size in a flattened tensor."""
+Place = tuple[str, str]
+"""A tensor of the state: the name of a parameter or a buffer, and the key."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a parameter on all ranks."""
+def buffers_of(rank: int) -> str:
+    """The key of a rank's buffers. Rank 0's are everybody's, but for ranks that have others."""
+    return f"rank-{rank:05}"
 
-    shape: tuple[int, ...]
+
+class Entry(NamedTuple):
+    """One tensor on all ranks."""
+
     dtype: torch.dtype
+    shape: tuple[int, ...]
     holders: Mapping[Range, Sequence[int]]
     """Range -> the ranks that hold it. The ranges are disjoint, in order, and cover the tensor."""
 
@@ -36,111 +69,71 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter on all ranks."""
-
-    name: str
-    tensors: Mapping[str, Entry]
-    scalars: Mapping[str, float]
+Entries = dict[Place, Entry]
 
 
-def agree_on_parameters(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[Parameter]:
-    """**Collective.** Every parameter that some rank lists, in the order of the lists, rank after rank.
+def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> tuple[Entries, dict[str, dict[str, float]]]:
+    """**Collective.** The tensors of every parameter that some rank lists, in the order of the lists, rank after rank; and each
+    parameter's scalars.
 
     Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.
     """
-    facts = [
-        [shard.name, dict(shard.scalars), [[k, list(t.shape), _text(t.dtype)] for k, t in shard.tensors.items()]]
-        for shard in shards
-    ]
-    every = _union(ranks, json.dumps(facts))
-    held = {(shard.name, key): (tensor.first, tensor.size) for shard in shards for key, tensor in shard.tensors.items()}
-    names = [(name, key) for name, (_, tensors) in every.items() for key, _, _ in tensors]
-    table = torch.tensor([held.get(name, (0, 0)) for name in names], dtype=torch.int64).reshape(-1, 2)
-    columns = [gathered.tolist() for gathered in all_gather_tensor(ranks, table)]
-    of = {name: [tuple(rows[index]) for rows in columns] for index, name in enumerate(names)}
-    return [
-        Parameter(
-            name,
-            {
-                key: Entry(tuple(shape), getattr(torch, dtype), _holders(f"{key}/{name}", shape, of[name, key]))
-                for key, shape, dtype in tensors
-            },
-            scalars,
-        )
-        for name, (scalars, tensors) in every.items()
-    ]
+    facts, held = [], dict[Place, Range]()
+    for shard in shards:
+        kinds = [[key, tensor.shape, _text(tensor.dtype)] for key, tensor in shard.tensors.items()]
+        facts.append([shard.name, dict(shard.scalars), kinds])
+        held |= {(shard.name, key): (tensor.first, tensor.size) for key, tensor in shard.tensors.items()}
+    scalars, kinds_of = dict[str, dict[str, float]](), dict[Place, Any]()
+    for text in _gathered(ranks, json.dumps(facts)):
+        for name, numbers, kinds in json.loads(text):
+            if scalars.setdefault(name, numbers) is numbers:
+                kinds_of |= {(name, key): kind for key, *kind in kinds}
+    table = [held.get(place, (0, 0)) for place in kinds_of]
+    columns = [table] * ranks.plan.world.size
+    if not same(ranks, json.dumps(table)):
+        columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
+    entries = {
+        place: Entry(getattr(torch, dtype), tuple(shape), _holders(place, shape, [rows[index] for rows in columns]))
+        for index, (place, (shape, dtype)) in enumerate(kinds_of.items())
+    }
+    return entries, scalars
+
+
+def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> Entries:
+    """**Collective.** Rank 0's buffers, and those of each rank that has others, as with BatchNorm's statistics."""
+    hasher, kinds = xxhash.xxh3_128(), []
+    for name, buffer in buffers.items():
+        kinds.append([name, buffer.shape, _text(buffer.dtype)])
+        hasher.update(buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    of_ranks = _gathered(ranks, json.dumps([kinds, hasher.hexdigest()]))
+    return {
+        (name, buffers_of(rank)): Entry(getattr(torch, dtype), tuple(shape), {(0, math.prod(shape)): [rank]})
+        for rank, text in enumerate(of_ranks)
+        if rank == 0 or text != of_ranks[0]
+        for name, shape, dtype in json.loads(text)[0]
+    }
 
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _union(ranks: Ranks, facts: str) -> dict[str, Any]:
-    """**Collective.** Name -> its scalars and tensors; the lists themselves are sent only where they differ, as in a pipeline."""
-    texts = [facts] if same(ranks, facts) else all_gather_text(ranks, facts)
-    every: dict[str, Any] = {}
-    for text in texts:
-        for name, *rest in json.loads(text):
-            every.setdefault(name, rest)
-    return every
+def _gathered(ranks: Ranks, text: str) -> list[str]:
+    """**Collective.** Every rank's text, or one where all have the same: then nothing but a digest is sent."""
+    return [text] if same(ranks, text) else all_gather_text(ranks, text)
 
 
-def _holders(what: str, shape: Sequence[int], ranges: Sequence[Range]) -> dict[Range, list[int]]:
+def _holders(place: Place, shape: Sequence[int], ranges: Sequence[Sequence[int]]) -> dict[Range, list[int]]:
     holders: dict[Range, list[int]] = {}
-    for rank, held in enumerate(ranges):
-        if held[1]:
-            holders.setdefault(held, []).append(rank)
-    end = 0
-    for first, size in sorted(holders):
-        if first != end:
-            break
-        end += size
-    else:
-        if end == math.prod(shape):
-            return dict(sorted(holders.items()))
-    raise CheckpointError(f"the ranks' shards do not make {what} of shape {list(shape)}: they hold {sorted(holders)}")
-
-
-class ByteBalancer:
-    """Deals tensors to ranks, to the one that has fewest bytes so far, and to files of about ``part_bytes``."""
-
-    def __init__(self, ranks: int, part_bytes: int, prefix: str = "part") -> None:
-        self._part_bytes, self._prefix = part_bytes, prefix
-        self._dealt, self._part, self._in_part, self._narrowest = ([0] * ranks for _ in range(4))
-
-    def owner(self, among: Collection[int] = ()) -> int:
-        """The rank with the fewest bytes, of all or of those ``among``."""
-        return min(among or range(len(self._dealt)), key=lambda rank: (self._dealt[rank], rank))
-
-    def file(self, owner: int, count: int, widest: int = 0, narrowest: int = 0) -> str:
-        """The file of ``owner`` for ``count`` bytes more. Wider elements (in bytes) than the last ones there begin another: where
-        no tensor follows narrower ones, each is aligned to its elements."""
-        full = self._in_part[owner] + count > self._part_bytes or widest > self._narrowest[owner]
-        if self._in_part[owner] and full:
-            self._part[owner] += 1
-            self._in_part[owner] = 0
-        self._dealt[owner] += count
-        self._in_part[owner] += count
-        self._narrowest[owner] = narrowest
-        return f"{self._prefix}-{owner:05}-{self._part[owner]:03}.safetensors"
-
-
-class Chunk(NamedTuple):
-    """Elements of one tensor on their way from the rank that holds them to the one that writes them."""
-
-    owner: int
-    source: int
-    parameter: str
-    key: str
-    skip: int
-    """Elements of the source's range before them."""
-    size: int
-    bytes: int
-    file: str
-    begin: int
-    """Bytes before them in the file, its header aside."""
+    for rank, (first, size) in enumerate(ranges):
+        if size:
+            holders.setdefault((first, size), []).append(rank)
+    ranges = sorted(holders)
+    ends = [0, *itertools.accumulate(size for _, size in ranges)]
+    if [first for first, _ in ranges] != ends[:-1] or ends[-1] != math.prod(shape):
+        what = f"{place[1]}/{place[0]} of shape {list(shape)}"
+        raise CheckpointError(f"the ranks' shards do not make {what}: they hold {ranges}")
+    return holders
 
 
 class Content(NamedTuple):
@@ -151,111 +144,119 @@ class Content(NamedTuple):
     shape: tuple[int, ...]
 
 
+def header(tensors: Sequence[Content], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Returns the first bytes of a safetensors file whose ``tensors`` follow in this order, and where each begins in the file;
+    last where the file ends. https://huggingface.co/docs/safetensors: the length of a JSON header (8 bytes, little-endian),
+    the header, and then the bytes.
+
+    Raises CheckpointError for a dtype that the format does not have.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ends = [0]
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name}: checkpoints do not support {dtype}")
+        ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + end for end in ends]
+
+
+class Piece(NamedTuple):
+    """Elements of one tensor that one rank writes."""
+
+    file: str
+    begin: int
+    """First byte in the file."""
+    first: int
+    """First element in the whole, flattened tensor."""
+    size: int
+    bytes: int
+
+
 @dataclass
 class FilePlan:
-    """What goes where. The chunks of one owner come in the order of its files and of the tensors in them."""
+    """What goes where."""
 
-    files: dict[str, list[Content]] = field(default_factory=dict)
-    owners: dict[str, int] = field(default_factory=dict)
+    headers: dict[str, bytes] = field(default_factory=dict)
+    """File -> its first bytes."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of a file, its header aside."""
-    chunks: list[Chunk] = field(default_factory=list)
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The manifest's entry of every parameter."""
-
-    def windows(self, limit: int) -> Iterator[list[Chunk]]:
-        """The chunks in turn, so many that no rank sends, and none writes, more than ``limit`` bytes of them."""
-        sent: dict[int, int] = {}
-        written: dict[int, int] = {}
-        window: list[Chunk] = []
-        for chunk in self.chunks:
-            for piece in _cut(chunk, limit):
-                travels = piece.source != piece.owner
-                too_much_sent = travels and sent.get(piece.source, 0) + piece.bytes > limit
-                if too_much_sent or written.get(piece.owner, 0) + piece.bytes > limit:
-                    yield window
-                    sent, written, window = {}, {}, []
-                sent[piece.source] = sent.get(piece.source, 0) + piece.bytes * travels
-                written[piece.owner] = written.get(piece.owner, 0) + piece.bytes
-                window.append(piece)
-        if window:
-            yield window
+    """File -> all its bytes."""
+    pieces: dict[Place, list[Piece]] = field(default_factory=dict)
+    """What this rank writes of each tensor, in order."""
+    tensors: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    """The manifest's entry of each tensor."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Name of a weight or a buffer -> its file, as transformers' index has it."""
 
 
-def _cut(chunk: Chunk, limit: int) -> Iterator[Chunk]:
-    each = chunk.bytes // chunk.size
-    step = max(1, limit // each)
-    for begin in range(0, chunk.size, step):
-        size = min(step, chunk.size - begin)
-        yield chunk._replace(skip=chunk.skip + begin, size=size, bytes=size * each, begin=chunk.begin + begin * each)
+def plan(entries: Entries, rank: int, ranks: int, file_bytes: int = FILE_BYTES) -> FilePlan:
+    """Lays out the files, the same on every rank, and deals their ranges to those that hold them.
 
-
-def plan(parameters: Sequence[Parameter], ranks: int, part_bytes: int, *, sharded: bool) -> FilePlan:
-    """Deals the parameters. ``sharded``: each range stays with a rank that holds it; else a parameter is put together by one."""
-    file_plan = FilePlan()
-    balancer = ByteBalancer(ranks, part_bytes, "shard" if sharded else "part")
-    for parameter in parameters:
-        ranges = parameter.tensors[WEIGHT].holders
-        alike = all(entry.holders == ranges for entry in parameter.tensors.values())
-        if sharded and len(ranges) > 1 and alike:
-            _deal_ranges(file_plan, balancer, parameter)
-        else:
-            _deal_whole(file_plan, balancer, parameter)
+    Weights lie by the model's names in files of their own, with rank 0's buffers; the rest as ``KEY/NAME``, key by key: ranges
+    of neighbours in ZeRO's flat tensors follow one another in a file too.
+    """
+    file_plan, dealer = FilePlan(), _Dealer(ranks)
+    stems: dict[str, list[Place]] = {}
+    order = {key: number for number, key in enumerate(dict.fromkeys(key for _, key in entries))}
+    for place in sorted(entries, key=lambda place: order[place[1]]):
+        stems.setdefault(_stem(place[1]), []).append(place)
+    for stem, places in stems.items():
+        files = _split(places, entries, file_bytes)
+        for number, group in enumerate(files, start=1):
+            name = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
+            contents = [
+                Content(each if stem == MODEL else f"{key}/{each}", *entries[each, key][:2]) for each, key in group
+            ]
+            file_plan.headers[name], starts = header(contents, {"format": "pt"})
+            file_plan.sizes[name] = starts[-1]
+            for place, content, begin in zip(group, contents, starts, strict=False):
+                pieces = list(dealer.deal(entries[place], name, begin))
+                file_plan.pieces[place] = [piece for owner, piece in pieces if owner == rank]
+                where, shape = [[name, begin, math.prod(content.shape)]], list(content.shape)
+                file_plan.tensors[place] = {"dtype": DTYPES[content.dtype], "shape": shape, "pieces": where}
+                if stem == MODEL:
+                    file_plan.weights[content.name] = name
     return file_plan
 
 
-def _deal_whole(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
-    tensors = _widest_first(parameter)
-    owner = balancer.owner(set.intersection(*(_whole_on(entry) for _, entry in tensors)))
-    name = _file(file_plan, balancer, owner, tensors, sum(entry.bytes for _, entry in tensors))
-    for key, entry in tensors:
-        file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, entry.shape))
-        for (_, size), ranks in entry.holders.items():
-            source = owner if owner in ranks else ranks[owner % len(ranks)]
-            _send(file_plan, name, owner, source, (parameter.name, key, size), entry.dtype)
-    file_plan.parameters[parameter.name] = {"file": name, **_described(parameter)}
+def _stem(key: str) -> str:
+    """The name of the files of a key."""
+    if key in (WEIGHT, buffers_of(0)):
+        return MODEL
+    return BUFFERS if key.startswith(buffers_of(0)[:5]) else OPTIMIZER
 
 
-def _deal_ranges(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
-    tensors = _widest_first(parameter)
-    each = sum(entry.dtype.itemsize for _, entry in tensors)
-    pieces = []
-    for (first, size), holders in parameter.tensors[WEIGHT].holders.items():  # a rank holds one of them
-        owner = balancer.owner(holders)
-        pieces.append((owner, _file(file_plan, balancer, owner, tensors, size * each), first, size))
-    for key, entry in tensors:  # ranks read tensor by tensor
-        for owner, name, _, size in pieces:
-            file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, (size,)))
-            _send(file_plan, name, owner, owner, (parameter.name, key, size), entry.dtype)
-    file_plan.parameters[parameter.name] = {"pieces": [[*piece[1:]] for piece in pieces], **_described(parameter)}
+def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[list[Place]]:
+    """The tensors of each file. The widest elements come first, as in safetensors' own files: each is aligned to its elements,
+    for readers that map the file."""
+    files: list[list[Place]] = []
+    left = -1
+    for place in sorted(places, key=lambda place: -entries[place].dtype.itemsize):
+        if entries[place].bytes > left:
+            files.append([])
+            left = file_bytes
+        files[-1].append(place)
+        left -= entries[place].bytes
+    return files
 
 
-def _send(
-    file_plan: FilePlan, file: str, owner: int, source: int, what: tuple[str, str, int], dtype: torch.dtype
-) -> None:
-    """Appends elements (parameter, key, number of elements) to ``file``."""
-    parameter, key, size = what
-    begin, count = file_plan.sizes[file], size * dtype.itemsize
-    file_plan.chunks.append(Chunk(owner, source, parameter, key, 0, size, count, file, begin))
-    file_plan.sizes[file] = begin + count
+class _Dealer:
+    """Deals ranges to ranks that hold them: to the same one as before, until another has far fewer bytes."""
 
+    def __init__(self, ranks: int) -> None:
+        self._dealt, self._last = [0] * ranks, 0
 
-def _file(file_plan: FilePlan, balancer: ByteBalancer, owner: int, tensors: list[tuple[str, Entry]], count: int) -> str:
-    name = balancer.file(owner, count, tensors[0][1].dtype.itemsize, tensors[-1][1].dtype.itemsize)
-    file_plan.files.setdefault(name, [])
-    file_plan.sizes.setdefault(name, 0)
-    file_plan.owners[name] = owner
-    return name
-
-
-def _described(parameter: Parameter) -> dict[str, Any]:
-    moments = sorted(key for key in parameter.tensors if key != WEIGHT)
-    return {"shape": list(parameter.tensors[WEIGHT].shape), "moments": moments, "scalars": dict(parameter.scalars)}
-
-
-def _widest_first(parameter: Parameter) -> list[tuple[str, Entry]]:
-    return sorted(parameter.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-
-
-def _whole_on(entry: Entry) -> set[int]:
-    return set(next(iter(entry.holders.values()))) if len(entry.holders) == 1 else set()
+    def deal(self, entry: Entry, file: str, begin: int) -> Iterator[tuple[int, Piece]]:
+        """Every range of a tensor that begins at byte ``begin``, and who writes it."""
+        width = entry.dtype.itemsize
+        for (low, size), among in sorted(entry.holders.items()):
+            step = max(1, size if len(among) == 1 else PIECE_BYTES // width)
+            for first in range(low, low + size, step):
+                count = min(step, low + size - first)
+                least = min(among, key=self._dealt.__getitem__)
+                if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:
+                    self._last = least
+                self._dealt[self._last] += count * width
+                yield self._last, Piece(file, begin + first * width, first, count, count * width)

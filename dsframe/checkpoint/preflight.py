@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.portable import DTYPES, catch_io_error
+from dsframe.checkpoint.byte_files import catch_io_error
+from dsframe.checkpoint.layout import DTYPES
 from dsframe.cluster.exchange import Ranks, all_gather_text
 from dsframe.errors import CheckpointError
 
@@ -88,8 +89,8 @@ def _damage_of_ranks(
     damage: dict[str, str] = {}
     failure = ""
     try:
-        names_here = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
-        damage = store.damage(path, names_here, sign_of_life)
+        share = (world.rank, world.size) if names is None else (0, 1)
+        damage = store.damage(path, names, share, sign_of_life)
     except store.UnreadableError as error:
         failure = str(error)
     except CheckpointError as error:

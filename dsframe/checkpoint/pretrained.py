@@ -7,6 +7,7 @@ What transformers has to know in addition to the weights was asked of the task w
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,6 +60,35 @@ def write(
         why = " ".join(str(error).split())
         raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
     _transformers.write(config, weights, dtype, out, shard_size)
+    _write_others(known, out, say)
+
+
+def beside_weights(
+    about: Mapping[str, Any], aliases: Mapping[str, str], say: Callable[[str], None]
+) -> dict[str, bytes]:
+    """File name -> content of what makes a checkpoint's folder one that ``from_pretrained`` reads; none where the model is not of
+    transformers, or only an adapter of it is saved. ``aliases``: the names of shared parameters, as the state has them. ``say``
+    hears why there is no tokenizer."""
+    if about.get("pretrained") is None or "adapter" in about:
+        return {}
+    try:
+        known = _PretrainedRecord.model_validate(about["pretrained"])
+        config = {**json.loads(known.config), "dtype": "float32"}
+        if not aliases:  # two parameters, where the configuration may say that they are one
+            for part in (config, config.get("text_config")):
+                if isinstance(part, dict) and part.get("tie_word_embeddings"):
+                    part["tie_word_embeddings"] = False
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            _write_others(known, Path(folder), say)
+            return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+    except Exception as error:  # of whichever tokenizer: the checkpoint is whole without it
+        say(f"warning: checkpoints have no config.json for from_pretrained: {' '.join(str(error).split())}")
+        return {}
+
+
+def _write_others(known: _PretrainedRecord, out: Path, say: Callable[[str], None]) -> None:
+    """The files of a model folder beside weights and config.json."""
     for name in ("generation_config", "preprocessor_config"):
         if (text := getattr(known, name)) is not None:
             (out / f"{name}.json").write_text(text, encoding="utf-8")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.changes import differences, new_batch, step_now
-from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.preflight import damaged_files, preflight
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem

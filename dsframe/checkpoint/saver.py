@@ -1,34 +1,37 @@
 """Writing: all ranks write one checkpoint together.
 
-Every rank writes its share of the parameters, which it gets from those that hold it (``transfer``) or gathers (``portable``);
-rank 0 makes the folder, writes what is small, and when all have said that their files are on the disk, the manifest, the rename
-and the pointer. What one rank cannot write, all learn: then nothing is renamed, what was written is taken away, and the checkpoint
-before stays as it is.
+Every rank writes the ranges that it holds into the files of all (``writer``); rank 0 makes the folder, writes what is small,
+and when all have said that what they write is on the disk, the manifest, the rename and the pointer. What one rank cannot
+write, all learn: then nothing is renamed, what was written is taken away, and the checkpoint before stays as it is.
 
-Training goes on as soon as the files are written, which is when the system has their bytes: a thread waits until they are on the
-disk, and rank 0's then commits (``background``). Asynchronously, each rank copies its share, and threads write as well. At most
+Training goes on as soon as the ranges are written, which is when the system has their bytes: a thread waits until they are on
+the disk, and rank 0's then commits (``background``). Asynchronously, each rank copies them, and threads write as well. At most
 one checkpoint is under way: the next save waits for it, and says what went wrong with it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dsframe.checkpoint import generators, portable, staging, store
+from dsframe.checkpoint import generators, pretrained, staging, store
 from dsframe.checkpoint.background import Writing
-from dsframe.checkpoint.portable import PartWriter
+from dsframe.checkpoint.byte_files import catch_io_error, combined, write
+from dsframe.checkpoint.reader import RNG
 from dsframe.checkpoint.store import Retention, Store
-from dsframe.checkpoint.transfer import ShardWriter
-from dsframe.cluster import process_group
-from dsframe.cluster.exchange import all_gather_text, failures, same
+from dsframe.checkpoint.writer import Writer
+from dsframe.cluster.exchange import failures
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.model.state import ShardedParameters
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _LAST_SECONDS = 10.0
+_NOT_SHARED = f"{os.strerror(errno.ENOENT)}: rank 0 has made the folder on its host; every host needs it, shared (NFS)"
 
 
 class Saver:
@@ -54,16 +58,14 @@ class Saver:
         at_end: bool,
         retention: Retention,
         asynchronous: bool = False,
-        sharded: bool = False,
         say: Callable[[str], None],
     ) -> None:
-        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
-        ``sharded``: where ranks hold ranges of parameters, they stay as they lie."""
+        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values."""
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
-        self._sharded = sharded
         self._staging = staging.Staging() if asynchronous else None
-        self._group: Any = None
+        self._model_files: dict[str, bytes] | None = None
+        """What makes the folder one of transformers', from the first save on."""
         self._told = False
         self._writing: tuple[int, Writing] | None = None
         self._begun: int | None = None
@@ -91,13 +93,11 @@ class Saver:
 
     def prepare(self) -> None:
         """**Collective**, after the first step, which makes the optimizer's state: memory for copies is taken from the system."""
-        if self._staging is None or self._every is None:
+        state = self._engine.state()
+        if self._staging is None or self._every is None or not isinstance(state.parameters, ShardedParameters):
             return
-        parameters = self._engine.state().parameters
-        if not isinstance(parameters, ShardedParameters):
-            return
-        tensors = [tensor for shard in parameters.shards for tensor in shard.tensors.values()]
-        self._staging.reserve(sum(tensor.size * tensor.dtype.itemsize + staging.ALIGN for tensor in tensors))
+        pieces = Writer(self._engine, state, self._store.directory).plan.pieces.values()
+        self._staging.reserve(sum(piece.bytes + staging.ALIGN for own in pieces for piece in own))
 
     def _begin(self, step: int) -> None:
         self.claim()
@@ -114,62 +114,41 @@ class Saver:
         self.settle()
         self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
-        begun = portable.catch_io_error(lambda: self._begin(step)) if world.is_main else ""
+        begun = catch_io_error(lambda: self._begin(step)) if world.is_main else ""
         self._check(step, begun)
-        state = engine.state()
         folder = self._store.partial(step)
-        writer, failure = self._write(state, folder)
-        random = generators.capture(engine.plan.device)
-        self._check(step, failure)
-        manifest = self._manifest(state, step, loss, evaluation) | {"parameters": writer.parameters}
-        if any("pieces" in entry for entry in writer.parameters.values()):
-            manifest["format"] = store.SHARDED_FORMAT
+        self._check(step, "" if _appears(folder) else _NOT_SHARED)
+        state = engine.state()
+        if self._staging is not None:
+            self._staging.begin()
+        writer = Writer(engine, state, folder, staging=self._staging)
+        if not isinstance(state.parameters, ShardedParameters):
+            state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
+        failure = writer.take(state, self.sign_of_life)
+        facts = {"random": generators.capture(engine.plan.device)}
+        wrong = failures(engine, failure)
+        if wrong:
+            writer.close()
+            self._give_up(step, wrong)
+        manifest = self._manifest(state, step, loss, evaluation) | writer.manifest
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
-            rng_entry = store.write(folder / portable.RNG, json.dumps([word["random"] for word in words]).encode())
-            every = {name: entry for word in words for name, entry in word["files"].items()}
-            every[portable.RNG] = asdict(rng_entry)
-            self._store.commit(step, {**manifest, "files": every})
-            size = sum(entry["bytes"] for entry in every.values())
+            if self._model_files is None:
+                self._model_files = pretrained.beside_weights(self._about, manifest["aliases"], self._say)
+            files = write_small(folder, writer, words, self._model_files)
+            self._store.commit(step, {**manifest, "files": files})
+            size = sum(entry["bytes"] for entry in files.values())
             how = " in the background" if self.asynchronous else ""
             seconds, removed = time.perf_counter() - began, self._prune()
             self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{how}{removed}")
 
         commit_here = commit if world.is_main else None
-        self._writing = step, Writing(writer, folder, world.rank, world.size, random, commit_here, self.sign_of_life)
+        self._writing = step, Writing(writer, folder, world.rank, world.size, facts, commit_here, self.sign_of_life)
         self.saved_step = step
         stall = time.perf_counter() - began
         if self.asynchronous:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
-
-    def _write(self, state: EngineState, folder: Path) -> tuple[PartWriter | ShardWriter, str]:
-        """**Collective.** Writes this rank's files, or copies what is to be in them. Returns also what went wrong, or ""."""
-        world, buffers = self._engine.plan.world, self._buffers_file(state)
-        if self._staging is not None:
-            self._staging.begin()
-        if not isinstance(state.parameters, ShardedParameters):
-            return portable.write_state(
-                state,
-                folder,
-                world.rank,
-                world.size,
-                buffers,
-                sign_of_life=self.sign_of_life,
-                staging=self._staging,
-                sync=self.asynchronous,
-            )
-        writer = ShardWriter(
-            self._engine, state.parameters.shards, folder, sharded=self._sharded, sync=self.asynchronous
-        )
-        if buffers and state.buffers:
-            writer.add(buffers, portable.copied(state.buffers))
-        if self._staging is None:
-            return writer, portable.catch_io_error(lambda: writer.write(self.sign_of_life))
-        if writer.exchanges and self._group is None:
-            self._group = process_group.of_its_own()
-        writer.keep(self._staging, self._group, self.sign_of_life)
-        return writer, ""
 
     def _manifest(
         self, state: EngineState, step: int, loss: float | None, evaluation: Mapping[str, float]
@@ -204,9 +183,7 @@ class Saver:
         ratings, self._ratings = self._ratings, {}
         for step, evaluation in ratings.items():
             if self._store.path(step).is_dir():  # not where another run's was gone on from
-                if failure := portable.catch_io_error(
-                    lambda step=step, metrics=evaluation: self._store.rate(step, metrics)
-                ):
+                if failure := catch_io_error(partial(self._store.rate, step, evaluation)):
                     self._say(f"warning: the evaluation after step {step} cannot be added to its checkpoint: {failure}")
                 self._prune()
 
@@ -248,16 +225,6 @@ class Saver:
             self._writing[1].finish(hopeless)
             self._writing = None
 
-    def _buffers_file(self, state: EngineState) -> str | None:
-        """**Collective.** Rank 0 writes its buffers, and every rank that has others writes those too."""
-        digest, rank = portable.digest_of(state.buffers), self._engine.plan.world.rank
-        digests = [] if same(self._engine, digest) else all_gather_text(self._engine, digest)
-        if rank == 0:
-            return portable.BUFFERS
-        if not digests:
-            return None
-        return portable.buffers_name(rank) if digests[rank] != digests[0] else None
-
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         value = evaluation.get(metric, 0.0)
@@ -287,3 +254,35 @@ class Saver:
         except OSError as error:  # the directory is away, which may be the very reason
             before = f"the folder with earlier ones cannot be read: {error.strerror}"
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")
+
+
+def _appears(folder: Path) -> bool:
+    """Returns whether a folder that rank 0 has made is there, or comes: over NFS a host may remember that it was not."""
+    until = time.monotonic() + _LAST_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+        with suppress(OSError):
+            list(folder.parent.iterdir())  # which asks the server anew
+    return True
+
+
+def write_small(
+    folder: Path, writer: Writer, words: Sequence[Mapping[str, Any]], more: Mapping[str, bytes]
+) -> dict[str, dict[str, Any]]:
+    """Writes what is not a tensor: generators, the index of several files of weights, and ``more`` files by name. Returns the
+    manifest's entries of all files.
+
+    ``words``: what each rank says that it has written. Raises OSError, and CheckpointError where that is not all.
+    """
+    entries = {
+        name: combined(name, size, [run for word in words for run in word["runs"].get(name, ())])
+        for name, size in writer.plan.sizes.items()
+    }
+    small = {RNG: json.dumps([word["random"] for word in words if "random" in word]).encode(), **more}
+    if len(set(writer.plan.weights.values())) > 1:
+        index = {"metadata": {}, "weight_map": writer.plan.weights}
+        small["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+    entries |= {name: write(folder / name, content) for name, content in small.items()}
+    return {name: asdict(entry) for name, entry in entries.items()}

@@ -1,7 +1,7 @@
 """A run's folder of checkpoints on disk: written under another name, renamed when whole, verified before use.
 
-    RUN_DIR/checkpoints/step-00000042/manifest.json      written last: what is here, with size and checksum of every file
-                                      part-00000-000.safetensors, rng.json, ...
+    RUN_DIR/checkpoints/step-00000042/manifest.json      written last: what is here, with size and checksums of every file
+                                      model.safetensors, optimizer.safetensors, rng.json, ...
                         step-00000040.damaged/           found damaged and set aside, with a warning
                         .step-00000044.partial/          a save under way, or cut off: never looked at
                         latest                           the name of the newest, for people and scripts
@@ -13,50 +13,35 @@ process or the machine. Nothing here is collective, and nothing imports torch.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from dsframe.checkpoint import old_forms
+from dsframe.checkpoint.byte_files import damage_of, remove, sync_folder, write
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.results import best_step
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
-FORMAT = 2
-"""The portable form's number."""
-SHARDED_FORMAT = 3
-"""The sharded form's: the portable one with parameters in pieces. A dsframe that knows only that refuses it by the number."""
+FORMAT = 4
+_WIDTHS = {8: "F64 C64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+WIDTHS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
+"""Bytes of an element, by the names of safetensors."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_CHUNK = 1 << 20
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_AHEAD = 8 << 20
-"""Bytes after which a file's writing to the disk begins, before all of it is there."""
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 """The name of a parameter or a moment: anything that can be printed in one line."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file as the manifest has it."""
-
-    bytes: int
-    xxh3_128: str
-    """Checksum of the content, in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it is no signature."""
 
 
 class OtherFormatError(CheckpointError):
@@ -118,9 +103,11 @@ class Store:
         """An empty folder to write into. Raises OSError (full disk, no permission), CheckpointError where the step is there."""
         if self.path(step).exists():
             raise CheckpointError(f"{self.path(step)} exists already")
-        folder = self.partial(step)
+        folder, fresh = self.partial(step), not self.directory.exists()
         remove(folder)  # cut off earlier; partial folders are never read
         folder.mkdir(parents=True)
+        if fresh:
+            sync_folder(self.directory.parent)
         return folder
 
     def commit(self, step: int, manifest: Mapping[str, Any]) -> Path:
@@ -151,7 +138,6 @@ class Store:
         CheckpointError."""
         path = self.path(step)
         partial = path / f".{MANIFEST}.partial"
-        remove(partial)  # cut off earlier
         write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
         partial.replace(path / MANIFEST)
         sync_folder(path)
@@ -171,11 +157,14 @@ class Store:
                 continue  # to be found, named and set aside when somebody wants to use it
         doomed = sorted(set(evaluations) - retention.keeps(evaluations))
         self._point(BEST, best_step(evaluations, retention.best) if retention.best else None)
-        for step in doomed:
-            hidden = self.directory / f".step-{step:08}.removed"
-            remove(hidden)
-            self.path(step).rename(hidden)  # so that half a removal does not look like damage
-            remove(hidden)
+        hidden = {step: self.directory / f".step-{step:08}.removed" for step in doomed}
+        for step, path in hidden.items():
+            remove(path)
+            self.path(step).rename(path)  # so that half a removal does not look like damage
+        if hidden:
+            sync_folder(self.directory)
+        for path in hidden.values():
+            remove(path)
         return doomed
 
     def remove_unfinished(self) -> list[str]:
@@ -293,33 +282,66 @@ def read_manifest(path: Path) -> dict[str, Any]:
         kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
         raise kind(f"{path}: {MANIFEST}: {error.strerror}") from None
     try:
-        outer = json.loads(content)
-        manifest: dict[str, Any] = outer["manifest"]
+        manifest: dict[str, Any] = json.loads(content)["manifest"]
         whole = dump(manifest) == content  # every byte is accounted for: numbers print as they were read
         written = int(manifest["format"]) if whole else FORMAT
-        entries = manifest["files"].items() if written in (FORMAT, SHARDED_FORMAT) else ()
-        files = {str(name): FileEntry(**entry) for name, entry in entries}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointError(f"{path}: {MANIFEST} is damaged")
-    if written not in (FORMAT, SHARDED_FORMAT):
+    if written in old_forms.FORMATS:
+        manifest = old_forms.translated(path, manifest)
+    elif written != FORMAT:
         raise OtherFormatError(
-            f"{path} has format {written}, this dsframe reads {FORMAT} and {SHARDED_FORMAT}; it was written by dsframe "
+            f"{path} has format {written}, this dsframe reads {FORMAT}; it was written by dsframe "
             f"{manifest.get('versions', {}).get('dsframe', 'of another version')}"
         )
-    for name in files:
-        if not _FILE.fullmatch(name):
-            raise CheckpointError(f"{path}: {name!r} is not the name of a file in a checkpoint")
     _check_content(path, manifest)
     return manifest
 
 
-class _Known(BaseModel):
-    """The values of a manifest that somebody computes with or makes a name of. A checksum says who is careless, not who lies."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
+
+_Checksum = Annotated[tuple[PositiveInt, str], Field(strict=False)]
+_Piece = Annotated[tuple[str, NonNegativeInt, NonNegativeInt], Field(strict=False)]
+
+
+class _File(_Part):
+    bytes: NonNegativeInt
+    checksums: list[_Checksum]
+
+
+class _Tensor(_Part):
+    dtype: str
+    shape: list[NonNegativeInt]
+    pieces: list[_Piece]
+    """File, first byte, number of elements: one, but for what earlier dsframes wrote."""
+
+    def wrong(self, files: Mapping[str, _File]) -> str:
+        """Returns what is wrong with where it lies; "" where nothing is."""
+        if (width := WIDTHS.get(self.dtype)) is None:
+            return f"has the dtype {self.dtype!r}"
+        if sum(count for *_, count in self.pieces) != math.prod(self.shape):
+            return f"lies in pieces that do not make its shape {self.shape}"
+        for name, begin, count in self.pieces:
+            if name not in files:
+                return f"is in {name!r}, which is no file of it"
+            if begin % width or begin + count * width > files[name].bytes:
+                return f"is not in {name!r} from byte {begin} on"
+        return ""
+
+
+class _Parameter(_Part):
+    tensors: dict[_Name, _Tensor]
+    scalars: dict[str, float]
+
+
+class _Known(_Part):
+    """The values of a manifest that somebody computes with or makes a name of. A checksum says who is careless, not who lies."""
+
+    files: dict[Annotated[str, Field(pattern=f"^{_FILE.pattern}$")], _File]
     step: NonNegativeInt = 0
     updates: NonNegativeInt = 0
     learning_rate: float = 0.0
@@ -329,6 +351,7 @@ class _Known(BaseModel):
     schedule: dict[str, float | None] | None = None
     stop: dict[str, float | str | None] | None = None
     parameters: dict[_Name, _Parameter] = {}
+    buffers: dict[str, dict[_Name, _Tensor]] = {}
     aliases: dict[_Name, _Name] = {}
     training: dict[str, Any] = {}
     course: dict[str, Any] = {}
@@ -336,32 +359,6 @@ class _Known(BaseModel):
     versions: dict[str, str | None] = {}
     source: dict[str, str] = {}
     data: dict[str, str] = {}
-
-
-class _Parameter(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    file: str | None = None
-    pieces: list[Annotated[tuple[str, NonNegativeInt, PositiveInt], Field(strict=False)]] = []
-    shape: list[NonNegativeInt]
-    moments: list[_Name]
-    scalars: dict[str, float]
-
-    def wrong(self, files: Collection[str]) -> str:
-        """Returns what is wrong with where it lies; "" where nothing is."""
-        if (self.file is None) != bool(self.pieces):
-            return "lies neither in a file nor in pieces" if self.file is None else "lies in a file and in pieces"
-        for file in [self.file] if self.file is not None else [piece[0] for piece in self.pieces]:
-            if file not in files:
-                return f"is in {file!r}, which is no file of it"
-        end = 0
-        for _, first, size in sorted(self.pieces, key=lambda piece: piece[1]):
-            if first != end:
-                return f"has pieces that {'overlap' if first < end else 'leave a gap'} at element {min(first, end)}"
-            end += size
-        if self.pieces and end != math.prod(self.shape):
-            return f"has pieces of {end} elements, and {math.prod(self.shape)} by its shape"
-        return ""
 
 
 def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -377,9 +374,17 @@ def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path}: {MANIFEST} is of step {known.step}; a folder was renamed, or the file was copied"
         )
-    for name, entry in known.parameters.items():
-        if wrong := entry.wrong(manifest["files"]):
-            raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} {wrong}")
+    for name, file in known.files.items():
+        if sum(length for length, _ in file.checksums) != file.bytes:
+            raise CheckpointError(f"{path}: {MANIFEST}: the checksums of {name!r} are not of all its bytes")
+    every = {f"buffer {name!r} of {rank}": at for rank, of in known.buffers.items() for name, at in of.items()}
+    for name, parameter in known.parameters.items():
+        if "weight" not in parameter.tensors:
+            raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} has no weight")
+        every |= {f"{key} of parameter {name!r}": tensor for key, tensor in parameter.tensors.items()}
+    for what, tensor in every.items():
+        if wrong := tensor.wrong(known.files):
+            raise CheckpointError(f"{path}: {MANIFEST}: {what} {wrong}")
     if lost := [alias for alias, name in known.aliases.items() if name not in known.parameters]:
         raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a parameter that is not there")
 
@@ -390,12 +395,16 @@ def verify(path: Path) -> list[str]:
 
 
 def damage(
-    path: Path, names: Collection[str] | None = None, sign_of_life: Callable[[], None] = lambda: None
+    path: Path,
+    names: Collection[str] | None = None,
+    share: tuple[int, int] = (0, 1),
+    sign_of_life: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """The missing, truncated and altered files of a checkpoint: name -> what is wrong; the manifest alone where that is.
 
-    ``names``: read only these files; by default all. Reads them once, a megabyte at a time. ``sign_of_life``: called after each.
-    Raises OtherFormatError, and UnreadableError where something but the file itself is wrong.
+    ``names``: read only these files; by default all. ``share``: rank and number of those who read them together, each
+    another part. ``sign_of_life``: called after each file. Raises OtherFormatError, and UnreadableError where something but
+    the file itself is wrong.
     """
     try:
         manifest = read_manifest(path)
@@ -403,20 +412,14 @@ def damage(
         raise
     except CheckpointError as error:
         return {MANIFEST: str(error)}
-    wrong = {}
+    wrong, (rank, ranks), before = dict[str, str](), share, 0
     for name, entry in manifest["files"].items():
         if names is not None and name not in names:
             continue
-        file = path / name
+        runs, before = slice((rank - before) % ranks, None, ranks), before + len(entry["checksums"])
         try:
-            if file.is_symlink():  # it may lead anywhere
-                wrong[name] = f"{name} is a symbolic link, not a file"
-                continue
-            size = file.stat().st_size
-            if size != entry["bytes"]:
-                wrong[name] = f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-            elif checksum(file) != entry["xxh3_128"]:
-                wrong[name] = f"{name} was altered: its checksum differs"
+            if text := damage_of(path / name, entry, runs):
+                wrong[name] = text
         except FileNotFoundError as error:
             wrong[name] = f"{name}: {error.strerror}"
         except OSError as error:
@@ -430,131 +433,6 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
     text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     outer = {"manifest": manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def write(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> FileEntry:
-    """A new file of these ``pieces``; the checksum is of what is in memory. Raises OSError.
-
-    With ``sync`` it is on the disk when this returns, else :func:`sync_files` brings it there.
-    """
-    with FileWriter(path, sync=sync) as file:
-        for piece in pieces:
-            file.write(piece)
-        return file.finish()
-
-
-class FileWriter:
-    """A new file, written piece by piece; the checksum is of what is in memory. Every method raises OSError."""
-
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
-        """``sync``: As :func:`write` takes it."""
-        self._path, self._found, self._size, self._begun, self._sync = path, xxhash.xxh3_128(), 0, 0, sync
-        self._file = path.open("xb")
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what did not come to finish() is no file
-            self._file.close()
-
-    def write(self, piece: bytes | memoryview) -> None:
-        """Adds ``piece``."""
-        self._found.update(piece)
-        self._size += len(piece)
-        with self._named():
-            self._file.write(piece)
-            if self._sync and self._size - self._begun >= _AHEAD:
-                # Linux begins to write these pages to the disk now, and drops none before: fsync finds little left to do.
-                os.posix_fadvise(self._file.fileno(), self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
-                self._begun = self._size
-
-    def finish(self) -> FileEntry:
-        """All of it is on the disk when this returns, or, without ``sync``, with the system."""
-        with self._named():
-            self._file.flush()
-            if self._sync:
-                os.fsync(self._file.fileno())
-        return FileEntry(self._size, self._found.hexdigest())
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(
-                error.errno, error.strerror, str(self._path)
-            ) from None  # a write's error does not name the file
-
-
-def write_range(path: Path, begin: int, content: bytes | memoryview) -> None:
-    """Writes ``content`` from byte ``begin`` on into a file, which is made where it is not there: for several processes that
-    write one file together. It is with the system when this returns. Raises OSError."""
-    left = memoryview(content)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            while left:
-                written = os.pwrite(descriptor, left, begin)
-                left, begin = left[written:], begin + written
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a write's error does not name the file
-
-
-def read_entry(path: Path, size: int) -> FileEntry:
-    """The entry of a file of ``size`` bytes that several processes have written. Raises OSError, also where it is not as long."""
-    bytes_read = path.stat().st_size
-    if bytes_read != size:
-        raise OSError(errno.EIO, f"it has {bytes_read:,} bytes instead of {size:,}", str(path))
-    return FileEntry(size, checksum(path))
-
-
-def folder_id(path: Path) -> str:
-    """The same text for all processes of one kernel that see the same folder, and for no others: what one of them has written
-    into a file there, each of them reads."""
-    try:
-        kernel, status = _BOOT.read_text().strip(), path.stat()
-    except OSError:
-        return os.urandom(16).hex()  # nobody else's
-    return f"{kernel} {status.st_dev} {status.st_ino}"
-
-
-def checksum(path: Path) -> str:
-    """XXH3-128 of a file. Raises OSError."""
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    return hasher.hexdigest()
-
-
-def remove(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link and not what it leads to; nothing where there is none. Raises OSError."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-
-
-def sync_files(folder: Path, names: Iterable[str], sign_of_life: Callable[[], None]) -> None:
-    """Waits until files that were written without ``sync`` are on the disk. Raises OSError."""
-    for name in names:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(folder / name)) from None  # which does not name the file
-        finally:
-            os.close(descriptor)
-        sign_of_life()
-
-
-def sync_folder(path: Path) -> None:
-    """Makes new and renamed names in ``path`` last: they are the folder's content, not the file's."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(path: Path) -> Path:

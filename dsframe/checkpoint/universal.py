@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.errors import CheckpointError
 
 LAYOUT = "0.19.8"
@@ -45,8 +45,7 @@ def write(
     ``convert``: to the dtype of the model's copy; masters and moments are float32. ``say``: hears what DeepSpeed will not
     load by itself.
     """
-    entries = checkpoint.manifest["parameters"]
-    kept = {tuple(entry["moments"]) for entry in entries.values()} - {()}
+    kept = {tuple(checkpoint.moments(name)) for name in checkpoint.shapes} - {()}
     if kept != {tuple(_MOMENTS)}:
         raise CheckpointError(
             f"{checkpoint.path}: DeepSpeed's universal loader reads only {' and '.join(_MOMENTS)} (Adam), not "
@@ -57,7 +56,7 @@ def write(
     untrained = dict(module)
     shapes: OrderedDict[str, torch.Size] = OrderedDict()
     step = 0.0
-    for name in entries:
+    for name in checkpoint.shapes:
         parameter = checkpoint.parameter(name)
         parameter_folder = _inside(folder / "zero", name)
         parameter_folder.mkdir(parents=True)

@@ -264,12 +264,6 @@ def extend_limits(limit: timedelta) -> None:
                 set_timeout(limit, group)
 
 
-def of_its_own() -> dist.ProcessGroup:
-    """**Collective.** All ranks once more, over Gloo: for a thread, whose collectives have no order among those of training."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
-
-
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """**Collective.** Element-wise sum over all ranks; ``values`` itself is left as it is."""
     total = values.clone()

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engines import fsdp_units, precision, state_replica
+from dsframe.engines import fsdp_units, precision
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
@@ -37,7 +37,7 @@ from dsframe.model.forward import Inputs, Measure
 from dsframe.model.gathered import LIBRARIES, Shards, whole
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
-from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
+from dsframe.model.state import EngineState, ParameterState, SavedState, full_precision
 from dsframe.tasks.task import Sum
 
 _COMPUTED_IN = "_dsframe_computed_in"
@@ -272,9 +272,7 @@ class FsdpEngine(ReplicaEngine):
         """
         if self._calls is not None:
             self._calls.check()
-        whole = super().state()
-        shards = state_replica.shards(self.views(), self._frozen(), self.optimizer)
-        return replace(whole, parameters=ShardedParameters(shards, whole.parameters))
+        return super().state()
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank reads its shards, and nothing else."""

@@ -24,6 +24,7 @@ from dsframe.model.spill import Spill
 from dsframe.model.state import (
     EngineState,
     SavedState,
+    ShardedParameters,
     aliases,
     load_buffers,
     persistent_buffers,
@@ -275,7 +276,8 @@ class ReplicaEngine(ModelEngine):
 
     def state(self) -> EngineState:
         """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
-        parameters = state_replica.read(self.views(), self._frozen(), lbfgs.by_parameter(self.optimizer))
+        held = self.views(), self._frozen(), lbfgs.by_parameter(self.optimizer)
+        parameters = ShardedParameters(state_replica.shards(*held), state_replica.read(*held))
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 

@@ -101,8 +101,9 @@ class EngineState:
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
-    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time. Where ranks hold flat ranges
-    of them it is a :class:`ShardedParameters`, which nobody need gather to save."""
+    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time. Where each
+    rank knows what it holds it is a :class:`ShardedParameters`, which nobody need gather to save; an iterator is gathered twice in
+    a save, once to lay out the files."""
 
 
 class SavedState(Protocol):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dsframe.checkpoint.deepspeed_files import Found
+    from dsframe.checkpoint.store import Store
     from dsframe.config import Config
+    from dsframe.model.state import EngineState
     from dsframe.tasks.task import Task
 
 
@@ -63,15 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(directory: Path, tag: str | None, config: Config, task: Task, run_dir: Path) -> Path:
-    """Writes the portable form of a DeepSpeed checkpoint into the checkpoints of ``run_dir``; returns where.
+    """Writes a DeepSpeed checkpoint as one of dsframe's into the checkpoints of ``run_dir``; returns where.
 
     One parameter is in memory at a time, beside what torch maps and, at stages 1 to 3, one flat tensor with its moments.
     Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
     """
-    from dsframe.checkpoint import deepspeed_files, portable, store
+    from dsframe.checkpoint import deepspeed_files, store
+    from dsframe.checkpoint.byte_files import catch_io_error
     from dsframe.checkpoint.store import Store
     from dsframe.model import groups
-    from dsframe.model.state import aliases, compare, persistent_buffers
+    from dsframe.model.state import EngineState, aliases, compare, persistent_buffers
 
     task.seed = config.settings.seed
     checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))
@@ -100,27 +102,43 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     }
     manifest["course"].update(asked)
     buffers = _buffers(checkpoint, model, persistent_buffers(model))
+
+    def state() -> EngineState:
+        parameters = checkpoint.parameters(trainable, shapes)
+        return EngineState(checkpoint.updates, checkpoint.loss_scale, buffers, aliases(model), parameters)
+
     with RunLock() as claim:
         claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))
+        if failure := catch_io_error(lambda: folder.begin(checkpoint.step)):
+            raise CheckpointError(failure)
         try:
-            partial = folder.begin(checkpoint.step)
-            writer = portable.PartWriter(partial, 0, 1)
-            for state in checkpoint.parameters(trainable, shapes):
-                compare("parameter", {state.name: shapes[state.name]}, {state.name: tuple(state.weight.shape)})
-                writer.take(state)
-            if buffers:
-                writer.put(portable.BUFFERS, buffers)
-            writer.finish()
-            writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
-            files = {name: asdict(entry) for name, entry in writer.files.items()}
-            return folder.commit(checkpoint.step, {**manifest, "parameters": writer.parameters, "files": files})
-        except OSError as error:
+            return _write(folder, state, manifest, shapes)
+        except (OSError, CheckpointError) as error:
             folder.abandon(checkpoint.step)
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
-        except CheckpointError as error:
-            if "exists already" not in str(error):
-                folder.abandon(checkpoint.step)
-            raise
+
+
+def _write(
+    folder: Store, state: Callable[[], EngineState], manifest: dict[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> Path:
+    """Writes the checkpoint, which has begun. Raises OSError, CheckpointError."""
+    from dsframe.checkpoint.saver import write_small
+    from dsframe.checkpoint.writer import Writer
+    from dsframe.cluster.exchange import Alone
+    from dsframe.model.state import compare
+
+    partial = folder.partial(manifest["step"])
+    writer = Writer(Alone(), state(), partial)
+    laid_out = writer.manifest["parameters"].items()
+    saved = {name: entry["tensors"]["weight"]["shape"] for name, entry in laid_out}
+    compare("parameter", {name: shapes[name] for name in saved}, saved)
+    if failure := writer.take(state(), lambda: None):
+        raise CheckpointError(failure)
+    writer.flush(lambda: None)
+    files = write_small(partial, writer, [{"runs": writer.runs}], {})
+    return folder.commit(manifest["step"], {**manifest, **writer.manifest, "files": files})
 
 
 def _buffers(checkpoint: Found, model: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from tests.engines.round_trip import build
 
 def main(path: str) -> None:
     engine, steps = build(path)
-    from dsframe.checkpoint import transfer
     from dsframe.checkpoint.saver import Saver
     from dsframe.checkpoint.store import Retention, Store
+    from dsframe.checkpoint.writer import Writer
 
     steps(0, 1)
     if not engine.plan.world.is_main:
-        transfer.ShardWriter.flush = lambda *_: time.sleep(1) or os._exit(0)  # type: ignore[func-returns-value,method-assign]
+        Writer.flush = lambda *_: time.sleep(1) or os._exit(0)  # type: ignore[func-returns-value,method-assign]
     saver = Saver(
         engine,
         Store(Path("run")),

@@ -75,30 +75,25 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> No
     whole = portability.losses(run_dir)
     checkpoints = Store(run_dir / "checkpoints")
     assert [store.step_of(path) for path in checkpoints.newest_first()] == [25, 20, 10]
-    part = next(checkpoints.path(25).glob("part-00001-*"))
+    part = checkpoints.path(25) / "optimizer.safetensors"
     content = bytearray(part.read_bytes())
     content[-100] ^= 4
     part.write_bytes(content)
-    with next(checkpoints.path(20).glob("part-00000-*")).open("r+b") as file:
+    with (checkpoints.path(20) / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     done = portability.train(setup, run_dir, "--resume", "auto").check()
-    assert "part-00001-000.safetensors was altered" in done.stderr
-    assert "part-00000-000.safetensors has 1,000 bytes instead of" in done.stderr
+    assert "optimizer.safetensors was altered" in done.stderr
+    assert "model.safetensors has 1,000 bytes instead of" in done.stderr
     assert "going on after step 10" in done.stderr
     names = {path.name for path in checkpoints.directory.iterdir()}
     assert {"step-00000025.damaged", "step-00000020.damaged", "step-00000025", "step-00000010"} <= names
     assert portability.losses(run_dir) == whole
     # One of another version is whole: neither used nor set aside.
     newest = checkpoints.path(25)
-    (newest / store.MANIFEST).write_bytes(
-        store.dump({**store.read_manifest(newest), "format": store.SHARDED_FORMAT + 1})
-    )
+    (newest / store.MANIFEST).write_bytes(store.dump({**store.read_manifest(newest), "format": store.FORMAT + 1}))
     refused = portability.train(setup, run_dir, "--resume", "auto")
     assert refused.returncode != 0
-    assert (
-        f"{newest} has format {store.SHARDED_FORMAT + 1}, this dsframe reads {store.FORMAT} and {store.SHARDED_FORMAT}"
-        in refused.stderr
-    )
+    assert f"{newest} has format {store.FORMAT + 1}, this dsframe reads {store.FORMAT}" in refused.stderr
     assert newest.is_dir()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.checkpoint import portable, store
-from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint import store
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
+from dsframe.checkpoint.writer import Writer
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
-from tests.unit.test_checkpoint_portable import Room
+from tests.unit.test_checkpoint_files import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
     tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(portable, "write_tensors", _after(portable.write_tensors, go if asynchronous else None))
+    monkeypatch.setattr(Writer, "flush", _after(Writer.flush, go if asynchronous else None))
     said: list[str] = []
 
     def run(ranks: Any) -> None:
@@ -118,14 +118,14 @@ def _after(action: Callable[..., Any], event: threading.Event | None) -> Callabl
 def test_what_a_thread_cannot_write_all_ranks_hear_of(
     tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tensors, full = portable.write_tensors, threading.Event()
+    flush, full = Writer.flush, threading.Event()
 
-    def fails(path: Path, tensors: Any) -> store.FileEntry:
-        if full.is_set() and f"part-{failing:05}" in path.name:
-            raise OSError(28, "No space left on device", str(path))
-        return write_tensors(path, tensors)
+    def fails(writer: Writer, sign_of_life: Any) -> None:
+        if full.is_set() and writer._rank == failing:
+            raise OSError(28, "No space left on device", "model.safetensors")
+        flush(writer, sign_of_life)
 
-    monkeypatch.setattr(portable, "write_tensors", fails)
+    monkeypatch.setattr(Writer, "flush", fails)
 
     def run(ranks: Any) -> str:
         training = Training(ranks)
@@ -158,19 +158,19 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank tells another then: close() is not collective. Rank 0's thread waits for the other's word."""
-    write_tensors, write_text = portable.write_tensors, Path.write_text
+    flush, write_text = Writer.flush, Path.write_text
 
-    def fails(path: Path, tensors: Any) -> store.FileEntry:
-        if "part-00001" in path.name:
-            raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device", str(path))
-        return write_tensors(path, tensors)
+    def fails(writer: Writer, sign_of_life: Any) -> None:
+        if writer._rank == 1:
+            raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device")
+        flush(writer, sign_of_life)
 
     def full(path: Path, *words: Any, **keywords: Any) -> int:
         if fault == "no room for a word" and path.name == ".rank-00001.partial":
             raise OSError(28, "No space left on device", str(path))
         return write_text(path, *words, **keywords)
 
-    monkeypatch.setattr(portable, "write_tensors", fails)
+    monkeypatch.setattr(Writer, "flush", fails)
     monkeypatch.setattr(Path, "write_text", full)
 
     def run(ranks: Any) -> bool:
@@ -205,70 +205,9 @@ def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: p
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path, asynchronous: bool) -> None:
-    """Not an exception: the process is gone, in the middle of everything, with the second and the third checkpoint due."""
-    points = 0
-    while True:
-        folder = tmp_path / f"{points}"
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_save_and_die(folder, points, asynchronous))
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        newest = Store(folder).newest_first()
-        assert all(store.verify(path) == [] for path in newest), f"operation {points}"
-        if code == 0:
-            break
-        assert code == 9
-        steps = [store.step_of(path) or 0 for path in newest]
-        assert steps[0] in (1, 2, 3), f"operation {points}: {steps}"
-        Store(folder).remove_unfinished()
-        assert {path.name for path in folder.iterdir()} <= {"latest", *(path.name for path in newest)}
-        checkpoint = Checkpoint(newest[0])
-        assert torch.equal(checkpoint.parameter("b").weight, torch.full((200, 2), float(checkpoint.step)))
-        checkpoint.close()
-        shutil.rmtree(folder)
-        points += 1
-    assert points > 50
-
-
-def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
-    """Three saves with retention; the process ends at operation number ``after`` of those that follow the first save."""
-    count, armed = 0, False
-
-    def dying(action: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if armed:
-                if count == after:
-                    os._exit(9)
-                count += 1
-            return action(*arguments, **keywords)
-
-        return call
-
-    for module, name in (
-        *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close")),
-        *((Path, name) for name in ("open", "mkdir", "rename", "unlink")),
-        (portable, "write_tensors"),
-    ):
-        setattr(module, name, dying(getattr(module, name)))
-    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
-    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
-    saving = saver(training, folder, asynchronous)
-    for step in (1, 2, 3):
-        training.train()
-        saving.save(step, loss=None, evaluation={})
-        if step == 1:
-            saving.settle()
-            armed = True
-    saving.settle()
-    return 0
-
-
 def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
     """``steps`` checkpoints of one rank."""
-    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
     training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
     saving = saver(training, folder, asynchronous)
     for _ in range(steps):

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint import resume, store
+from dsframe.checkpoint import byte_files, resume
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, SavedState
 from tests.unit.test_checkpoint_background import Training, saver
-from tests.unit.test_checkpoint_portable import Room
+from tests.unit.test_checkpoint_files import Room
 
-PARTS = ("part-00000-000.safetensors", "part-00001-000.safetensors")
+PARTS = ("model.safetensors", "optimizer.safetensors")
 
 
 class Resuming(Training):
@@ -112,7 +112,7 @@ def test_what_one_rank_cannot_read_is_not_renamed(
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "read_bytes", of_rank(rank, read, fails))
-    monkeypatch.setattr(store, "checksum", of_rank(rank, store.checksum, fails))
+    monkeypatch.setattr(byte_files, "checksum_of", of_rank(rank, byte_files.checksum_of, fails))
     for words in begin(folder):
         assert isinstance(words, str)
         assert f"rank {rank} on " in words
@@ -122,7 +122,7 @@ def test_what_one_rank_cannot_read_is_not_renamed(
 
 
 def test_damage_that_one_rank_alone_sees_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "checksum", of_rank(1, store.checksum, lambda path: "0" * 32))
+    monkeypatch.setattr(byte_files, "checksum_of", of_rank(1, byte_files.checksum_of, lambda *_: "0" * 32))
     for words in begin(folder):
         assert "rank 1 on " in str(words)
         assert "was altered: its checksum differs; nothing was renamed" in str(words)
@@ -130,10 +130,10 @@ def test_damage_that_one_rank_alone_sees_is_not_renamed(folder: Store, monkeypat
 
 
 def test_what_no_rank_may_read_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(path: Path) -> str:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def fails(*_: int) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(store, "checksum", fails)
+    monkeypatch.setattr(byte_files, "checksum_of", fails)
     for words in begin(folder):
         assert "Input/output error" in str(words)
     assert names(folder) == ["step-00000001", "step-00000002"]

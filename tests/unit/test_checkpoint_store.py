@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsframe.checkpoint import store
-from dsframe.checkpoint.store import FileEntry, Retention, Store
+from dsframe.checkpoint import byte_files, store
+from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, combined, write
+from dsframe.checkpoint.store import Retention, Store
 from dsframe.errors import CheckpointError
 
 
 def save(folder: Store, step: int, evaluation: dict[str, float] | None = None) -> Path:
     """A small checkpoint of two files, the way the saver writes one."""
     partial = folder.begin(step)
-    files = {name: store.write(partial / name, content) for name, content in (("a.bin", b"a" * 99), ("b.bin", b"bb"))}
+    files = {name: write(partial / name, content) for name, content in (("a.bin", b"a" * 99), ("b.bin", b"bb"))}
     return folder.commit(step, manifest(files, step, evaluation))
 
 
 def manifest(files: dict[str, FileEntry], step: int = 1, evaluation: dict[str, float] | None = None) -> dict[str, Any]:
-    entries = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in files.items()}
+    entries = {name: asdict(entry) for name, entry in files.items()}
     return {"format": store.FORMAT, "step": step, "files": entries, "evaluation": evaluation or {}, "loss": 0.1 + 0.2}
 
 
@@ -70,7 +75,10 @@ def test_a_missing_file_is_named(folder: Store) -> None:
     path = save(folder, 1)
     (path / "b.bin").unlink()
     assert store.verify(path) == ["b.bin: No such file or directory"]
-    assert store.damage(path, ["a.bin"]) == {}  # another rank's share
+    assert store.damage(path, ["a.bin"]) == {}
+    assert [store.damage(path, None, (rank, 3)) for rank in (0, 2)] == [
+        {"b.bin": "b.bin: No such file or directory"}
+    ] * 2
     (path / "manifest.json").unlink()
     assert store.verify(path) == [f"{path}: manifest.json: No such file or directory"]
 
@@ -78,8 +86,8 @@ def test_a_missing_file_is_named(folder: Store) -> None:
 def test_a_manifest_cannot_point_outside(folder: Store) -> None:
     for name in ("../a.bin", "/etc/passwd", "sub/a.bin", "..", ".hidden", ""):
         partial = folder.begin(1)
-        path = folder.commit(1, manifest({name: FileEntry(1, "0" * 64)}))
-        with pytest.raises(CheckpointError, match="is not the name of a file"):
+        path = folder.commit(1, manifest({name: FileEntry(1, [[1, "0" * 32]])}))
+        with pytest.raises(CheckpointError, match="dsframe has not written this"):
             store.read_manifest(path)
         assert not partial.exists()
         path.rename(path.with_name(f"done-{len(list(folder.directory.iterdir()))}"))
@@ -88,9 +96,7 @@ def test_a_manifest_cannot_point_outside(folder: Store) -> None:
 def test_another_format_says_who_wrote_it(folder: Store) -> None:
     folder.begin(1)
     path = folder.commit(1, {**manifest({}), "format": 99, "versions": {"dsframe": "7.5"}})
-    with pytest.raises(
-        CheckpointError, match=r"has format 99, this dsframe reads 2 and 3; it was written by dsframe 7\.5"
-    ):
+    with pytest.raises(CheckpointError, match=r"has format 99, this dsframe reads 4; it was written by dsframe 7\.5"):
         store.read_manifest(path)
 
 
@@ -100,43 +106,6 @@ def test_no_manifest_at_all_is_damage(folder: Store, content: bytes) -> None:
     (path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         store.read_manifest(path)
-
-
-def test_a_save_cut_off_at_any_moment_leaves_the_one_before(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation on the disk fails in turn, as in a crash between any two: the newest whole checkpoint is always there."""
-    good = save(folder, 1)
-    operations = 0
-    for failing in range(100):
-        calls = 0
-
-        def counted(original: Any, failing: int = failing) -> Any:
-            def call(*arguments: Any, **keywords: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls > failing:
-                    raise OSError(28, "No space left on device")
-                return original(*arguments, **keywords)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", counted(os.fsync))
-            patch.setattr(Path, "rename", counted(Path.rename))
-            patch.setattr(Path, "mkdir", counted(Path.mkdir))
-            try:
-                save(folder, 2)
-            except OSError:
-                operations += 1
-            else:
-                break
-        whole = [path for path in folder.newest_first() if not store.verify(path)]
-        assert whole in ([good], [folder.path(2), good])
-        assert whole == folder.newest_first()  # what is not whole has no checkpoint's name
-        again = Store(folder.directory)
-        again.remove_unfinished()
-        if folder.path(2).exists():
-            folder.set_aside(folder.path(2)).rename(folder.directory / f"tried-{failing}")
-    assert operations >= 8
 
 
 def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
@@ -257,21 +226,47 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path:
     assert store.verify(elsewhere) == []
 
 
-def test_several_processes_write_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    store.write_range(path, 3, b"def")
-    with pytest.raises(OSError, match="it has 6 bytes instead of 7"):
-        store.read_entry(path, 7)  # a range is missing
-    store.write_range(path, 0, memoryview(b"abc"))
-    assert path.read_bytes() == b"abcdef"
-    assert store.read_entry(path, 6) == store.write(tmp_path / "other", b"abcdef")
-    with pytest.raises(OSError, match="No such file") as caught:
-        store.write_range(tmp_path / "absent" / "file", 0, b"a")
-    assert caught.value.filename == str(tmp_path / "absent" / "file")
+def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, from any number of hosts; a run has one checksum, however it came, up to its longest."""
+    monkeypatch.setattr(byte_files, "RUN_BYTES", 10_000)
+    monkeypatch.setattr(byte_files, "_CHUNK", 3000)
+    content = random.Random(3).randbytes(50_000)
+    for hosts in (False, True):
+        cuts = [0, 1, 4095, 4096, 4097, 12_288, 12_300, 30_000, 50_000]
+        writers = [RangeWriter(tmp_path, several_hosts=hosts, ahead=hosts) for _ in range(3)]
+        for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+            writers[number % 3].put("file", low, content[low:high])
+        for writer in writers:
+            writer.finish()
+        assert (tmp_path / "file").read_bytes() == content
+        runs = [run for writer in writers for run in writer.runs["file"]]
+        entry = combined("file", 50_000, runs)
+        assert max(length for length, _ in entry.checksums) == 10_000
+        shares = [byte_files.damage_of(tmp_path / "file", asdict(entry), slice(rank, None, 2)) for rank in range(2)]
+        assert shares == ["", ""]
+        moved = [(runs[0][0] + 1, *runs[0][1:]), *runs[1:]]  # as many bytes
+        for wrong in (runs[1:], runs[:-1], [*runs, runs[0]], moved):
+            with pytest.raises(CheckpointError, match=r"leaves a gap, or overlaps|ends at byte"):
+                combined("file", 50_000, wrong)
+        (tmp_path / "file").unlink()
 
 
-def test_a_folder_of_another_kernel_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "linked").symlink_to(tmp_path)
-    assert store.folder_id(tmp_path) == store.folder_id(tmp_path / "linked") != store.folder_id(tmp_path.parent)
-    monkeypatch.setattr(store, "_BOOT", tmp_path / "no kernel tells its name")
-    assert store.folder_id(tmp_path) != store.folder_id(tmp_path)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_a_write_that_fails_names_the_file(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(descriptor: int, content: Any, begin: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(OSError, match="file") as caught:
+        RangeWriter(tmp_path).put("file", 0, b"abc")
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / "file"))
+
+
+def test_a_short_write_is_continued_and_none_at_all_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, content, begin: pwrite(descriptor, content[:3], begin))
+    write(tmp_path / "file", b"abcdefgh")
+    assert (tmp_path / "file").read_bytes() == b"abcdefgh"
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="no byte could be written"):
+        write(tmp_path / "file", b"abcdefgh")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dsframe
-from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.config import load
 from dsframe.data import Loader, TensorSource
 from dsframe.errors import CheckpointError, ConfigError

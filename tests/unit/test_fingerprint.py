@@ -20,7 +20,7 @@ from dsframe.data.fingerprint import assert_same_samples, digest
 from dsframe.errors import DataError
 from tests import portability
 from tests.processes import run_ranks, warm
-from tests.unit.test_checkpoint_portable import Room
+from tests.unit.test_checkpoint_files import Room
 
 
 def loader(data: Any, **options: Any) -> Loader:

@@ -63,7 +63,7 @@ def stop() -> None:
 
 
 def weights(folder: Path) -> Any:
-    return {name: entry for name, entry in read_manifest(folder)["files"].items() if name.startswith("part")}
+    return {name: entry for name, entry in read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the process would end

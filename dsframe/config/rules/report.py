@@ -55,10 +55,8 @@ def check(context: RuleContext) -> None:
 def _checkpoints(context: RuleContext) -> None:
     """Report keys that keep no checkpoint: else the user would find out only after the run."""
     settings, checkpoints = context.settings, context.settings.checkpoints
-    sharded = context.stage or context.file.pipeline.stages > 1 or not context.by_deepspeed
-    if checkpoints.form == "sharded" and not ("zero3" in context.entry.supports and sharded):
-        message = "has no effect: every rank holds all parameters, so each is written whole, by one rank"
-        context.no_effect(f"{_CHECKPOINTS}.form", message)
+    if checkpoints.form is not None:
+        context.no_effect(f"{_CHECKPOINTS}.form", "has no effect: checkpoints have one form")
     _metric(context, f"{_CHECKPOINTS}.keep_best", checkpoints.keep_best)
     _metric(context, "dsframe.stop.metric", settings.stop.metric if settings.stop else None)
     saved, evaluated = checkpoints.every_steps, settings.eval_every_steps

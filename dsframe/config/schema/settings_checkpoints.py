@@ -21,10 +21,8 @@ class Checkpoints(Section):
     """Copy the state, then write it to disk while training continues. Each
     rank holds its share of the state once more in host memory, from the first step to the end of the run: with Adam 12 bytes
     times parameters divided by ranks."""
-    form: Literal["portable", "sharded"] = "portable"
-    """portable: each parameter whole, in one file that other programs read too. sharded: where ranks hold ranges of parameters
-    (ZeRO 1 to 3, FSDP), each writes its own as they lie, and nothing is sent: for states of terabytes. From both, any engine and
-    number of ranks goes on, and ``dsframe export`` reads both."""
+    form: Literal["portable", "sharded"] | None = None
+    """Has no effect: there is one form, which all ranks write together. Read for one release, for files of before."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[str, Field(pattern=METRIC)] | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dsframe import tasks
-from dsframe.checkpoint import export, generators, portable, store
-from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint import export, generators, layout, store
+from dsframe.checkpoint import writer as writer_module
+from dsframe.checkpoint.byte_files import FileEntry
+from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.resume import refuse
+from dsframe.checkpoint.saver import write_small
+from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
-from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures
+from dsframe.checkpoint.writer import Writer, shards_of, write_tensors
+from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures
 from dsframe.config import load
 from dsframe.config.rules import report
 from dsframe.data import Loader
@@ -31,11 +36,16 @@ from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError, WorldError
 from dsframe.model.state import (
+    WEIGHT,
     EngineState,
     LossScaleState,
+    ParameterShard,
     ParameterState,
+    ShardedParameters,
+    TensorShard,
     aliases,
     compare,
+    full_precision,
     narrowed,
     persistent_buffers,
     split,
@@ -59,33 +69,62 @@ def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
 SIZES = {"a.weight": (40, 30), "a.bias": (40,), "scalar": (), "b.weight": (3, 5, 7), "c": (1000,), "empty": (0,)}
 
 
-def write(folder: Path, ranks: int, part_bytes: int) -> Path:
-    """A checkpoint of SIZES by ``ranks`` writers, one after another."""
-    whole, parts = Store(folder), {}
+def shard(parameter: ParameterState, rank: int, ranks: int) -> ParameterShard:
+    """A rank's range of a parameter, as ZeRO-3 cuts."""
+    count = parameter.weight.numel()
+    each = -(-count // ranks)
+    first, last = min(rank * each, count), min((rank + 1) * each, count)
+    tensors = {WEIGHT: parameter.weight, **parameter.moments}
+    ranges = {key: range_of(t.shape, first, t.flatten()[first:last]) for key, t in tensors.items()}
+    return ParameterShard(parameter.name, ranges, parameter.scalars)
+
+
+def range_of(shape: Sequence[int], first: int, flat: Tensor) -> TensorShard:
+    return TensorShard(tuple(shape), full_precision(flat.dtype), first, flat.numel(), lambda: flat)
+
+
+BUFFERS = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
+
+
+def state_of(rank: int, ranks: int, holds: str = "ranges") -> EngineState:
+    """SIZES on one rank, which ``holds`` ranges, everything, or gets each from an iterator."""
+    parameters: Any = iter(states(SIZES))
+    if holds == "ranges":
+        parameters = ShardedParameters([shard(each, rank, ranks) for each in parameters], [])
+    elif holds == "everything":
+        parameters = ShardedParameters([shard(each, 0, 1) for each in parameters], [])
+    return EngineState(40, LossScaleState(512.0, 2, 42, 3), BUFFERS, {"tied": "a.weight"}, parameters)
+
+
+def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ranges", staged: bool = False) -> Path:
+    """A checkpoint of SIZES by ``ranks`` writers."""
+    whole = Store(folder)
     partial = whole.begin(42)
-    writers = []
-    for rank in range(ranks):
-        buffers = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
-        state = EngineState(40, LossScaleState(512.0, 2, 42, 3), buffers, {"tied": "a.weight"}, states(SIZES))
-        writer, failure = portable.write_state(
-            state, partial, rank, ranks, None if rank else portable.BUFFERS, part_bytes
-        )
-        assert failure == ""
-        parts |= writer.files
-        writers.append(writer)
-    assert all(writer.parameters == writers[0].parameters for writer in writers)
-    files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in parts.items()}
-    manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "parameters": writers[0].parameters}
-    manifest["aliases"] = {"tied": "a.weight"}
-    return whole.commit(
-        42, {**manifest, "loss_scale": {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}}
-    )
+
+    def run(room: Any) -> Writer:
+        rank = room.plan.world.rank
+        staging = Staging() if staged else None
+        writer = Writer(room, state_of(rank, ranks, holds), partial, staging=staging, file_bytes=file_bytes)
+        assert writer.take(state_of(rank, ranks, holds), lambda: None) == ""
+        writer.flush(lambda: None)
+        return writer
+
+    writers = Room(ranks).run(run)
+    assert all(writer.manifest == writers[0].manifest for writer in writers)
+    words = [{"runs": writer.runs, "random": {}} for writer in writers]
+    files = write_small(partial, writers[0], words, {})
+    manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "aliases": {"tied": "a.weight"}}
+    scale = {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}
+    return whole.commit(42, {**manifest, **writers[0].manifest, "loss_scale": scale})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("part_bytes", [1, 5000, 1 << 30])
-def test_what_is_written_is_read(tmp_path: Path, ranks: int, part_bytes: int) -> None:
-    path = write(tmp_path, ranks, part_bytes)
+@pytest.mark.parametrize("holds", ["ranges", "everything", "iterator"])
+@pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 1 << 30), (2, 5000), (3, 1), (7, 1 << 30)])
+def test_what_is_written_is_read(
+    tmp_path: Path, ranks: int, file_bytes: int, holds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", 1000)  # what all hold several write
+    path = write(tmp_path, ranks, file_bytes, holds, staged=ranks > 2)
     assert store.verify(path) == []
     checkpoint = Checkpoint(path)
     assert (checkpoint.step, checkpoint.updates) == (42, 40)
@@ -97,28 +136,110 @@ def test_what_is_written_is_read(tmp_path: Path, ranks: int, part_bytes: int) ->
         assert found.moments.keys() == expected.moments.keys()
         assert all(torch.equal(found.moments[key], expected.moments[key]) for key in expected.moments)
         assert found.scalars == {"step": 42.0}
-    assert torch.equal(checkpoint.buffers()["running"], torch.arange(3))
-    assert checkpoint.buffers()["mean"].dtype == torch.bfloat16
+        for first in range(0, expected.weight.numel(), 97):
+            size = min(150, expected.weight.numel() - first)
+            part = checkpoint.part(expected.name, first, size)
+            assert torch.equal(part.weight, expected.weight.flatten()[first : first + size])
+            assert torch.equal(part.moments["exp_avg"], expected.moments["exp_avg"].flatten()[first : first + size])
+    assert {name: buffer.tolist() for name, buffer in checkpoint.buffers().items()} == {
+        name: buffer.tolist() for name, buffer in BUFFERS.items()
+    }
     assert [name for name, _ in checkpoint.weights()] == [*sorted(SIZES), "mean", "running"]
     checkpoint.close()
 
 
-def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
-    path = write(tmp_path, 2, 5000)
-    sizes = {file.name: sum(t.nbytes for t in load_file(file).values()) for file in path.glob("part-*.safetensors")}
-    one = max(state.bytes for state in states(SIZES))
-    assert max(sizes.values()) <= max(5000, one)
-    by_rank = [sum(size for name, size in sizes.items() if name.startswith(f"part-0000{rank}")) for rank in (0, 1)]
-    assert abs(by_rank[0] - by_rank[1]) <= one
+def test_the_files_are_the_same_whoever_wrote_them_and_others_read_them(tmp_path: Path) -> None:
+    written = [
+        write(tmp_path / f"{ranks}{holds}", ranks, 5000, holds) for ranks, holds in ((1, "iterator"), (3, "ranges"))
+    ]
+    files = [{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in written]
+    assert files[0] == files[1]
+    assert len(files[0]) > 4
+    index = json.loads((written[0] / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == SIZES.keys() | BUFFERS.keys()
+    every = {name: file.name for file in written[1].glob("model-*") for name in load_file(file)}
+    assert every == index
+    moments = {name: t for file in written[1].glob("optimizer-*") for name, t in load_file(file).items()}
+    for each in states(SIZES):
+        assert torch.equal(moments[f"exp_avg/{each.name}"], each.moments["exp_avg"])
+
+
+def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", 1000)
+
+    def run(room: Any) -> int:
+        entries, _ = layout.agree_on_parameters(room, shards_of(state_of(0, 1, "everything")))
+        dealt = layout.plan(entries, room.plan.world.rank, 3)
+        return sum(piece.bytes for own in dealt.pieces.values() for piece in own)
+
+    of_ranks = Room(3).run(run)
+    assert sum(of_ranks) == sum(each.bytes for each in states(SIZES))
+    assert max(of_ranks) - min(of_ranks) <= 2000
+
+
+@pytest.mark.parametrize("ranges", [[(0, 3), (4, 2)], [(0, 4), (3, 3)], [(0, 3), (3, 2)], [(0, 0), (0, 0)]])
+def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, int]]) -> None:
+    def run(room: Any) -> str:
+        first, size = ranges[room.plan.world.rank]
+        own = [ParameterShard("w", {WEIGHT: range_of([2, 3], first, torch.zeros(size))}, {})]
+        with pytest.raises(CheckpointError, match=r"do not make weight/w of shape \[2, 3\]") as raised:
+            layout.agree_on_parameters(room, own)
+        return str(raised.value)
+
+    assert len(set(Room(2).run(run))) == 1
+
+
+def test_ranks_may_list_other_parameters() -> None:
+    """Stages of a pipeline come one after another."""
+    first, second, both = (ParameterState(name, torch.zeros(8), {}, {}) for name in "abc")
+
+    def run(room: Any) -> Any:
+        rank = room.plan.world.rank
+        entries, _ = layout.agree_on_parameters(room, [shard((first, second)[rank], 0, 1), shard(both, 0, 1)])
+        return entries, {place for place, own in layout.plan(entries, rank, 2).pieces.items() if own}
+
+    (entries, of_first), (_, of_second) = Room(2).run(run)
+    assert {name: list(entry.holders.values()) for (name, _), entry in entries.items()} == {
+        "a": [[0]],
+        "c": [[0, 1]],
+        "b": [[1]],
+    }
+    assert [name for name, _ in entries] == ["a", "c", "b"]
+    assert (of_first, of_second) == ({("a", WEIGHT), ("c", WEIGHT)}, {("b", WEIGHT)})
+
+
+def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 bits on a rank, fp32 in the file; each rank reads every one, in order, whether it writes it or not."""
+    monkeypatch.setattr(writer_module, "WINDOW_BYTES", 64)
+    wholes = {f"p{number}": torch.randn(100).bfloat16() for number in range(4)}
+
+    def run(room: Any) -> list[str]:
+        read: list[str] = []
+
+        def of(name: str) -> ParameterShard:
+            gather = lambda: read.append(name) or wholes[name]  # type: ignore[func-returns-value]  # noqa: E731
+            return ParameterShard(name, {WEIGHT: TensorShard((100,), torch.float32, 0, 100, gather, in_order=True)}, {})
+
+        state = EngineState(1, None, {}, {}, ShardedParameters([of(name) for name in wholes], []))
+        writer = Writer(room, state, tmp_path)
+        assert writer.take(state, lambda: None) == ""
+        writer.flush(lambda: None)
+        return read
+
+    assert Room(3).run(run) == [list(wholes)] * 3
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], whole.float()) for name, whole in wholes.items())
 
 
 def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     numbers = torch.arange(24)
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}
     tensors |= {f"{kind} as it is": torch.ones(5, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)}
-    tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable.DTYPES}
+    tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in layout.DTYPES}
     tensors |= {"view": numbers.reshape(4, 6)[1:].t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
-    entry = portable.write_tensors(tmp_path / "all", tensors)
+    entry = write_tensors(tmp_path / "all", tensors)
     found = load_file(tmp_path / "all")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -128,47 +249,48 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     length = int.from_bytes(content[:8], "little")
     for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file
         assert (8 + length + place["data_offsets"][0]) % tensors[name].element_size() == 0, name
-    assert (entry.bytes, entry.xxh3_128) == (len(content), xxhash.xxh3_128_hexdigest(content))
+    assert entry == FileEntry(len(content), [[len(content), xxhash.xxh3_128_hexdigest(content)]])
     with pytest.raises(CheckpointError, match=r"z: checkpoints do not support torch\.complex128"):
-        portable.write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
+        write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
+    assert {kind: layout.DTYPES[kind] for kind in layout.DTYPES} == {
+        kind: name for kind, name in layout.DTYPES.items() if store.WIDTHS[name] == kind.itemsize
+    }
 
 
 def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
     seen = []
 
     def stream() -> Any:
-        for one in states(SIZES):
-            seen.append(one.name)
-            yield one
+        for each in states(SIZES):
+            seen.append(each.name)
+            yield each
 
-    gone = tmp_path / "gone"
-    _, failure = portable.write_state(EngineState(1, None, {}, {}, stream()), gone, 0, 1, None, part_bytes=1)
-    assert "gone" in failure or "No such file" in failure
+    state = EngineState(1, None, {}, {}, states(SIZES))
+    writer = Writer(Alone(), state, tmp_path / "gone")
+    failure = writer.take(replace(state, parameters=stream()), lambda: None)
+    assert "gone" in failure
+    assert "No such file" in failure
     assert seen == list(SIZES)
 
 
 def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
-    mine = [{"mean": torch.tensor(float(rank)), "count": torch.tensor([7])} for rank in range(2)]
-    assert portable.digest_of(mine[0]) != portable.digest_of(mine[1])
-    whole, files = Store(tmp_path), {}
-    partial = whole.begin(1)
-    for rank, name in ((0, portable.BUFFERS), (1, portable.buffers_name(1))):
-        writer, _ = portable.write_state(EngineState(1, None, mine[rank], {}, []), partial, rank, 2, name)
-        files |= {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in writer.files.items()}
-    path = whole.commit(1, {"format": store.FORMAT, "step": 1, "files": files, "parameters": {}})
+    mine = [{"mean": torch.tensor(float(rank % 2)), "count": torch.tensor([7])} for rank in range(3)]
+    folder = Store(tmp_path)
+    partial = folder.begin(1)
+
+    def run(room: Any) -> Writer:
+        state = EngineState(1, None, mine[room.plan.world.rank], {}, [])
+        writer = Writer(room, state, partial)
+        assert writer.take(state, lambda: None) == ""
+        writer.flush(lambda: None)
+        return writer
+
+    writers = Room(3).run(run)
+    files = write_small(partial, writers[0], [{"runs": writer.runs} for writer in writers], {})
+    path = folder.commit(1, {"format": store.FORMAT, "step": 1, "files": files, **writers[0].manifest})
+    assert store.verify(path) == []
+    assert load_file(path / "buffers.safetensors").keys() == {"rank-00001/mean", "rank-00001/count"}
     assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
-
-
-def test_a_file_without_the_tensor_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, 1 << 30)
-    checkpoint = Checkpoint(path)
-    checkpoint.manifest["parameters"]["c"]["moments"] = ["momentum_buffer"]
-    with pytest.raises(CheckpointError, match="c: "):
-        checkpoint.parameter("c")
-    checkpoint.manifest["parameters"]["c"]["file"] = "../other.safetensors"
-    with pytest.raises(CheckpointError, match="is not one of its files"):
-        checkpoint.parameter("c")
-    checkpoint.close()
 
 
 def test_every_random_generator_goes_on_where_it_was() -> None:
@@ -213,7 +335,8 @@ class Room:
                 self.barrier.wait(10)
                 return total
 
-            plan = SimpleNamespace(world=SimpleNamespace(rank=rank, size=self.size), device=torch.device("cpu"))
+            world = SimpleNamespace(rank=rank, size=self.size, local_size=self.size)
+            plan = SimpleNamespace(world=world, device=torch.device("cpu"))
             results[rank] = action(SimpleNamespace(plan=plan, sum_over_ranks=sum_over_ranks))
 
         threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -269,7 +392,7 @@ def test_optimizer_entries_are_tensors_and_numbers() -> None:
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
-    write(tmp_path, 2, 5000)
+    write(tmp_path, 2)
     out = tmp_path / "out.bin"
     assert export_command.main([str(tmp_path), "--to", to, "--dtype", dtype, "--out", str(out)]) == 0
     found = load_file(out) if to == "safetensors" else torch.load(out, weights_only=True)
@@ -283,9 +406,8 @@ def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, 5000)
-    (path / "part-00000-000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"damaged: part-00000-000\.safetensors: No such file"):
+    (write(tmp_path, 1) / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged: optimizer\.safetensors: No such file"):
         export.export(tmp_path)
 
 
@@ -337,11 +459,11 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
         refuse(config, "auto", evaluates=False)
     with pytest.raises(CheckpointError, match=r"--resume must be .*: atuo does not exist"):
         refuse(config, "atuo", evaluates=True)
-    write(tmp_path, 1, 5000)
+    write(tmp_path, 1)
     refuse(config, str(tmp_path), evaluates=True)
 
 
-def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine(tmp_path: Path) -> None:
+def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine() -> None:
     """CLIP's logit_scale: Adam's moments of it are 0-d as its step is, and ZeRO keeps all of them in flat tensors."""
     own, flat = nn.ParameterDict({"scale": torch.tensor(2.65), "w": torch.ones(3)}), nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.Adam(own.values(), lr=0.1)
@@ -363,17 +485,6 @@ def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine(tmp_
             assert sharing.state[flat][key].tolist() == pytest.approx([float(saved["scale"].moments[key])] * 4)
 
     fill(SimpleNamespace(part=lambda name, *span: narrowed(saved[name], *span)))
-    folder = Store(tmp_path)
-    writer, _ = portable.write_state(EngineState(2, None, {}, {}, saved.values()), folder.begin(2), 0, 1, None)
-    entry = writer.parameters["scale"]
-    entry["scalars"] |= {key: float(saved["scale"].moments[key]) for key in entry["moments"]}
-    entry["moments"] = []  # as written before this was so
-    files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in writer.files.items()}
-    manifest = {"format": store.FORMAT, "step": 2, "files": files, "parameters": writer.parameters}
-    checkpoint = Checkpoint(folder.commit(2, manifest))
-    assert checkpoint.parameter("scale").scalars == {"step": 2.0}
-    fill(checkpoint)
-    checkpoint.close()
 
 
 def test_numbers_of_torchs_optimizers_stay_numbers() -> None:

@@ -1,0 +1,215 @@
+"""Files written by byte ranges, each by the process that holds its bytes, with a checksum of every run of them.
+
+Nobody reads a byte again to know the checksum of a file: that of each run is made while it is written, and a file is
+whole where the runs of all processes follow one another from its first byte to its last. Nothing here is collective,
+and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dsframe.errors import CheckpointError
+
+RUN_BYTES = 64 << 20
+"""Longest run with one checksum: several processes verify a large file together."""
+_CHUNK = 8 << 20
+"""Bytes that are hashed and written at once, while a processor's cache has them."""
+_READ = 1 << 20
+
+Run = tuple[int, int, str]
+"""First byte, number of bytes, and XXH3-128 in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it
+is no signature."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file as the manifest has it."""
+
+    bytes: int
+    checksums: Sequence[Sequence[Any]]
+    """``[number of bytes, XXH3-128]`` of each run, in order; together they are the file."""
+
+
+def write_at(descriptor: int, content: memoryview, begin: int) -> None:
+    """Writes all of ``content`` from byte ``begin`` on. Raises OSError. Every byte of a checkpoint's tensors passes here."""
+    while content:
+        written = os.pwrite(descriptor, content, begin)
+        if not written:
+            raise OSError(errno.EIO, "no byte could be written")
+        content, begin = content[written:], begin + written
+
+
+@dataclass
+class _OpenRun:
+    begin: int
+    size: int = 0
+    checksum: Any = field(default_factory=xxhash.xxh3_128)
+
+
+class RangeWriter:
+    """One process's part of files that several write. Every method raises OSError."""
+
+    def __init__(self, folder: Path, *, several_hosts: bool = False, ahead: bool = False) -> None:
+        """``several_hosts``: others may write other bytes of the same page over a network. ``ahead``: the system begins at
+        once to bring what is written to the disk, else :meth:`finish` waits for all of it."""
+        self.runs: dict[str, list[Run]] = {}
+        """File -> what this process has written of it; complete after :meth:`finish`."""
+        self._folder, self._several_hosts, self._ahead = folder, several_hosts, ahead
+        self._open: dict[tuple[str, int], _OpenRun] = {}
+        self._descriptors: dict[tuple[str, int], int] = {}
+
+    def put(self, name: str, begin: int, content: bytes | memoryview) -> None:
+        """Writes ``content`` from byte ``begin`` of a file on, which is made where it is not there."""
+        rest = memoryview(content).cast("B")
+        while rest:
+            run = self._open.pop((name, begin), None) or _OpenRun(begin)
+            piece = rest[: min(_CHUNK, RUN_BYTES - run.size)]
+            run.checksum.update(piece)
+            with naming(self._folder / name):
+                self._write(name, begin, piece)
+            run.size += len(piece)
+            begin, rest = begin + len(piece), rest[len(piece) :]
+            if run.size < RUN_BYTES:
+                self._open[name, begin] = run
+            else:
+                self._close(name, run)
+
+    def finish(self, sign_of_life: Callable[[], None] = lambda: None) -> None:
+        """All that was put is on the disk when this returns. ``sign_of_life`` is called after each file."""
+        for (name, _), run in self._open.items():
+            self._close(name, run)
+        self._open = {}
+        for (name, _), descriptor in self._descriptors.items():
+            with naming(self._folder / name):
+                os.fsync(descriptor)
+            sign_of_life()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._descriptors:
+            with contextlib.suppress(OSError):  # what did not come to finish() is no file
+                os.close(self._descriptors.popitem()[1])
+
+    def _close(self, name: str, run: _OpenRun) -> None:
+        self.runs.setdefault(name, []).append((run.begin, run.size, run.checksum.hexdigest()))
+
+    def _write(self, name: str, begin: int, piece: memoryview) -> None:
+        if not self._several_hosts:
+            write_at(self._descriptor(name), piece, begin)
+        else:
+            # A host that writes less than a page over NFS sends the whole page, with zeros for what it does not know of it;
+            # not where it writes at once (Linux, fs/nfs/write.c, nfs_can_extend_write). Whole pages are nobody else's.
+            end, page = begin + len(piece), mmap.PAGESIZE
+            first, last = min(-(-begin // page) * page, end), max(end // page * page, begin)
+            cuts = [begin, first, last, end] if first <= last else [begin, end]
+            for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+                edge = 0 if number == 1 else os.O_DSYNC
+                if low < high:
+                    write_at(self._descriptor(name, edge), piece[low - begin : high - begin], low)
+        if self._ahead:
+            # Linux begins to write these pages to the disk now, and drops none before: fsync finds little left to do.
+            os.posix_fadvise(self._descriptor(name), begin, len(piece), os.POSIX_FADV_DONTNEED)
+
+    def _descriptor(self, name: str, flags: int = 0) -> int:
+        if (name, flags) not in self._descriptors:
+            opened = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+            self._descriptors[name, flags] = opened
+        return self._descriptors[name, flags]
+
+
+def combined(name: str, size: int, runs: Iterable[Sequence[Any]]) -> FileEntry:
+    """The entry of a file of ``size`` bytes from the runs of all processes. Raises CheckpointError where they leave a gap or
+    overlap: a fault of the program."""
+    end, ordered = 0, sorted((begin, length, checksum) for begin, length, checksum in runs)
+    for begin, length, _ in ordered:
+        if begin != end:
+            raise CheckpointError(f"{name}: what the ranks have written leaves a gap, or overlaps, at byte {end:,}")
+        end += length
+    if end != size:
+        raise CheckpointError(f"{name}: what the ranks have written ends at byte {end:,} of {size:,}")
+    return FileEntry(size, [[length, checksum] for _, length, checksum in ordered])
+
+
+def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
+    """A new file of these ``pieces``, some bytes at least, on the disk when this returns. Raises OSError."""
+    path.unlink(missing_ok=True)  # cut off earlier
+    writer, end = RangeWriter(path.parent, ahead=True), 0
+    try:
+        for piece in pieces:
+            writer.put(path.name, end, piece)
+            end += memoryview(piece).nbytes
+        writer.finish()
+    finally:
+        writer.close()
+    return combined(path.name, end, writer.runs[path.name])
+
+
+def damage_of(path: Path, entry: Mapping[str, Any], share: slice) -> str:
+    """What is wrong with a file, "" where nothing is; reads this ``share`` of its runs. Raises OSError."""
+    if path.is_symlink():  # it may lead anywhere
+        return f"{path.name} is a symbolic link, not a file"
+    if (size := path.stat().st_size) != entry["bytes"]:  # before it is opened: a pipe would wait
+        return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
+    ends = itertools.accumulate(length for length, _ in entry["checksums"])
+    runs = [(end - length, length, wanted) for end, (length, wanted) in zip(ends, entry["checksums"], strict=True)]
+    if not runs[share]:
+        return ""
+    with path.open("rb", buffering=0) as file:
+        whole = all(checksum_of(file.fileno(), begin, length) == wanted for begin, length, wanted in runs[share])
+    return "" if whole else f"{path.name} was altered: its checksum differs"
+
+
+def checksum_of(descriptor: int, begin: int, length: int) -> str:
+    """XXH3-128 of a range of bytes; of what there is, where the file ends before. Raises OSError."""
+    hasher, end = xxhash.xxh3_128(), begin + length
+    while chunk := os.pread(descriptor, min(_READ, end - begin), begin):
+        hasher.update(chunk)
+        begin += len(chunk)
+    return hasher.hexdigest()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the file in an OSError inside: those of writing do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def catch_io_error(action: Callable[[], Any]) -> str:
+    """Calls ``action`` and returns the disk's error, "" if there is none."""
+    try:
+        action()
+    except OSError as error:
+        return f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link and not what it leads to; nothing where there is none. Raises OSError."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes new and renamed names in ``path`` last: they are the folder's content, not the file's. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""The two forms of earlier dsframes (formats 2 and 3), as today's manifest describes them: to be read, for one release.
+
+Each parameter lay whole, with its moments, in ``part-RANK-NUMBER.safetensors``; or in pieces, each a tensor of one dimension
+in ``shard-RANK-NUMBER.safetensors``, of which the manifest has file, first element and number of elements. Tensors were
+``KEY/NAME``, and only the header of a file says where in it they are. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsframe.errors import CheckpointError
+
+FORMATS = (2, 3)
+_BUFFERS = re.compile(r"buffers(?:-(\d+))?\.safetensors")
+_MOST_BYTES = 100_000_000
+"""Longest header: safetensors' own limit."""
+
+
+def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint, as today's dsframe would have written it for the same files. Raises CheckpointError where they
+    are not what it says."""
+    headers: dict[str, dict[str, Any]] = {}
+
+    def header(file: str) -> dict[str, Any]:
+        if file not in manifest["files"] or Path(file).name != file:
+            raise CheckpointError(f"{path}: {file!r} is no file of it")
+        if file not in headers:
+            headers[file] = _header(path / file)
+        return headers[file]
+
+    try:
+        parameters = {name: _parameter(name, entry, header) for name, entry in manifest["parameters"].items()}
+        buffers: dict[str, dict[str, Any]] = {}
+        for file in manifest["files"]:
+            if match := _BUFFERS.fullmatch(file):
+                buffers[f"rank-{int(match[1] or 0):05}"] = {
+                    name: _tensor(file, entry) for name, entry in header(file).items()
+                }
+        files = {
+            name: {
+                "bytes": entry["bytes"],
+                "checksums": [[entry["bytes"], entry["xxh3_128"]]] if entry["bytes"] else [],
+            }
+            for name, entry in manifest["files"].items()
+        }
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its manifest does not fit its files: {error!r}") from None
+    return {**manifest, "files": files, "parameters": parameters, "buffers": buffers}
+
+
+def _parameter(name: str, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    tensors = {}
+    for key in ("weight", *entry["moments"]):
+        full = f"{key}/{name}"
+        if not entry.get("pieces"):
+            tensors[key] = _tensor(entry["file"], header(entry["file"])[full])
+            continue
+        each: list[list[Any]] = []
+        end = 0
+        for file, first, count in sorted(entry["pieces"], key=lambda piece: int(piece[1])):
+            tensor = _tensor(file, header(file)[full])
+            if first != end or tensor["shape"] != [count]:
+                raise ValueError(f"{full}: its pieces do not follow one another at element {min(first, end)}")
+            each, end = each + tensor["pieces"], end + count
+        tensors[key] = {"dtype": tensor["dtype"], "shape": entry["shape"], "pieces": each}
+    if tensors["weight"]["shape"] != entry["shape"]:
+        raise ValueError(f"weight/{name} has shape {tensors['weight']['shape']} instead of {entry['shape']}")
+    return {"tensors": tensors, "scalars": entry["scalars"]}
+
+
+def _tensor(file: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    count = 1
+    for extent in entry["shape"]:
+        count *= extent
+    return {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": [[file, entry["begin"], count]]}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file, with the first byte of each tensor in the file. Raises CheckpointError."""
+    try:
+        if path.is_symlink() or not path.is_file():  # a pipe would wait
+            raise CheckpointError(f"{path} is not there, or no file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(min(length, _MOST_BYTES))
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        return {
+            name: {"dtype": entry["dtype"], "shape": entry["shape"], "begin": 8 + length + entry["data_offsets"][0]}
+            for name, entry in entries.items()
+        }
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} has no header of safetensors") from None

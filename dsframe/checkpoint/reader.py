@@ -1,0 +1,141 @@
+"""Reading a checkpoint: each tensor, or a range of it, from where the manifest says that its bytes are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.layout import DTYPES, buffers_of
+from dsframe.errors import CheckpointError
+from dsframe.model.state import WEIGHT, LossScaleState, ParameterState
+
+RNG = "rng.json"
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Checkpoint:
+    """A checkpoint on disk, read as :class:`dsframe.model.state.SavedState`. Files are mapped: what is not used is not read."""
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        """Reads only the manifest. ``rank``: whose buffers are wanted, where ranks had different ones.
+
+        Raises CheckpointError where the manifest is missing or damaged; ``store.verify`` reads the rest.
+        """
+        self.path, self.rank = path, rank
+        self.manifest = store.read_manifest(path)
+        self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
+        self._mapped: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """Global batches trained on."""
+        return int(self.manifest["step"])
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates applied: fewer than steps where fp16 gradients overflowed."""
+        return int(self.manifest["updates"])
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        """The state of dynamic loss scaling."""
+        kept = self.manifest["loss_scale"]
+        return None if kept is None else LossScaleState(**kept)
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Every parameter's full shape."""
+        return {name: tuple(entry["tensors"][WEIGHT]["shape"]) for name, entry in self._parameters.items()}
+
+    def moments(self, name: str) -> list[str]:
+        """The keys of what the optimizer keeps about a parameter, sorted."""
+        return sorted(self._parameters[name]["tensors"].keys() - {WEIGHT})
+
+    def keeps(self, key: str) -> bool:
+        """Returns whether the optimizer's state has tensors of this name."""
+        return any(key in entry["tensors"] for entry in self._parameters.values())
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The model's buffers: this rank's own where it had others, else rank 0's."""
+        of_ranks = self.manifest["buffers"]
+        kept = of_ranks.get(buffers_of(self.rank)) or of_ranks.get(buffers_of(0), {})
+        return {name: self._tensor(entry) for name, entry in kept.items()}
+
+    def parameter(self, name: str) -> ParameterState:
+        """One parameter, in fp32, on the CPU. Raises CheckpointError where a file is not as the manifest says."""
+        entry = self._parameters[name]
+        moments = {key: self._tensor(entry["tensors"][key]) for key in self.moments(name)}
+        return ParameterState(name, self._tensor(entry["tensors"][WEIGHT]), moments, dict(entry["scalars"]))
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one flattened parameter; nothing else is read.
+
+        Raises CheckpointError as :meth:`parameter`, and where a moment has another shape than the weight.
+        """
+        entry = self._parameters[name]
+        shape = entry["tensors"][WEIGHT]["shape"]
+        for key in self.moments(name):
+            if entry["tensors"][key]["shape"] != shape:
+                raise CheckpointError(
+                    f"{name}: the optimizer's {key} has shape {entry['tensors'][key]['shape']}, the weight {shape}: such "
+                    "state cannot be sharded; resume where each rank holds the whole model, such as in one process"
+                )
+        parts = {key: self._range(tensor, first, size) for key, tensor in entry["tensors"].items()}
+        weight = parts.pop(WEIGHT)
+        return ParameterState(name, weight, dict(sorted(parts.items())), dict(entry["scalars"]))
+
+    def weights(self, instead: str = WEIGHT) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and then buffers, one at a time, as in the model's ``state_dict``.
+
+        ``instead``: the optimizer's tensors of this name in the place of the weights, where there are some.
+        """
+        for name, entry in self._parameters.items():
+            yield name, self._tensor(entry["tensors"].get(instead) or entry["tensors"][WEIGHT])
+        yield from self.buffers().items()
+
+    def generators(self) -> list[dict[str, Any]]:
+        """The random generators of every rank that saved. Raises CheckpointError where they cannot be read."""
+        try:
+            kept: list[dict[str, Any]] = json.loads((self.path / RNG).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}/{RNG}: {error}") from None
+        return kept
+
+    def close(self) -> None:
+        """Lets the files go: tensors that were read keep theirs."""
+        self._mapped = {}
+
+    def _tensor(self, entry: Mapping[str, Any]) -> Tensor:
+        return self._range(entry, 0, math.prod(entry["shape"])).view(entry["shape"])
+
+    def _range(self, entry: Mapping[str, Any], first: int, size: int) -> Tensor:
+        """Elements of one tensor; a view of the mapped file where they lie in one piece."""
+        dtype, found, start = _DTYPES[entry["dtype"]], [], 0
+        for file, begin, count in entry["pieces"]:
+            low, high = max(first, start) - start, min(first + size, start + count) - start
+            if low < high:
+                width = dtype.itemsize
+                bytes_of = self._file(file)[begin + low * width : begin + high * width]
+                found.append(torch.empty(0, dtype=dtype).set_(bytes_of))
+            start += count
+        if not found:
+            return torch.zeros(0, dtype=dtype)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._mapped:
+            path, size = self.path / name, self.manifest["files"][name]["bytes"]
+            try:
+                if (there := path.stat().st_size) != size:  # what is mapped beyond the end would end the process
+                    raise CheckpointError(f"{path} has {there:,} bytes instead of {size:,}")
+                self._mapped[name] = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
+        return self._mapped[name]

@@ -1,0 +1,169 @@
+"""One rank's part in writing a state: the ranges that it holds, each into its place in files that are laid out in advance.
+
+    model.safetensors, or model-00001-of-00003.safetensors, ...     weights and buffers, by the model's own names
+    optimizer.safetensors, or optimizer-00001-of-00006...           what the optimizer keeps: ``KEY/NAME``
+    buffers.safetensors                                             those of ranks with others than rank 0: ``rank-00003/NAME``
+
+A safetensors file says where each tensor's bytes are before any of them is there. What a rank holds of a tensor (all of it,
+rows, a range of ZeRO's flat tensors) is one range of bytes there, so every rank writes its own, nothing is sent, and the
+files are the same whatever engine and number of ranks wrote them. What several ranks hold they write in turns. Where an
+engine has to gather a tensor to know a range of it, as one that is cut by columns, it does so tensor by tensor.
+
+At once, a range is written from where it lies, through a window where it is on a GPU or of another dtype. In the background
+it is copied first, and a thread writes the copy. Whole is what every rank says it has written, range by range, and brought to
+the disk; then come the manifest, one rename, and ``latest`` (``background``, ``store``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsframe.checkpoint import layout
+from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, Run, catch_io_error, write
+from dsframe.checkpoint.layout import Content, header
+from dsframe.checkpoint.staging import Staging
+from dsframe.cluster.exchange import Ranks
+from dsframe.model.state import (
+    WEIGHT,
+    EngineState,
+    ParameterShard,
+    ParameterState,
+    ShardedParameters,
+    TensorShard,
+    full_precision,
+)
+
+WINDOW_BYTES = 32 << 20
+"""What is brought to the host, or to another dtype, at a time: a rank's memory grows by so much in a save at once."""
+
+
+class Writer:
+    """One rank's part of one save."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        state: EngineState,
+        folder: Path,
+        *,
+        staging: Staging | None = None,
+        file_bytes: int = layout.FILE_BYTES,
+    ) -> None:
+        """**Collective.** Lays out the files for ``state``, whose parameters are used up where they are an iterator. ``staging``:
+        :meth:`take` copies there, and :meth:`flush` writes. Raises CheckpointError as ``layout.agree_on_parameters`` does."""
+        world = ranks.plan.world
+        entries, scalars = layout.agree_on_parameters(ranks, shards_of(state))
+        entries |= layout.agree_on_buffers(ranks, state.buffers)
+        self.plan = layout.plan(entries, world.rank, world.size, file_bytes)
+        by_key: dict[str, dict[str, Any]] = {layout.buffers_of(0): {}}
+        parameters: dict[str, dict[str, Any]] = {name: {"tensors": {}, "scalars": of} for name, of in scalars.items()}
+        for (name, key), at in self.plan.tensors.items():
+            if key.startswith("rank-"):
+                by_key.setdefault(key, {})[name] = at
+            else:
+                parameters[name]["tensors"][key] = at
+        self.manifest: dict[str, Any] = {"parameters": parameters, "buffers": by_key}
+        """What the manifest says of the parameters and the buffers; the same on every rank."""
+        self._rank, self._staging = world.rank, staging
+        self._files = RangeWriter(folder, several_hosts=world.local_size < world.size, ahead=staging is not None)
+        self._kept: list[tuple[str, int, Tensor]] = []
+        self._window: Tensor | None = None
+
+    @property
+    def runs(self) -> Mapping[str, list[Run]]:
+        """What this rank has written, when :meth:`flush` has returned."""
+        return self._files.runs
+
+    def take(self, state: EngineState, sign_of_life: Callable[[], None]) -> str:
+        """**Collective** where the engine gathers. Writes this rank's ranges, or copies them; returns the disk's error, or "".
+
+        ``state``: as it was laid out. After a failure it takes part to the end without writing: others wait for it.
+        """
+        failure = ""
+        for name, begin in self.plan.headers.items() if self._rank == 0 else ():
+            failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
+        for name, buffer in state.buffers.items():
+            failure = self._take(name, layout.buffers_of(self._rank), _whole(buffer, buffer.dtype), failure)
+        for shard in shards_of(state):
+            for key, tensor in shard.tensors.items():
+                failure = self._take(shard.name, key, tensor, failure)
+                sign_of_life()
+        return failure
+
+    def _take(self, name: str, key: str, tensor: TensorShard, failure: str) -> str:
+        pieces = self.plan.pieces.get((name, key), ())
+        if pieces or tensor.in_order:
+            flat = tensor.read().detach().reshape(-1)
+            for piece in pieces:
+                content = flat.narrow(0, piece.first - tensor.first, piece.size)
+                failure = failure or catch_io_error(partial(self._put, piece.file, piece.begin, content, tensor.dtype))
+        return failure
+
+    def _put(self, name: str, begin: int, content: Tensor, dtype: torch.dtype) -> None:
+        if self._staging is not None:
+            self._kept.append((name, begin, self._staging.copy(content, dtype)))
+            return
+        direct = content.device.type == "cpu" and content.dtype == dtype and content.is_contiguous()
+        step = content.numel() if direct else WINDOW_BYTES // dtype.itemsize
+        for low in range(0, content.numel(), step or 1):
+            part = content[low : low + step]
+            self._files.put(name, begin + low * dtype.itemsize, _bytes(part if direct else self._on_host(part, dtype)))
+
+    def _on_host(self, content: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._window is None:
+            self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=content.device.type == "cuda")
+        return self._window[: content.numel() * dtype.itemsize].view(dtype).copy_(content)
+
+    def flush(self, sign_of_life: Callable[[], None]) -> None:
+        """Writes what was copied; all that this rank writes is on the disk when it returns. Raises OSError."""
+        self._window = None
+        for name, begin, content in self._kept:
+            self._files.put(name, begin, _bytes(content))
+            sign_of_life()
+        self._kept = []
+        self._files.finish(sign_of_life)
+
+    def close(self) -> None:
+        """Closes the files of a save that has failed."""
+        self._files.close()
+
+
+def shards_of(state: EngineState) -> Iterable[ParameterShard]:
+    """**Collective** to read to its end where the engine gathers: what this rank holds of each parameter."""
+    if isinstance(state.parameters, ShardedParameters):
+        return state.parameters.shards
+    return (whole_shard(parameter) for parameter in state.parameters)
+
+
+def whole_shard(parameter: ParameterState) -> ParameterShard:
+    """A parameter of which this rank holds everything."""
+    tensors = {WEIGHT: parameter.weight, **parameter.moments}
+    shards = {key: _whole(tensor, full_precision(tensor.dtype)) for key, tensor in tensors.items()}
+    return ParameterShard(parameter.name, shards, parameter.scalars)
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> TensorShard:
+    return TensorShard(tuple(tensor.shape), dtype, 0, tensor.numel(), lambda: tensor)
+
+
+def _bytes(content: Tensor) -> memoryview:
+    data: memoryview = content.view(torch.uint8).numpy().data
+    return data
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+    """A safetensors file, written from the tensors' own memory, views among them; it is on the disk when this returns.
+
+    ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype
+    that the format does not have.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    begin, _ = header([Content(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered], metadata)
+    contents = (_bytes(tensor.contiguous().flatten()) for _, tensor in ordered if tensor.numel())
+    return write(path, begin, *contents)

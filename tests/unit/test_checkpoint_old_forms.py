@@ -1,0 +1,139 @@
+"""Checkpoints of earlier dsframes, whole parameters (format 2) and pieces (format 3): read for one release."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsframe.checkpoint import export, store
+from dsframe.checkpoint.reader import Checkpoint
+from dsframe.checkpoint.store import MANIFEST, dump, verify
+from dsframe.errors import CheckpointError
+from tests.unit.test_checkpoint_files import SIZES, states
+
+
+def write_old(folder: Path, pieces: int) -> Path:
+    """SIZES as dsframe wrote it up to commit 231ce77: in ``pieces`` each, or (0) whole, dealt to two ranks."""
+    path = folder / "step-00000042"
+    path.mkdir(parents=True)
+    files: dict[str, dict[str, Tensor]] = {"buffers.safetensors": {"mean": torch.ones(2)}}
+    files["buffers-00001.safetensors"] = {"mean": torch.zeros(2)}
+    parameters: dict[str, Any] = {}
+    for number, state in enumerate(states(SIZES)):
+        tensors = {"weight": state.weight, **state.moments}
+        entry: dict[str, Any] = {"shape": list(state.weight.shape), "moments": sorted(state.moments)}
+        entry["scalars"] = dict(state.scalars)
+        count = state.weight.numel()
+        if pieces and count >= pieces:
+            cuts = [(part, count * part // pieces, count * (part + 1) // pieces) for part in range(pieces)]
+            entry["pieces"] = [[f"shard-{part:05}-000.safetensors", low, high - low] for part, low, high in cuts]
+            for key, tensor in tensors.items():
+                for part, low, high in cuts:
+                    flat = tensor.flatten()[low:high].clone()
+                    files.setdefault(f"shard-{part:05}-000.safetensors", {})[f"{key}/{state.name}"] = flat
+        else:
+            entry["file"] = f"part-{number % 2:05}-000.safetensors"
+            files.setdefault(entry["file"], {}).update({f"{key}/{state.name}": t for key, t in tensors.items()})
+        parameters[state.name] = entry
+    for name, tensors in files.items():
+        save_file(tensors, path / name)
+    (path / "rng.json").write_text("[]")
+    entries = {
+        file.name: {"bytes": file.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes())}
+        for file in path.iterdir()
+    }
+    manifest = {"format": 3 if pieces else 2, "step": 42, "updates": 40, "loss_scale": None, "files": entries}
+    content = dump({**manifest, "parameters": parameters, "aliases": {"tied": "a.weight"}})
+    (path / MANIFEST).write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_what_earlier_dsframes_wrote_is_read(tmp_path: Path, pieces: int) -> None:
+    path = write_old(tmp_path, pieces)
+    assert verify(path) == []
+    checkpoint = Checkpoint(path)
+    assert checkpoint.shapes == SIZES
+    for expected in states(SIZES):
+        found = checkpoint.parameter(expected.name)
+        assert torch.equal(found.weight, expected.weight)
+        assert all(torch.equal(found.moments[key], expected.moments[key]) for key in expected.moments)
+        assert found.scalars == {"step": 42.0}
+        size = expected.weight.numel() // 2
+        part = checkpoint.part(expected.name, size // 3, size).moments["exp_avg"]
+        assert torch.equal(part, expected.moments["exp_avg"].flatten()[size // 3 : size // 3 + size])
+    assert [float(Checkpoint(path, rank).buffers()["mean"][0]) for rank in range(3)] == [1.0, 0.0, 1.0]
+    assert checkpoint.generators() == []
+    out = export.export(path)
+    assert set(export.read(path)) == {*SIZES, "mean", "tied"}
+    assert out.is_file()
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_damage_of_theirs_is_found(tmp_path: Path, pieces: int) -> None:
+    path = write_old(tmp_path, pieces)
+    for file in sorted(path.glob("*.safetensors")):
+        content = file.read_bytes()
+        for wrong in (content[:-1], content[:-1] + bytes([content[-1] ^ 1]), b"", content[1:]):
+            file.write_bytes(wrong)
+            assert verify(path), file.name
+        file.write_bytes(content)
+    (path / "rng.json").unlink()
+    assert verify(path) == ["rng.json: No such file or directory"]
+    for name in ("rng.json", file.name):
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+        assert len(verify(path)) == 1
+
+
+FORGED: dict[str, Any] = {
+    "a gap": {"pieces": [["shard-00000-000.safetensors", 0, 500], ["shard-00001-000.safetensors", 501, 499]]},
+    "another size": {"pieces": [["shard-00000-000.safetensors", 0, 499], ["shard-00001-000.safetensors", 499, 501]]},
+    "no file of it": {"pieces": [["../x", 0, 1000]]},
+    "too few": {"pieces": [["shard-00000-000.safetensors", 0, 500]]},
+    "text": {"pieces": "abc"},
+    "another shape": {"shape": [999]},
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_what_does_not_fit_is_one_line(case: str, tmp_path: Path) -> None:
+    path = write_old(tmp_path, 2)
+    manifest = json.loads((path / MANIFEST).read_bytes())["manifest"]
+    manifest["parameters"]["c"] |= FORGED[case]
+    (path / MANIFEST).write_bytes(dump(manifest))
+    with pytest.raises(CheckpointError) as caught:
+        store.read_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3))
+def test_any_header_is_read_or_refused(edits: list[tuple[int, bytes]], tmp_path: Path) -> None:
+    path = tmp_path / "step-00000042"
+    if not path.exists():
+        write_old(tmp_path, 0)
+    file = path / "part-00000-000.safetensors"
+    whole = file.read_bytes()
+    content = whole
+    for place, piece in edits:
+        content = content[:place] + piece + content[place + len(piece) :]
+    try:
+        file.write_bytes(content[: len(whole)])
+        found = Checkpoint(path)
+        for name, shape in found.shapes.items():
+            assert found.parameter(name).weight.shape == torch.Size(shape)
+    except CheckpointError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    finally:
+        file.write_bytes(whole)
