@@ -88,7 +88,7 @@ def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path: Path) -> None
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="step 3: "):
-        dsframe.fit(Line(4), file(tmp_path, checkpoints={"every_steps": 1, "keep_last": 1}))
+        dsframe.fit(Line(4), file(tmp_path, log_every_steps=100, checkpoints={"every_steps": 1, "keep_last": 1}))
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
 
 
