@@ -127,6 +127,14 @@ def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     assert "rank 0 is in <module>, <string>:" in stuck.stderr
 
 
+def test_only_the_first_step_may_take_longer() -> None:
+    dog = watchdog.Watchdog(World(), 4.0)
+    dog.begin(7)
+    assert dog._limit == 4.0 * watchdog.FIRST_FACTOR
+    dog.done(8)
+    assert dog._limit == 4.0
+
+
 STOPPED = """
 import json, os, sys, threading, time
 from types import SimpleNamespace
