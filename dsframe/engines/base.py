@@ -52,22 +52,23 @@ class ModelEngine(Engine):
 
         Raises EngineError if it has to, and cannot.
         """
-        plan = self.plan
-        task, settings = plan.task, plan.config
+        plan, task = self.plan, self.plan.task
         line = derivatives.line_of(task, model)
-        why = f"{line} takes derivatives" if line else "whole_weights"
         if plan.frozen or not (line or task.whole_weights or task.eval_gradients):
             return
+        why = f"{line} takes derivatives" if line else "whole_weights"
         size = sum(parameter.nbytes for parameter in model.parameters())
-        cannot = {
-            "weights are on NVMe": settings.deepspeed.zero_optimization.parameter_device == "nvme",
-            "the model is compiled": settings.settings.model.compile is not False,
-            "memory does not hold them": not stays_gathered(self, 2, size),
-        }
-        if any(cannot.values()):
+        cannot = ""
+        if plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
+            cannot = "weights are on NVMe"
+        elif plan.config.settings.model.compile:
+            cannot = "the model is compiled"
+        elif not stays_gathered(self, 2, size):
+            cannot = "memory does not hold them"
+        if cannot:
             raise EngineError(
-                f"{why}: weights must be whole during each step, and {' and '.join(what for what, on in cannot.items() if on)}; "
-                "choose an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+                f"{why}: weights must be whole during each step, and {cannot}; choose an engine that keeps whole weights on each rank "
+                "(ddp, horovod, or ZeRO 0 to 2)"
             )
         self.gathers_steps = True
         if self.built.watch is not None:

@@ -53,6 +53,8 @@ class ReplicaEngine(ModelEngine):
         self.updates_in_place = self._masters is None
         if self._spill is not None:
             self._spill.close()
+        # Once: while another model of the task is trained, parameters need no gradients.
+        self._names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
@@ -82,8 +84,7 @@ class ReplicaEngine(ModelEngine):
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that the optimizer updates, by the model's own names."""
-        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return list(zip(names, self._parameters, strict=True))
+        return list(zip(self._names, self._parameters, strict=True))
 
     # What a subclass decides.
 

@@ -103,7 +103,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_calls(module: nn.Module) -> Any:
-    """DeepSpeed's hooks look for its own weights in a module that is called."""
+    """A library's hooks look for its own weights in a module that is called."""
     inside = set(module.modules())
 
     def refuse(called: nn.Module, _: Any) -> None:

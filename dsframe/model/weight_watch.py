@@ -168,7 +168,7 @@ class WeightWatch(TorchFunctionMode):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass, whose hooks torch calls where it likes: counts writes. FSDP hides them."""
+        """Around a backward pass, whose hooks torch calls where it likes: counts writes, which some libraries hide."""
         self._versions = self._counted()
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
@@ -375,7 +375,7 @@ class WeightWatch(TorchFunctionMode):
             self._refuse_changes(gone, f"removed {when}")
 
     def _is_another(self, name: str, parameter: Tensor) -> bool:
-        """FSDP itself puts a whole parameter in the place of its shard while a module runs."""
+        """Some libraries put a whole parameter in the place of its shard while a module runs."""
         known = self._parameters.get(name, parameter)
         if self.whole_steps and not isinstance(parameter, nn.Parameter):  # a copy, for this step
             return False

@@ -57,7 +57,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     except (EngineError, WorldError):
         raise
     except Exception as error:  # such as a model that takes batches of one size
-        first = error.__context__ or error  # DeepSpeed's hooks may raise another behind it
+        first = error.__context__ or error  # a library's hooks may raise another behind it
         return "", unknown.format(reason(first, 100))
     kinds = {kind_of_parts(losses, seen.items, _TOLERANCE) for losses in seen.losses.values()}
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""

@@ -116,6 +116,24 @@ class MaxNorm(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
+class TwoTables(MaxNorm):
+    """Two models with limits; the second one's loss runs the first one too."""
+
+    model = dsframe.Task.model
+
+    def models(self) -> Any:
+        return {"one": super().model, "two": super().model}
+
+    def losses(self) -> Any:
+        return {"one": self._one, "two": self._two}
+
+    def _one(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["one"](inputs), targets)
+
+    def _two(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
+
+
 class _Clamped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         self.weight.data.clamp_(-0.1, 0.1)

@@ -214,10 +214,24 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
-@pytest.mark.parametrize("setup", ["single", "zero2", "zero3", "fsdp"])
-def test_derivatives_by_outputs_do_not_depend_on_accumulation(setup: str, tmp_path: Path) -> None:
-    run(tmp_path, file("an equation", setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
-    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("an equation"), rel=1e-6)
+@pytest.mark.parametrize(
+    ("case", "setup"),
+    [("an equation", setup) for setup in ("single", "zero2", "zero3", "fsdp")]
+    + [("max_norm", "ddp"), ("max_norm", "zero3")],
+)
+def test_it_does_not_depend_on_accumulation(case: str, setup: str, tmp_path: Path) -> None:
+    run(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
+def test_limits_hold_in_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "two tables", ("TwoTables", {}, {}))
+    found = []
+    for setup in ("single", "ddp", "zero3"):
+        (tmp_path / setup).mkdir()
+        run(tmp_path / setup, file("two tables", setup), SETUPS[setup][0]).check()
+        found.append(list(losses(tmp_path / setup / "run").values()))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
