@@ -67,8 +67,8 @@ class ModelEngine(Engine):
             cannot = "memory does not hold them"
         if cannot:
             raise EngineError(
-                f"{why}: weights must be whole during each step, and {cannot}; choose an engine that keeps whole weights on each rank "
-                "(ddp, horovod, or ZeRO 0 to 2)"
+                f"{why}: weights must be whole during each step, and {cannot}; choose an engine that keeps whole weights on "
+                "each rank (ddp, horovod, or ZeRO 0 to 2)"
             )
         self.gathers_steps = True
         if self.built.watch is not None:
