@@ -199,13 +199,13 @@ class ReplicaEngine(ModelEngine):
 
     def _clip(self, scale: float, *, always: bool) -> Tensor | None:
         """**Collective.** Clips the gradients, which are ``scale`` times too large; returns their norm before."""
-        if hooked := [view for view in self.views() if view.name in self.built.gradient_hooks]:
+        if self.built.gradient_hooks:
             precision.clip(self._pieces(), 0.0, scale)
             scale = 1.0
-        for view in hooked:
-            gradient: Any = view.master.grad
-            of_parameter = self.built.gradient_hooks[view.name]
-            view.put(gradient_hooks.call(of_parameter, view.whole(gradient)), gradient)
+            for name, hooks in self.built.gradient_hooks.items():
+                view = self.view(name)
+                gradient: Any = view.master.grad
+                view.put(gradient_hooks.call(hooks, view.whole(gradient)), gradient)
         clipping = self.plan.config.deepspeed.gradient_clipping
         return precision.clip(self._pieces(), clipping, scale, self._norm, always=always)
 
