@@ -14,7 +14,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,6 @@ def write_at(descriptor: int, content: memoryview, begin: int) -> None:
         content, begin = content[written:], begin + written
 
 
-@dataclass
-class _OpenRun:
-    begin: int
-    size: int = 0
-    checksum: Any = field(default_factory=xxhash.xxh3_128)
-
-
 class RangeWriter:
     """One process's part of files that several write. Every method raises OSError."""
 
@@ -65,32 +58,23 @@ class RangeWriter:
         """``several_hosts``: others may write other bytes of the same page over a network. ``ahead``: the system begins at
         once to bring what is written to the disk, else :meth:`finish` waits for all of it."""
         self.runs: dict[str, list[Run]] = {}
-        """File -> what this process has written of it; complete after :meth:`finish`."""
+        """File -> what this process has written of it."""
         self._folder, self._several_hosts, self._ahead = folder, several_hosts, ahead
-        self._open: dict[tuple[str, int], _OpenRun] = {}
         self._descriptors: dict[tuple[str, int], int] = {}
 
     def put(self, name: str, begin: int, content: bytes | memoryview) -> None:
         """Writes ``content`` from byte ``begin`` of a file on, which is made where it is not there."""
-        rest = memoryview(content).cast("B")
-        while rest:
-            run = self._open.pop((name, begin), None) or _OpenRun(begin)
-            piece = rest[: min(_CHUNK, RUN_BYTES - run.size)]
-            run.checksum.update(piece)
-            with naming(self._folder / name):
-                self._write(name, begin, piece)
-            run.size += len(piece)
-            begin, rest = begin + len(piece), rest[len(piece) :]
-            if run.size < RUN_BYTES:
-                self._open[name, begin] = run
-            else:
-                self._close(name, run)
+        every = memoryview(content).cast("B")
+        for low in range(0, len(every), RUN_BYTES):
+            run, checksum = every[low : low + RUN_BYTES], xxhash.xxh3_128()
+            for at in range(0, len(run), _CHUNK):
+                checksum.update(run[at : at + _CHUNK])
+                with naming(self._folder / name):
+                    self._write(name, begin + low + at, run[at : at + _CHUNK])
+            self.runs.setdefault(name, []).append((begin + low, len(run), checksum.hexdigest()))
 
     def finish(self, sign_of_life: Callable[[], None] = lambda: None) -> None:
         """All that was put is on the disk when this returns. ``sign_of_life`` is called after each file."""
-        for (name, _), run in self._open.items():
-            self._close(name, run)
-        self._open = {}
         for (name, _), descriptor in self._descriptors.items():
             with naming(self._folder / name):
                 os.fsync(descriptor)
@@ -102,9 +86,6 @@ class RangeWriter:
         while self._descriptors:
             with contextlib.suppress(OSError):  # what did not come to finish() is no file
                 os.close(self._descriptors.popitem()[1])
-
-    def _close(self, name: str, run: _OpenRun) -> None:
-        self.runs.setdefault(name, []).append((run.begin, run.size, run.checksum.hexdigest()))
 
     def _write(self, name: str, begin: int, piece: memoryview) -> None:
         if not self._several_hosts:

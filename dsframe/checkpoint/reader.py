@@ -14,7 +14,7 @@ from torch import Tensor
 from dsframe.checkpoint import store
 from dsframe.checkpoint.layout import DTYPES, buffers_of
 from dsframe.errors import CheckpointError
-from dsframe.model.state import WEIGHT, LossScaleState, ParameterState
+from dsframe.model.state import WEIGHT, LossScaleState, ParameterState, narrowed
 
 RNG = "rng.json"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -80,13 +80,8 @@ class Checkpoint:
         Raises CheckpointError as :meth:`parameter`, and where a moment has another shape than the weight.
         """
         entry = self._parameters[name]
-        shape = entry["tensors"][WEIGHT]["shape"]
-        for key in self.moments(name):
-            if entry["tensors"][key]["shape"] != shape:
-                raise CheckpointError(
-                    f"{name}: the optimizer's {key} has shape {entry['tensors'][key]['shape']}, the weight {shape}: such "
-                    "state cannot be sharded; resume where each rank holds the whole model, such as in one process"
-                )
+        if len({tuple(tensor["shape"]) for tensor in entry["tensors"].values()}) > 1:
+            return narrowed(self.parameter(name), first, size)  # which says why it cannot be
         parts = {key: self._range(tensor, first, size) for key, tensor in entry["tensors"].items()}
         weight = parts.pop(WEIGHT)
         return ParameterState(name, weight, dict(sorted(parts.items())), dict(entry["scalars"]))

@@ -96,8 +96,7 @@ class Saver:
         state = self._engine.state()
         if self._staging is None or self._every is None or not isinstance(state.parameters, ShardedParameters):
             return
-        pieces = Writer(self._engine, state, self._store.directory).plan.pieces.values()
-        self._staging.reserve(sum(piece.bytes + staging.ALIGN for own in pieces for piece in own))
+        self._staging.reserve(Writer(self._engine, state, self._store.directory).sizes, ahead=True)
 
     def _begin(self, step: int) -> None:
         self.claim()
@@ -119,8 +118,6 @@ class Saver:
         folder = self._store.partial(step)
         self._check(step, "" if _appears(folder) else _NOT_SHARED)
         state = engine.state()
-        if self._staging is not None:
-            self._staging.begin()
         writer = Writer(engine, state, folder, staging=self._staging)
         if not isinstance(state.parameters, ShardedParameters):
             state = replace(state, parameters=engine.state().parameters)  # laying out has used them up

@@ -9,48 +9,41 @@ times as long.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 64 << 20
 ALIGN = 64
 
 
 class Staging:
-    """Blocks of memory, filled from the first on in each save."""
+    """One block of memory, filled from its beginning in each save."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._block = self._used = 0
+        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._making: threading.Thread | None = None
 
-    def reserve(self, size: int) -> None:
-        """Takes ``size`` bytes from the system in a thread, page by page, while the steps before the first save run."""
-        block = torch.empty(size, dtype=torch.uint8)
-        self._blocks.append(block)
-        self._making = threading.Thread(target=block.zero_, name="dsframe-staging", daemon=True)
-        self._making.start()
-
-    @property
-    def bytes(self) -> int:
-        """Size of all blocks."""
-        return sum(block.numel() for block in self._blocks)
-
-    def begin(self) -> None:
-        """A save begins: no copy of the one before is needed any more."""
+    def reserve(self, sizes: Iterable[int], *, ahead: bool = False) -> None:
+        """Makes room for copies of so many bytes each: none of the save before is needed any more. ``ahead``: it is taken from the
+        system page by page, in a thread, while the steps before the first save run."""
         if self._making is not None:
             self._making.join()
-        self._block = self._used = 0
+        size, self._used = sum(map(_aligned, sizes)), 0
+        if size > self._block.numel():
+            self._block = torch.empty(0, dtype=torch.uint8)  # never both
+            self._block = torch.empty(size, dtype=torch.uint8)
+            if ahead:
+                self._making = threading.Thread(target=self._block.zero_, name="dsframe-staging", daemon=True)
+                self._making.start()
 
-    def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns ``tensor``, contiguous and on the CPU, as ``dtype``; it holds until the next save begins."""
-        wanted = dtype or tensor.dtype
-        size = tensor.numel() * wanted.itemsize
-        while self._block < len(self._blocks) and self._used + size > self._blocks[self._block].numel():
-            self._block, self._used = self._block + 1, 0
-        if self._block == len(self._blocks):
-            self._blocks.append(torch.empty(max(BLOCK_BYTES, size), dtype=torch.uint8))
-        staged = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
-        self._used += -(-size // ALIGN) * ALIGN
+    def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns ``tensor``, contiguous and on the CPU, as ``dtype``; it holds until memory is reserved for the next save."""
+        size = tensor.numel() * dtype.itemsize
+        staged = self._block[self._used : self._used + size].view(dtype).view(tensor.shape)
+        self._used += _aligned(size)
         return staged.copy_(tensor.detach())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

@@ -72,8 +72,15 @@ class Writer:
         """What the manifest says of the parameters and the buffers; the same on every rank."""
         self._rank, self._staging = world.rank, staging
         self._files = RangeWriter(folder, several_hosts=world.local_size < world.size, ahead=staging is not None)
+        if staging is not None:
+            staging.reserve(self.sizes)
         self._kept: list[tuple[str, int, Tensor]] = []
         self._window: Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each range that this rank writes."""
+        return [piece.bytes for own in self.plan.pieces.values() for piece in own]
 
     @property
     def runs(self) -> Mapping[str, list[Run]]:

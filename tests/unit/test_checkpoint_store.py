@@ -227,7 +227,7 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path:
 
 
 def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any order, from any number of hosts; a run has one checksum, however it came, up to its longest."""
+    """In any order, from any number of hosts; long ranges have several checksums, so that ranks verify them together."""
     monkeypatch.setattr(byte_files, "RUN_BYTES", 10_000)
     monkeypatch.setattr(byte_files, "_CHUNK", 3000)
     content = random.Random(3).randbytes(50_000)
@@ -242,6 +242,7 @@ def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: 
         runs = [run for writer in writers for run in writer.runs["file"]]
         entry = combined("file", 50_000, runs)
         assert max(length for length, _ in entry.checksums) == 10_000
+        assert len(entry.checksums) == 10
         shares = [byte_files.damage_of(tmp_path / "file", asdict(entry), slice(rank, None, 2)) for rank in range(2)]
         assert shares == ["", ""]
         moved = [(runs[0][0] + 1, *runs[0][1:]), *runs[1:]]  # as many bytes
