@@ -164,7 +164,7 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
         code = 1 if passing else TaskError.exit_code
         outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
         text = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
-        print(f"[rank {world.rank}] {text}", file=sys.stderr, flush=True)
+        print(shown(f"[rank {world.rank}] {text}", sys.stderr), file=sys.stderr, flush=True)
         leave_at_once(code)
     reason = str(error).strip().partition("\n")[0]
     outcome.reporter().failed(TrainingError.exit_code, outcome.LOST_A_PEER)

@@ -99,7 +99,7 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
-    return "\n".join(lines) + "\nMend it there; --verbose prints the whole traceback"
+    return "\n".join(lines) + "\nFix it there; --verbose prints the whole traceback"
 
 
 def _kind(inputs: Any) -> str:

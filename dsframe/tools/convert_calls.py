@@ -136,9 +136,12 @@ def _schedule_call(conversion: Conversion, call: Call) -> None:
 
 
 def _loader_call(conversion: Conversion, call: Call) -> None:
-    """A DataLoader: for training, unless what is around it says otherwise."""
-    given = dict(call.arguments)
-    evaluates = any(word in call.owner.lower() for word in ("val", "eval", "test", "pred"))
+    """A DataLoader: for training, unless what is around it says otherwise, or the training has one already."""
+    given, owner = dict(call.arguments), call.owner.lower()
+    has_training = "train_micro_batch_size_per_gpu" in conversion.document
+    evaluates = any(word in owner for word in ("val", "eval", "test", "pred")) or (
+        has_training and "train" not in owner
+    )
     key = "dsframe.eval_micro_batch_size" if evaluates else "train_micro_batch_size_per_gpu"
     given.setdefault("batch_size", 1)
     if given.pop("dataset", None) is not None:
@@ -155,6 +158,9 @@ def _leave_to_code(conversion: Conversion) -> None:
     if not conversion.document.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
         conversion.document["train_micro_batch_size_per_gpu"] = 1
         conversion.todo("the batch size", "it is in your code: write train_micro_batch_size_per_gpu, 1 now")
+    said = {name for _, name, _ in conversion.entries} | conversion.document.get("dsframe", {}).keys()
+    if not said & {"epochs", "steps", "max_epochs", "max_steps"}:
+        conversion.todo("the length", "it is in your code: write dsframe.epochs or dsframe.steps; 1 epoch now")
     if "optimizer" not in conversion.document:
         conversion.todo("the optimizer and its schedule", "they are in your code: write optimizer, scheduler")
 

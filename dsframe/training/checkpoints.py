@@ -55,13 +55,13 @@ class Checkpoints(Listener):
         saved."""
         stop_request = training.stop_request
         assert stop_request is not None
+        name = stop_request.name or "a signal to another rank"
         with stop_request.saving():
             self.save(training)
             self._saver.settle()
         self._events.emit("on_finish", training)
         raise StoppedError(
-            f"stopped after step {training.step} by {stop_request.name or 'a signal to another rank'};"
-            " go on with --resume auto"
+            f"stopped after step {training.step}{f' by {name}' if name != 'SIGUSR1' else ''}; go on with --resume auto"
         )
 
     def add_evaluation(self, training: Training) -> None:

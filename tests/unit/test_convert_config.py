@@ -330,3 +330,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         convert_config.main([str(source), "--out", str(out)])
     assert convert_config.main([str(source)]) == 0
     assert json.loads(capsys.readouterr().out)["zero_optimization"]["stage"] == 3
+
+
+def test_the_second_loader_of_a_call_is_for_validation(tmp_path: Path) -> None:
+    """Its shuffle was taken for the training's, which then read its samples in their order."""
+    loaders = "DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=64)"
+    found = convert(given(tmp_path, "a.py", f"Trainer(max_epochs=1).fit(Net(), {loaders})")).document
+    assert (found["train_micro_batch_size_per_gpu"], found["dsframe"]["eval_micro_batch_size"]) == (32, 64)
+    assert "order" not in found["dsframe"]
+    lengths = [entry[1] for entry in convert(given(tmp_path, "b.py", "Accelerator()")).entries if entry[0] == "to do"]
+    assert "the length" in lengths, "one epoch was trained without a word"

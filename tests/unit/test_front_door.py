@@ -49,7 +49,8 @@ COMMANDS = (
 def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "mine"), "--from", beginning]) == 0
     data = [["make_data.py"]] if (tmp_path / "mine" / "make_data.py").exists() else []
-    for words in [*data, *(["-m", "dsframe", *line.split()] for line in COMMANDS)]:
+    lines = [*COMMANDS[:-1], f"{COMMANDS[-1]} --merge" if beginning == "finetune" else COMMANDS[-1]]
+    for words in [*data, *(["-m", "dsframe", *line.split()] for line in lines)]:
         done = run_ranks([sys.executable, *words], timeout_seconds=300, cwd=tmp_path / "mine")
         if beginning == "finetune" and "evaluate" in words:
             assert "eval_data" in done.output
