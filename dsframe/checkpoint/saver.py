@@ -93,8 +93,10 @@ class Saver:
 
     def prepare(self) -> None:
         """**Collective**, after the first step, which makes the optimizer's state: memory for copies is taken from the system."""
+        if self._staging is None or self._every is None:
+            return
         state = self._engine.state()
-        if self._staging is None or self._every is None or not isinstance(state.parameters, ShardedParameters):
+        if not isinstance(state.parameters, ShardedParameters):
             return
         self._staging.reserve(Writer(self._engine, state, self._store.directory).sizes, ahead=True)
 

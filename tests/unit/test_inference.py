@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     assert found["metrics"] == dict(summary.metrics)
     assert found["step"] == 6
     assert json.loads(out.read_text()) == found
-    labels = [line.split()[0] for line in finished.stderr.splitlines() if line.startswith("  ")]
+    lines = [line for line in finished.stderr.splitlines() if re.match(r"  [a-z]", line)]
+    labels = [line.split()[0] for line in lines]
     assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
