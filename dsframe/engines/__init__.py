@@ -83,12 +83,11 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     ]
     replicated = [feature.path for feature in used if feature.name in entry.replicates]
     ignored = [feature.path for feature in used if feature.name in entry.ignores]
-    remedy = 'choose another "engine", or take it out'
     refused = [
         config.error(
             tuple(feature.path.split(".")),
             f"{feature.description} {_reason(name, feature.name)}",
-            remedy,
+            'choose another "engine", or take it out' if _has_engine(feature.name) else "remove it",
             code="engine-cannot",
         )
         for feature in used
@@ -105,6 +104,11 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     if ignored:
         notes.append(f"{name} ignores {', '.join(ignored)}: the same training; metrics.jsonl has the run's metrics")
     return refused, notes
+
+
+def _has_engine(feature: str) -> bool:
+    """True if some engine trains a file that has this."""
+    return any(feature in entry.supports | entry.replicates | entry.ignores for entry in TABLE.values())
 
 
 def problems_with_several_models(config: Config, name: str) -> list[Problem]:
