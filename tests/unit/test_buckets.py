@@ -84,6 +84,20 @@ def test_what_takes_no_part_in_the_loss_is_sent_as_zeros() -> None:
             parameter.grad = None
 
 
+def test_a_gradient_of_the_step_before_is_not_sent_again() -> None:
+    """One bucket for two layers, of which the second takes no part in the second step."""
+    ring, used, late = Ring(), nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters = [*used.parameters(), *late.parameters()]
+    buckets = Buckets(parameters, ring.start, bytes_each=2**20)
+    for layers in ((used, late), (used,)):
+        sum(layer(torch.ones(1, 2)).sum() for layer in layers).backward()  # type: ignore[union-attr]
+        buckets.finish()
+        sent = [float(p.grad.abs().sum()) for p in late.parameters() if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+    assert sent == [0, 0]
+
+
 def test_a_gradient_that_comes_in_parts_is_refused() -> None:
     layer = nn.Linear(2, 2)
     Buckets(list(layer.parameters()), Ring().start, bytes_each=1)

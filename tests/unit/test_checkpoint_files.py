@@ -27,7 +27,8 @@ from dsframe.checkpoint.saver import write_small
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.writer import Writer, shards_of, write_tensors
-from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures
+from dsframe.cluster import exchange
+from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures, same
 from dsframe.config import load
 from dsframe.config.rules import report
 from dsframe.data import Loader
@@ -495,6 +496,14 @@ def test_numbers_of_torchs_optimizers_stay_numbers() -> None:
         optimizer.step()
         bare, full = split(optimizer.state[weight], ()), split(optimizer.state[wide], (2,))
         assert [list(of) for of in bare] == [list(of) for of in full], kind.__name__
+
+
+def test_one_rank_whose_digest_is_the_mean_of_the_others_agrees_that_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "xxh3_128_hexdigest", lambda content: f"{int(content):08x}" * 4)
+    assert Room(3).run(lambda ranks: same(ranks, str((2, 1, 3)[ranks.plan.world.rank]))) == [False] * 3
+    assert Room(3).run(lambda ranks: same(ranks, "7")) == [True] * 3
 
 
 def test_ranks_that_are_elsewhere_are_no_lengths() -> None:

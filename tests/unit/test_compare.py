@@ -49,6 +49,19 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["compare", str(tmp_path / "run")]) == 6  # it did not come to its end
 
 
+@pytest.mark.parametrize(("more", "verdict"), [({}, "not the same"), ({"bf16": {"enabled": True}}, "the same")])
+def test_only_runs_in_16_bits_may_differ_by_their_rounding(
+    more: dict[str, Any], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = {"description": "engine", "steps": 1, "rate": 1, "unit": "samples", "units_per_step": 1, "seconds": 1.0}
+    finished |= {"first_step_seconds": 0.5, "metrics": {}, "peak_memory_bytes": [1], "launcher": "python"}
+    for name, loss in (("a", 1.0), ("b", 1.001)):
+        write_run(tmp_path / name, [loss], **finished)
+        (tmp_path / name / "config.json").write_text(json.dumps({"train_batch_size": 8, **more}))
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert f"b: {verdict} training as a" in capsys.readouterr().out
+
+
 def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, "broken", optimizer={"type": "nonsense"})
     with pytest.raises(TrainingError, match="exit code 2"):

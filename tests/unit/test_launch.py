@@ -287,7 +287,7 @@ def lost(step: int) -> dict[str, object]:
             [says(1, BEGAN, lost(7), saved=5), says(0, DONE)], 0, [False, True], "after step 7: a process was killed", id="a kill"
         ),
         pytest.param(
-            [says(1, lost(0)), says(0, DONE)], 0, [False, False], "", id="killed before it began: old checkpoints are not its own"
+            [says(1, lost(0), saved=5), says(0, DONE)], 0, [False, False], "", id="killed before it began: old checkpoints"
         ),
         pytest.param(
             [says(1, BEGAN, failed(7, "ValueError: odd"), saved=5), says(1, BEGAN, failed(7, "ValueError: odd", rank=1))],

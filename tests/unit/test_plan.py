@@ -16,6 +16,7 @@ import torch
 from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
+from dsframe.config.resolve.memory import moments
 from dsframe.tools.plan.device import gpu, this_machine, unlimited
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import trace, traced
@@ -45,6 +46,15 @@ ZERO_TABLE = [
     (1e12, 1024, (4011, 2013, 15.6)),
     (1.5e9, 1, (24, 24, 24)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "count"),
+    [({"type": "Lamb"}, 2), ({"type": "AdamW"}, 2), ({"type": "Lion"}, 1), ({"type": "SGD"}, 0),
+     ({"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}, 1)],
+)  # fmt: skip
+def test_numbers_that_an_optimizer_keeps_for_each_parameter(optimizer: dict[str, Any], count: int) -> None:
+    assert moments(load({"train_batch_size": 8, "optimizer": optimizer}).deepspeed) == count
 
 
 def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

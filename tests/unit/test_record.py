@@ -18,6 +18,7 @@ from dsframe import run
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.results import Summary
+from dsframe.run_dir import record as record_module
 from dsframe.run_dir.record import Record, read_metrics, read_summary
 from tests.engines.odd_task import Odd
 
@@ -134,3 +135,12 @@ def test_the_command_is_the_one_that_was_typed(tmp_path: Path) -> None:
     for outer, command in (("dsframe", "['dsframe', 'launch']"), ("other", "['torchrun', '-np']")):
         typed = [str(tmp_path / outer), "launch", str(tmp_path / "torchrun"), "-np", *said]
         assert subprocess.run(typed, check=True, capture_output=True, text=True).stdout.strip() == command
+
+
+def test_secrets_of_the_command_line_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--set", "wandb.api_key=abc123", "--hub-token", "def456"])
+    for typed in ([], ["dsframe", "launch", "--set", "wandb.api_key=abc123"]):
+        monkeypatch.setattr(record_module, "_typed", lambda typed=typed: typed)
+        command = record_module.provenance()["command"]
+        assert "wandb.api_key=***" in command
+        assert not {"abc123", "def456"} & {word.rpartition("=")[2] for word in command}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -125,6 +127,20 @@ def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     assert (stuck.returncode, stuck.stdout) == (9, "")
     assert "the run hangs in step 2: no progress for" in stuck.stderr
     assert "rank 0 is in <module>, <string>:" in stuck.stderr
+
+
+def test_a_rank_that_is_asked_answers() -> None:
+    """Another rank has called in the store: this one is to compare, whatever its own limit."""
+    dog = watchdog.Watchdog(World(), 0.2)
+    dog._store = SimpleNamespace(check=lambda keys: keys == [f"hang/{dog._round}"])
+    hears = threading.Thread(target=dog._hear, daemon=True)
+    hears.start()
+    until = time.monotonic() + 10
+    while dog._called < dog._round and time.monotonic() < until:
+        time.sleep(0.01)
+    dog._over.set()
+    hears.join()
+    assert dog._called >= dog._round
 
 
 def test_only_the_first_step_may_take_longer() -> None:
