@@ -32,7 +32,7 @@ def main(path: str) -> None:
     from dsframe.checkpoint.store import Retention, Store
     from dsframe.cluster.exchange import all_gather_text
     from dsframe.errors import CheckpointError
-    from dsframe.model.state import Snapshot
+    from tests.engines.snapshot import Snapshot
 
     world = engine.plan.world
     layout.PIECE_BYTES = 400  # so that every rank writes of what all hold

@@ -23,10 +23,10 @@ from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.model.state import Snapshot
 from dsframe.observe.communication import Communication
 from dsframe.tasks import Task
 from dsframe.train import leave_at_once
+from tests.engines.snapshot import Snapshot
 
 HERE, STEPS, ROWS = worlds.here(), 5, 16
 

@@ -27,9 +27,9 @@ from dsframe.cluster import world
 from dsframe.data import Loader, as_source
 from dsframe.model.ema import KEY
 from dsframe.model.forward import MicroBatch
-from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
+from tests.engines.snapshot import Snapshot
 
 STEPS, BATCH = 6, 12
 EVERY_STEPS = 5

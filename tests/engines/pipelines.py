@@ -23,13 +23,13 @@ from dsframe.config.schema.settings import VisionTask
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
 from dsframe.model.forward import MicroBatch
-from dsframe.model.state import Snapshot
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied, seed_generators
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
+from tests.engines.snapshot import Snapshot
 from tests.pipeline_bubble import WAITING, idle_shares
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 16, "context": 8, "corpus": "synthetic", "samples": 64}

@@ -15,10 +15,10 @@ import torch
 
 from dsframe.engine import Engine
 from dsframe.model.forward import MicroBatch
-from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
 from tests.engines.several import one_process_group
+from tests.engines.snapshot import Snapshot
 
 ADAM = {
     "train_batch_size": 16,

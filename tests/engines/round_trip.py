@@ -65,7 +65,7 @@ def main(path: str) -> None:
     engine, steps = build(path)
     import torch
 
-    from dsframe.model.state import Snapshot
+    from tests.engines.snapshot import Snapshot
 
     plan, world = engine.plan, engine.plan.world
     fresh = Snapshot(engine.state())

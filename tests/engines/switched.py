@@ -91,9 +91,9 @@ def main(report: Path) -> None:
     settle_threads(worlds.here(), 1)
     import torch
 
-    from dsframe.model.state import Snapshot
     from dsframe.observe.communication import Communication
     from tests.engines.several import one_process_group, prepare
+    from tests.engines.snapshot import Snapshot
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

@@ -30,9 +30,9 @@ from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
 from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
+from tests.engines.snapshot import Snapshot
 
 BF16 = {"bf16": {"enabled": True}}
 LLAMA = {

@@ -14,8 +14,9 @@ from dsframe.config.rules.experts import KINDS
 from dsframe.engines.deepspeed import experts
 from dsframe.engines.deepspeed.state_experts import Experts, Part
 from dsframe.errors import CheckpointError, EngineError
-from dsframe.model.state import EngineState, ParameterState, Snapshot, compare
+from dsframe.model.state import EngineState, ParameterState, compare
 from tests.engines.experts import CASES
+from tests.engines.snapshot import Snapshot
 from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance
 from tests.processes import run_ranks, warm
 

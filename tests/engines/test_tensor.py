@@ -15,8 +15,9 @@ from dsframe.engines.deepspeed import state_tensor
 from dsframe.engines.deepspeed.state_tensor import Cut, Shares
 from dsframe.engines.deepspeed.tensor import completed, cuts
 from dsframe.errors import CheckpointError, EngineError
-from dsframe.model.state import EngineState, ParameterState, Snapshot
+from dsframe.model.state import EngineState, ParameterState
 from dsframe.tasks import _transformers
+from tests.engines.snapshot import Snapshot
 from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
 from tests.processes import run_ranks, warm
 

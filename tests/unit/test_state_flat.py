@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dsframe.engines.deepspeed.state_flat import Piece, fill
-from dsframe.model.state import EngineState, ParameterState, Snapshot
+from dsframe.model.state import EngineState, ParameterState
+from tests.engines.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""A saved state in memory, for tests: every rank holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from dsframe.model.state import EngineState, ParameterState, narrowed
+
+
+class Snapshot:
+    """A copy of everything, as :class:`dsframe.model.state.SavedState`."""
+
+    def __init__(self, state: EngineState) -> None:
+        """**Collective.** Reads ``state`` to its end."""
+        self.updates, self.loss_scale = state.updates, state.loss_scale
+        self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in state.buffers.items()}
+        self._parameters = {
+            parameter.name: ParameterState(
+                parameter.name,
+                parameter.weight.detach().cpu().clone(),
+                {key: moment.detach().cpu().clone() for key, moment in parameter.moments.items()},
+                dict(parameter.scalars),
+            )
+            for parameter in state.parameters
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Every parameter's full shape."""
+        return {name: tuple(parameter.weight.shape) for name, parameter in self._parameters.items()}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The model's persistent buffers."""
+        return self._buffers
+
+    def parameter(self, name: str) -> ParameterState:
+        """One parameter."""
+        return self._parameters[name]
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one parameter."""
+        return narrowed(self._parameters[name], first, size)
