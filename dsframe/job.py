@@ -301,7 +301,8 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
 
 def _identity(job: Job, engine: Engine, mine: Mapping[str, Any]) -> dict[str, Any]:
     """For the run's record: by which ``dsframe compare`` knows the same model and the same data."""
-    trained, parameters = engine.built.sizes or (None, None)
+    parts = engine.built.parts
+    trained, parameters = sum(part.trained for part in parts), sum(part.parameters for part in parts)
     model = {"task": mine["training"]["task"], "parameters": parameters, "trained": trained}
     return {
         "model": model | {f"code of {module}": digest for module, digest in mine["source"].items()},

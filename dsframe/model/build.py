@@ -21,6 +21,7 @@ from dsframe.model import formats, gradient_hooks, groups, loss_head, max_norm, 
 from dsframe.model.adapter import Adapter
 from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.groups import ParameterGroups
+from dsframe.model.parts import Part, parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
@@ -54,8 +55,8 @@ class BuiltModel:
     """Parameters with options of their own."""
     adapter: Adapter | None = None
     """The adapter of a frozen base model, if the file asks for it."""
-    sizes: tuple[int, int] | None = None
-    """Numbers of trained parameters and of all; None if no rank has seen the whole model."""
+    parts: tuple[Part, ...] = ()
+    """What the model is made of; nothing where there are several models."""
     computes_loss: bool = False
     """True if the model computes its loss itself, a slice of tokens at a time: it is then given the
     targets with the inputs."""
@@ -105,10 +106,10 @@ def build_model(
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
     formats.keep_in_fp32(plan.config, model)
-    sizes = _sizes(model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
     parameter_groups = groups.settle_groups(plan.config, task, model)
+    parts = parts_of(model)
     adapter = _adapter(ranks, model, peft, spill) if peft else None
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
@@ -126,7 +127,7 @@ def build_model(
         dtype=dtype,
         groups=parameter_groups,
         adapter=adapter,
-        sizes=sizes,
+        parts=parts,
         computes_loss=loss_head.settle_chunks(plan.config, task, model),
         origin=origin,
         depends=_all_dependences(plan, model),
@@ -200,12 +201,6 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
         raise WorldError(f"the model could not be built: {'; '.join(problems)}")
     assert_same_model(ranks, model)
     return model, peft
-
-
-def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Returns the numbers of trained parameters and of all."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:

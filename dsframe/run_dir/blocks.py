@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from dsframe.text import clock, columns
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from dsframe.config import Config
     from dsframe.config.schema.scheduler import Scheduler
     from dsframe.engine import Engine
+    from dsframe.model.parts import Part
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
     from dsframe.tasks.task import Task
@@ -39,10 +40,9 @@ def header(
     of each process."""
     world, batch, task = plan.world, plan.batch, plan.task
     sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
-    watch = engine.built.watch
     rows = [
-        ("model", ", ".join([type(task).__name__, *_parameters(engine.built.sizes)])),
-        *(("", line) for line in (modules(watch.model) if watch else [])),
+        ("model", ", ".join([type(task).__name__, *_parameters(engine.built.parts)])),
+        *(("", line) for line in model_table(engine.built.parts)),
         ("data", f"{samples:,} samples" + (f", {held_out:,} to evaluate on" if held_out else ", no evaluation")),
         ("engine", engine.description),
         ("processes", f"{world.size} x {plan.device.type} under {world.launcher}, {threads} thread(s) each"),
@@ -60,43 +60,34 @@ def header(
     ]
 
 
-def modules(model: nn.Module) -> list[str]:
-    """Returns a table of the model's parts: name, class, parameters, and how many are trained if not all are.
+def model_table(parts: Sequence[Part]) -> list[str]:
+    """Returns a line for each part of a model: name, class, parameters, and how many are trained if not all are.
 
-    Parts that repeat are one line, and a shared parameter counts once; a model of a single part has no table.
+    Parts that repeat are one line; a model of a single part has no table.
     """
-    parts, counted = list(model.named_children()), set[int]()
-    rows: list[tuple[list[str], str, int, int]] = []
-    for name, part in [*parts, ("(itself)", model)]:
-        fresh = [p for p in part.parameters() if id(p) not in counted]
-        counted.update(map(id, fresh))
-        sizes = [getattr(p, "ds_numel", p.numel()) for p in fresh]
-        trained = sum(size for size, p in zip(sizes, fresh, strict=True) if p.requires_grad)
-        kind = type(part).__name__.removeprefix("FSDP")
-        if rows and rows[-1][1:] == (kind, sum(sizes), trained):
-            rows[-1][0].append(name)
-        elif sizes:
-            rows.append(([name], kind, sum(sizes), trained))
+    rows = [list(alike) for _, alike in groupby(parts, key=lambda part: (part.kind, part.parameters, part.trained))]
     if len(rows) < 2:
         return []
-    partly = any(size != trained for _, _, size, trained in rows)
-    table = [_module(*row, partly=partly) for row in rows[:_MOST_MODULES]]
+    partly = any(part.parameters != part.trained for part in parts)
+    table = [_module(alike, partly=partly) for alike in rows[:_MOST_MODULES]]
     more = len(rows) - _MOST_MODULES
     return [*columns(table, left=2), *([f"and {more} more"] if more > 0 else [])]
 
 
-def _module(names: Sequence[str], kind: str, size: int, trained: int, *, partly: bool) -> list[str]:
-    count = len(names)
-    cells = [names[0], kind] if count == 1 else [f"{names[0]} to {names[-1]}", f"{count} x {kind}"]
-    said = f"{count * trained:,} trained" if trained else "frozen"
-    return [*cells, f"{count * size:,}", *([said] if partly else [])]
+def _module(alike: Sequence[Part], *, partly: bool) -> list[str]:
+    first, count = alike[0], len(alike)
+    cells = [first.name, first.kind]
+    if count > 1:
+        cells = [f"{first.name} to {alike[-1].name}", f"{count} x {first.kind}"]
+    said = f"{count * first.trained:,} trained" if first.trained else "frozen"
+    return [*cells, f"{count * first.parameters:,}", *([said] if partly else [])]
 
 
-def _parameters(sizes: tuple[int, int] | None) -> list[str]:
-    if sizes is None:
+def _parameters(parts: Sequence[Part]) -> list[str]:
+    if not parts:
         return []
-    trained, all_of_them = sizes
-    return [f"{all_of_them:,} parameters", *([f"{trained:,} of them trained"] if trained != all_of_them else [])]
+    size, trained = sum(part.parameters for part in parts), sum(part.trained for part in parts)
+    return [f"{size:,} parameters", *([f"{trained:,} of them trained"] if trained != size else [])]
 
 
 def _precision(config: Config, device: torch.device) -> str:

@@ -93,7 +93,9 @@ def test_the_two_lines_as_typed(line: str, engine: str, processes: int, tmp_path
     summary = read_summary(tmp_path / "runs" / f"zero3-{engine}")
     assert (summary["engine"], summary["world_size"], summary["steps"]) == (engine, processes, 3)
     assert len(re.findall(r"results +runs/zero3", finished.output)) == 1, "one rank speaks"
-    blocks = re.compile(r"(^|<stderr>:)  ([a-z]+ {2,}| {10})")  # labelled lines at the beginning and the end; the model's parts
+    blocks = re.compile(
+        r"(^|<stderr>:)  ([a-z]+ {2,}| {10})"
+    )  # labelled lines at the beginning and the end; the model's parts
     rest = [one for one in finished.output.splitlines() if not blocks.search(one)]
     assert len(rest) < 15, f"little noise\n{finished}"
 

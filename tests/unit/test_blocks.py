@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
+from dsframe.model.parts import parts_of
 from dsframe.run_dir import blocks
 
 EVALUATIONS = [
@@ -41,14 +42,14 @@ def test_the_parts_of_a_model() -> None:
     body = [nn.Linear(9, 9) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(1000, 9), *body, nn.ReLU(), nn.Linear(9, 1000, bias=False))
     model[5].weight = model[0].weight
-    assert blocks.modules(model) == ["0       Embedding   9,000", "1 to 3  3 x Linear    270"]
+    assert blocks.model_table(parts_of(model)) == ["0       Embedding   9,000", "1 to 3  3 x Linear    270"]
     body[0].requires_grad_(False)
-    assert blocks.modules(model)[1:] == [
+    assert blocks.model_table(parts_of(model))[1:] == [
         "1       Linear         90         frozen",
         "2 to 3  2 x Linear    180    180 trained",
     ]
-    assert blocks.modules(nn.Linear(2, 2)) == []
-    many = blocks.modules(nn.Sequential(*(nn.Linear(1, size) for size in range(1, 31))))
+    assert blocks.model_table(parts_of(nn.Linear(2, 2))) == []
+    many = blocks.model_table(parts_of(nn.Sequential(*(nn.Linear(1, size) for size in range(1, 31)))))
     assert (len(many), many[-1]) == (11, "and 20 more")
 
 

@@ -62,7 +62,7 @@ class PipelineEngine(ZeroEngine):
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
-        self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups)
+        self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups, parts=self._cut.parts)
         task = self.plan.task
         task.context = replace(task.context, ranks=weakref.proxy(self))
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)

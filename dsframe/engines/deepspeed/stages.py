@@ -29,6 +29,7 @@ from dsframe.engines.deepspeed.refusals import refuse_scalars
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences
+from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.model.state import aliases
@@ -65,6 +66,8 @@ class Cut:
             plan.config, plan.task, self._named(probes) if self._whole is None else self._whole
         )
         """``BuiltModel.groups``, of all stages."""
+        self.parts = parts_of(self.models[0])
+        """``BuiltModel.parts``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
         self.names = [type(probe).__name__ for probe in probes]
