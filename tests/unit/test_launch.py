@@ -20,7 +20,7 @@ from dsframe.run_dir import outcome
 from dsframe.tools.launch import attempts, command, devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, python, run_ranks
 
 TWO = (Host("node1", 2), Host("node2", 2))
 
@@ -503,3 +503,26 @@ def test_the_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert command.main(["--config", str(tmp_path / "a.json"), "-np", "2", "--engine", engine]) == 0
         assert len(texts) == 1
     assert command.main(["--config", str(tmp_path / "a.json"), "-np", "3", "--engine", "ddp"]) == 2
+
+
+def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:
+    """By the launch, and not again by the process that trains."""
+    task = {
+        "name": "language",
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "context": 8,
+        "corpus": "synthetic",
+        "samples": 16,
+    }
+    file: dict[str, object] = {
+        "train_batch_size": 4,
+        "_why": "a comment",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    file["dsframe"] = {"engine": "single", "task": task, "steps": 1, "run_dir": "run"}
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    words = ["-m", "dsframe.cli", "launch", "--config", "file.json", "-np", "1"]
+    finished = run_ranks(python(words), cwd=tmp_path, timeout_seconds=120).check()
+    assert finished.output.count("taken as a comment") == 1
