@@ -16,6 +16,7 @@ PATCHES = {
     "settle_buckets": "DDP arranges its buckets anew after the first backward pass: a restarted run would round otherwise",
     "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one",
     "by_another_name": "DDP refuses torch's own bf16 hook without NCCL, by its name; Gloo adds bf16 up as well",
+    "put_linear_back": "DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, for all that follows in the process",
 }
 """Name -> what goes wrong without it, with torch 2.13."""
 
@@ -30,6 +31,15 @@ def skip_sparse_buffers(model: nn.Module) -> None:
 def by_another_name(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """``hook`` for ``register_comm_hook``, which knows what it refuses by name."""
     return lambda _, bucket: hook(None, bucket)
+
+
+_LINEAR = nn.functional.linear
+
+
+def put_linear_back() -> None:
+    """Undoes what ``deepspeed.zero.Init`` has done with ``memory_efficient_linear`` (0.19.8, ``partition_parameters.py``)."""
+    if str(nn.functional.linear.__module__).startswith("deepspeed."):
+        nn.functional.linear = _LINEAR
 
 
 class _EveryParameter(nn.Module):

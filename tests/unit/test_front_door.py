@@ -105,7 +105,7 @@ def test_a_key_is_explained_as_a_code_is(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["explain", "zero_optimization.stage", "dsframe.stop", "callbacks"]) == 0
     said = capsys.readouterr().out
     assert "Takes 0, 1, 2 or 3. Default: 0." in said
-    assert "  patience   So many evaluations" in said
+    assert "  patience   Number of evaluations in a row" in said
     assert 'callbacks: a name of other trainers; write "hooks"' in said
     assert main(["explain", "zero_optimization.stge"]) == 2
     assert 'did you mean "zero_optimization.stage"?' in capsys.readouterr().err

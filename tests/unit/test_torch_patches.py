@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.engines import torch_patches
+from tests.processes import python, run_ranks
 
 NOT_NEEDED = "no longer needed: torch does right by itself"
 
@@ -54,6 +56,33 @@ def test_skip_sparse_buffers() -> None:
         DistributedDataParallel(model)
     torch_patches.skip_sparse_buffers(model)
     DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
+
+
+def test_put_linear_back(tmp_path: Path) -> None:
+    """In a process of its own, which goes on with torch after a training at ZeRO-3."""
+    pytest.importorskip("deepspeed")
+    program = """
+import torch, dsframe
+from dsframe.engines import torch_patches
+from tests.processes import python, run_ranks
+from dsframe.engines.deepspeed import engine
+from torch.nn import functional
+class Line(dsframe.Task):
+    def model(self): return torch.nn.Linear(2, 1)
+    def loss(self, outputs, targets): return (outputs - targets).square().mean()
+    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+file = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 3}}
+theirs, put_back = functional.linear, torch_patches.put_linear_back
+torch_patches.put_linear_back = lambda: None
+dsframe.fit(Line(), file | {"dsframe": {"engine": "deepspeed", "steps": 1, "run_dir": "first"}})
+print(functional.linear is theirs)
+torch_patches.put_linear_back = put_back
+dsframe.fit(Line(), file | {"dsframe": {"engine": "deepspeed", "steps": 1, "run_dir": "second"}})
+print(functional.linear is theirs)
+"""
+    (tmp_path / "program.py").write_text(program)
+    finished = run_ranks(python(["program.py"]), cwd=tmp_path, timeout_seconds=120).check()
+    assert [line for line in finished.stdout.splitlines() if line in ("True", "False")] == ["False", "True"], NOT_NEEDED
 
 
 def test_each_patch_has_its_test() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import StepResult
-from dsframe.engines import after_step, precision
+from dsframe.engines import after_step, precision, torch_patches
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -486,6 +486,7 @@ class ZeroEngine(ModelEngine):
             self._engine.destroy()
         process_group.close_process_group()
         patches.release_groups()
+        torch_patches.put_linear_back()
         self._swap.remove()
 
 
