@@ -38,8 +38,7 @@ def test_an_editor_sees_what_the_check_sees() -> None:
     for path in PUBLIC:
         examined = examine(path.read_text(), path.name)
         if not any(problem.severity != "note" or problem.code == "deprecated" for problem in examined.problems):
-            assert examined.document is not None
-            assert schema.is_valid(examined.document.root), path.name
+            assert schema.is_valid(read(path.read_text()).root), path.name
     for wrong in (
         {"zero_optimisation": {}},
         {"zero_optimization": {"stage": 4}},
