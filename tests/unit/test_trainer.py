@@ -75,6 +75,20 @@ def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> N
     assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
 
 
+class Terms(Line):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return super().loss(outputs, targets), {"target": dsframe.Sum(targets.sum(), len(targets))}
+
+    def train_data(self) -> TensorSource:
+        return TensorSource(torch.ones(12, 1), torch.arange(12.0).reshape(12, 1))
+
+
+def test_a_term_is_the_mean_over_all_micro_batches(tmp_path: Path) -> None:
+    given = file(tmp_path, steps=2) | {"gradient_accumulation_steps": 2}
+    dsframe.fit(Terms(), given)
+    assert curve(tmp_path, "target") == [0.5, 2.5]
+
+
 def test_the_average_does_not_move_after_a_skipped_update(tmp_path: Path) -> None:
     """The third of three updates is left out, and the last one before it was averaged already."""
     ends = []
