@@ -75,7 +75,7 @@ bench-quick: setup-test ## bounds that hold on a busy machine too: the time of a
 	python benchmarks/check_startup.py
 	python -m benchmarks.many_ranks --ranks 2,16
 
-mutants: setup-test ## puts each bug of tests/mutants.json into a copy of the code: its tests must fail (an hour)
+mutants: setup-test ## puts each bug of tests/mutants.json into a copy of the code: its tests must fail
 	python -m tests.mutants
 
 predictions: setup-test ## what the plan says of memory and time beside what runs take: the table of docs/measurements.md (50 minutes)

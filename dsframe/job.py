@@ -242,7 +242,6 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         "description": engine.description,
         "start_seconds": time.perf_counter() - run.host.began,
         "script_task": run.script_task or None,
-        "training_processes": job.plan.world.size,
         "base_bytes": base_bytes,
     }
 

@@ -97,9 +97,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         if world.launcher != "python":
             supervise.die_with_parent()
         config = load(options.config, overrides=options.set)
-        if world.is_main and not (
-            options.quiet or options.report
-        ):  # dsframe launch, which asks for a report, has said them
+        launched = options.report is not None  # by dsframe launch, which has printed what the check says
+        if world.is_main and not options.quiet and not launched:
             for problem in config.problems:
                 # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
                 if problem.code not in ("auto", "auto-later", "lr-scaling", "imports"):

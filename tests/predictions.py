@@ -22,7 +22,7 @@ from dsframe import tasks
 from dsframe.config import load
 from dsframe.run_dir.record import read_summary
 from dsframe.tools import subprocess_runs
-from dsframe.tools.plan.device import unlimited
+from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import traced
 
@@ -145,8 +145,8 @@ def predicted(directory: Path, summary: Mapping[str, Any]) -> float:
     """Bytes of the fullest rank of a finished run beyond its base."""
     config = load(directory / "config.json")
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
-    device = unlimited(on_cpu=summary["device"] != "cuda")
-    return predict(config, summary["engine"], model, device, summary["training_processes"]).memory.total
+    device = Device("any", float("inf"), on_cpu=summary["device"] != "cuda")
+    return predict(config, summary["engine"], model, device, summary["world_size"]).memory.total
 
 
 def verdict(rows: Sequence[Comparison]) -> tuple[str, bool]:

@@ -217,11 +217,10 @@ class Saver:
         while time.monotonic() < until and not writing.failed and not self.path(step).is_dir():
             time.sleep(0.02)
 
-    def close(self, *, hopeless: bool = False) -> None:
-        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong. ``hopeless``: not all
-        ranks are there any more, so it is given up where it needs them."""
+    def close(self) -> None:
+        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong."""
         if self._writing is not None:
-            self._writing[1].finish(hopeless)
+            self._writing[1].finish()
             self._writing = None
 
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:

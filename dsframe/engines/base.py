@@ -53,10 +53,13 @@ class ModelEngine(Engine):
         Raises EngineError if it has to, and cannot.
         """
         plan, task = self.plan, self.plan.task
-        line = derivatives.line_of(task, model)
-        if plan.frozen or not (line or task.whole_weights or task.eval_gradients):
+        if plan.frozen or task.whole_weights is False:
             return
-        why = f"{line} takes derivatives" if line else "whole_weights"
+        asked = "whole_weights" if task.whole_weights else "eval_gradients" if task.eval_gradients else ""
+        line = derivatives.line_of(task, model)
+        why = f"{line} takes derivatives" if line else asked
+        if not why:
+            return
         size = sum(parameter.nbytes for parameter in model.parameters())
         cannot = ""
         if plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
@@ -68,7 +71,7 @@ class ModelEngine(Engine):
         if cannot:
             raise EngineError(
                 f"{why}: weights must be whole during each step, and {cannot}; choose an engine that keeps whole weights on "
-                "each rank (ddp, horovod, or ZeRO 0 to 2)"
+                "each rank (ddp, horovod, or ZeRO 0 to 2), or, if none are taken, write whole_weights = False in the task"
             )
         self.gathers_steps = True
         if self.built.watch is not None:

@@ -126,9 +126,10 @@ class Task:
     eval_gradients: bool = False
     """True if :meth:`metrics` or :meth:`loss` takes derivatives of the outputs, as for a differential equation: evaluations then
     keep the graph of a batch. Refused in a pipeline."""
-    whole_weights: bool = False
-    """True: where ranks hold shards (ZeRO-3, FSDP), all weights are gathered for each whole step, and may be used anywhere. It is
-    so, where memory allows, for models and losses in which dsframe finds derivatives (``torch.autograd.grad``, ``torch.func``)."""
+    whole_weights: bool | None = None
+    """True: where ranks hold shards (ZeRO-3, FSDP), all weights are gathered for each whole step, and may be used anywhere. None:
+    they are for models and losses whose code takes derivatives (``torch.autograd.grad``, ``torch.func``). False: they never are,
+    for such code that is there and does not run."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     class_names: Sequence[str] = ()

@@ -45,7 +45,7 @@ class Penalty(Rows):
     """Reads weights in the loss."""
 
     def __init__(self, *, whole: bool = False) -> None:
-        self.whole_weights = whole
+        self.whole_weights = whole or None
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
@@ -238,7 +238,7 @@ class Hidden(Rows):
     """Takes derivatives in forward, by a name that a look at its code does not see."""
 
     def __init__(self, *, whole: bool = False) -> None:
-        self.whole_weights = whole
+        self.whole_weights = whole or None
 
     def model(self) -> nn.Module:
         return _Hidden()
@@ -258,7 +258,7 @@ class Prototypes(Rows):
     """Weights that only the loss reads: their module is never called."""
 
     def __init__(self, *, whole: bool = False) -> None:
-        self.whole_weights = whole
+        self.whole_weights = whole or None
 
     def model(self) -> nn.Module:
         self.net: Any = _Prototypes()

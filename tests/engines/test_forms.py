@@ -74,13 +74,6 @@ def test_a_save_takes_a_window_and_a_load_its_own_pages(tmp_path: Path) -> None:
     assert report["loaded"] < 1.1 * share + SLACK_BYTES
 
 
-def test_a_rank_that_is_gone_ends_the_wait(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(configuration("deepspeed", zero(3), 19)))
-    command = warm(2, ["-m", "tests.engines.lost_peer", "config.json"])
-    run_ranks(command, timeout_seconds=60, cwd=tmp_path).check()
-    assert (tmp_path / "report.txt").read_text() == "[]"
-
-
 def test_a_folder_of_training_is_one_of_transformers_and_becomes_one_of_deepspeed(tmp_path: Path) -> None:
     import transformers
 

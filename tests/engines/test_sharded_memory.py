@@ -12,7 +12,7 @@ import pytest
 from benchmarks.sharded_memory import llama
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.tools.plan.device import unlimited
+from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import Memory, predict
 from dsframe.tools.plan.model import traced
 from tests.processes import run_ranks, warm
@@ -74,4 +74,4 @@ def planned(engine: str, precision: str, **settings: Any) -> Memory:
     }
     config = load(file)
     model = traced(config, tasks.build(config.settings.task, 0))
-    return predict(config, engine, model, unlimited(on_cpu=True), 2).memory
+    return predict(config, engine, model, Device("any", float("inf"), on_cpu=True), 2).memory

@@ -17,11 +17,11 @@ from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.config.resolve.memory import moments
-from dsframe.tools.plan.device import gpu, this_machine, unlimited
+from dsframe.tools.plan.device import Device, gpu, this_machine
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import trace, traced
 
-GPU, CPU = gpu(80e9), unlimited(on_cpu=True)
+GPU, CPU = gpu(80e9), Device("any", float("inf"), on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
 
 

@@ -64,11 +64,6 @@ def gpu(memory_bytes: float) -> Device:
     return Device("GPU", memory_bytes, base_bytes=GPU_BASE_BYTES)
 
 
-def unlimited(*, on_cpu: bool) -> Device:
-    """A device that everything fits into, for the comparison with a finished run."""
-    return Device("any", float("inf"), on_cpu=on_cpu)
-
-
 def this_machine(engine: str, processes: int) -> Device:
     """This machine with so many processes. What each takes is measured in a training of two steps;
     of a GPU, what it has in use when CUDA has started."""
