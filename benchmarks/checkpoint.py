@@ -1,5 +1,5 @@
-"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk, torch.save and
-torch.distributed.checkpoint, memory, and who waits.
+"""Saving and loading a GPT of 100 M parameters: seconds and bytes beside the disk, torch.save,
+torch.distributed.checkpoint and DeepSpeed's own save, memory, and who waits.
 
     python -m benchmarks.checkpoint                                       # one process
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine ddp     # ranks write in parallel
@@ -14,6 +14,7 @@ a clock stops, and put out of the page cache before they are read; verifying rea
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import shutil
@@ -45,13 +46,15 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--momentum", action="store_true", help="SGD's instead of Adam's two, for a model that is larger")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
+    adam = {"type": "AdamW", "params": {"lr": 1e-4}}
     document = {
         "train_batch_size": world.size,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}} if options.momentum else adam,
         "zero_optimization": {"stage": options.stage},
         "dsframe": {
             "engine": options.engine,
@@ -127,8 +130,9 @@ def main() -> int:
             for _ in range(STEPS_BEFORE):
                 train()
         savers[asynchronous] = saver
+        before = settle_memory()
         all_gather_text(engine, "")
-        before, began = settle_memory(), time.perf_counter()
+        began = time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
         while asynchronous and saver._writing is not None and saver._writing[1]._thread.is_alive() and world.size == 1:
             train()
@@ -164,19 +168,22 @@ def main() -> int:
     path = saved(asynchronous=False)
     table.clear()
     checkpoint = Checkpoint(path)
-    kept = everything(checkpoint) if world.is_main else {}
+    kept: dict[str, Any] = live(engine) if world.size == 1 else {}
+    if world.is_main and world.size > 1:
+        kept = everything(checkpoint)
     count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     checkpoint.close()
     for _ in range(options.rounds):
         for asynchronous in (False, True):
             distributed(engine, folder / "dcp", table, asynchronous)
+        deepspeeds(engine, folder / "deepspeed", table)
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
         saved(False)
         loaded(saved(True))
     if world.is_main:
-        print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
+        print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with {optimizer.kind}")
         table.show()
     all_gather_text(engine, "")
     if world.is_main:
@@ -231,6 +238,12 @@ def everything(checkpoint: Any) -> dict[str, Any]:
         one = checkpoint.parameter(name)
         kept |= {f"{key}/{name}": tensor.clone() for key, tensor in (("weight", one.weight), *one.moments.items())}
     return kept
+
+
+def live(engine: Any) -> dict[str, Any]:
+    """What this rank holds, where it lies."""
+    shards = engine.state().parameters.shards
+    return {f"{key}/{shard.name}": of.read().detach() for shard in shards for key, of in shard.tensors.items()}
 
 
 def disk(path: Path, count: int, table: Table) -> None:
@@ -295,7 +308,9 @@ def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> 
     if world.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     all_gather_text(engine, "")
-    before, began = settle_memory(), time.perf_counter()
+    before = settle_memory()
+    all_gather_text(engine, "")
+    began = time.perf_counter()
     if asynchronous:
         writing = dcp.async_save(state, checkpoint_id=folder, process_group=distributed.new_group(backend="gloo"))
         stall = time.perf_counter() - began
@@ -308,6 +323,28 @@ def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> 
     stall, seconds, grown = (max(column) for column in zip(*told, strict=True))
     how = "in the background" if asynchronous else "at once"
     table.add(f"torch.distributed.checkpoint, {how}", size(folder), seconds, stall, grown)
+
+
+def deepspeeds(engine: Any, folder: Path, table: Table) -> None:
+    """**Collective.** ``save_checkpoint`` of DeepSpeed's engine: a file for each rank."""
+    from dsframe.cluster.exchange import all_gather_text
+
+    if not engine.description.startswith("DeepSpeed"):
+        return
+    if engine.plan.world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    all_gather_text(engine, "")
+    before = settle_memory()
+    all_gather_text(engine, "")
+    began = time.perf_counter()
+    engine._engine.save_checkpoint(str(folder), tag="step")
+    for path in folder.glob(f"step/*rank_{engine.plan.world.rank}_*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    facts = f"{time.perf_counter() - began} {peak_memory() - before}"
+    told = [[float(part) for part in line.split()] for line in all_gather_text(engine, facts)]
+    seconds, grown = (max(column) for column in zip(*told, strict=True))
+    table.add("DeepSpeed's save_checkpoint", size(folder / "step"), seconds, seconds, grown)
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -330,7 +367,11 @@ def forget(folder: Path) -> None:
 
 
 def settle_memory() -> int:
-    """The resident set now, from which :func:`peak_memory` counts; bytes. Linux: 5 in clear_refs resets the peak (proc(5))."""
+    """The resident set now, from which :func:`peak_memory` counts; bytes. Linux: 5 in clear_refs resets the peak (proc(5)).
+
+    Called before each clock: Python's collection of all objects takes 0.25 s here, and would fall into any of them.
+    """
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
