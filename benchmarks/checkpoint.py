@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--momentum", action="store_true", help="SGD's instead of Adam's two, for a model that is larger")
+    parser.add_argument(
+        "--momentum", action="store_true", help="SGD's instead of Adam's two, for a model that is larger"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()

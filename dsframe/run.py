@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -102,6 +103,21 @@ def execute(
 
 
 @contextmanager
+def _process_restored() -> Iterator[None]:
+    """What dsframe and its libraries set in the environment, among the filters of warnings, and as ``sys.excepthook`` goes with the
+    training: the program that called it, a notebook perhaps, finds them as they were."""
+    before, excepthook = dict(os.environ), sys.excepthook
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        sys.excepthook = excepthook
+
+
+@contextmanager
 def prepared(
     config: Config,
     task: Task | None,
@@ -112,7 +128,25 @@ def prepared(
     quiet: bool = False,
     choice: tuple[str, tuple[str, ...]] | None = None,
 ) -> Iterator[Run]:
-    """This process, ready for what ``config`` says: threads, cores, torch, the task. Arguments as for :func:`execute`."""
+    """This process, ready for what ``config`` says: threads, cores, torch, the task. Arguments as for :func:`execute`.
+
+    Environment variables and filters of warnings are as before when it ends.
+    """
+    with _process_restored(), _prepared(config, task, world, resume, choice, verbose=verbose, quiet=quiet) as run:
+        yield run
+
+
+@contextmanager
+def _prepared(
+    config: Config,
+    task: Task | None,
+    world: World,
+    resume: str,
+    choice: tuple[str, tuple[str, ...]] | None,
+    *,
+    verbose: bool,
+    quiet: bool,
+) -> Iterator[Run]:
     began, home = time.perf_counter(), Path.cwd()
     phases.begin()
     engine, lines = choice or choose(config, world)

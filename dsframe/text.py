@@ -90,4 +90,4 @@ def _shown(line: str, width: int, coloured: bool) -> str:
         line = form.fill(line)
     if coloured and _METRICS.match(line):
         return f"{_COLOURS['metrics']}{line}{_PLAIN}"
-    return _LABEL.sub(lambda found: f"{_COLOURS[found[1]]}{found[0]}{_PLAIN}", line, count=1) if coloured else line
+    return _LABEL.sub(lambda match: f"{_COLOURS[match[1]]}{match[0]}{_PLAIN}", line, count=1) if coloured else line

@@ -176,7 +176,7 @@ def compare_classes(manifest: Mapping[str, Any], names: Sequence[str]) -> None:
     trained = manifest.get("classes") or []
     if not (trained and names) or list(names) == trained:
         return
-    gone, new = [sorted(set(one) - set(other)) for one, other in ((trained, names), (names, trained))]
+    gone, new = sorted(set(trained) - set(names)), sorted(set(names) - set(trained))
     what = f"; {', '.join(gone)} missing" * bool(gone) + f"; {', '.join(new)} new" * bool(new)
     raise CheckpointError(
         f"the data's classes are {', '.join(names)}, but the checkpoint was trained with {', '.join(trained)}{what}: "

@@ -112,17 +112,17 @@ class Checkpoint:
 
     def _range(self, entry: Mapping[str, Any], first: int, size: int) -> Tensor:
         """Elements of one tensor; a view of the mapped file where they lie in one piece."""
-        dtype, found, start = _DTYPES[entry["dtype"]], [], 0
+        dtype, parts, start = _DTYPES[entry["dtype"]], [], 0
         for file, begin, count in entry["pieces"]:
             low, high = max(first, start) - start, min(first + size, start + count) - start
             if low < high:
                 width = dtype.itemsize
                 bytes_of = self._file(file)[begin + low * width : begin + high * width]
-                found.append(torch.empty(0, dtype=dtype).set_(bytes_of))
+                parts.append(torch.empty(0, dtype=dtype).set_(bytes_of))
             start += count
-        if not found:
+        if not parts:
             return torch.zeros(0, dtype=dtype)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _file(self, name: str) -> Any:
         if name not in self._mapped:

@@ -80,7 +80,7 @@ class Writer:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each range that this rank writes."""
-        return [piece.bytes for own in self.plan.pieces.values() for piece in own]
+        return [piece.bytes for pieces in self.plan.pieces.values() for piece in pieces]
 
     @property
     def runs(self) -> Mapping[str, list[Run]]:

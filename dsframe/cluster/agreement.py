@@ -36,10 +36,10 @@ def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
     if world.is_main:
         of_ranks = [json.loads(store.get(f"facts/{rank}")) for rank in range(world.size)]
         store.set("differences", "; ".join(differences(of_ranks)))
-    found = store.get("differences").decode()
-    if found:
+    text = store.get("differences").decode()
+    if text:
         time.sleep(2.0 * world.is_main)  # the others have yet to read it from this process
-        raise WorldError(_MESSAGE.format(found))
+        raise WorldError(_MESSAGE.format(text))
     return True
 
 
@@ -54,11 +54,11 @@ def assert_engines_agree(ranks: Ranks, facts: Mapping[str, str]) -> None:
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns what differs from rank 0, a text for each fact of each rank: at most five, and how many more there are."""
     first = of_ranks[0]
-    found = [
+    lines = [
         f"{name} is {theirs.get(name, 'not there')} on rank {rank} and {first.get(name, 'not there')} on rank 0"
         for rank, theirs in enumerate(of_ranks)
         for name in {**first, **theirs}
         if theirs.get(name) != first.get(name)
     ]
-    more = [f"{len(found) - _MOST} more"] if len(found) > _MOST else []
-    return found[:_MOST] + more
+    more = [f"{len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    return lines[:_MOST] + more

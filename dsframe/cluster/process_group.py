@@ -39,8 +39,6 @@ A group's destructor waits for its worker threads, and one of those may be about
 Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
 complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
 """
-_before: dict[str, str | None] = {}
-"""Values of the variables that this module sets for libraries, until they are restored: a program may start others after it."""
 _sharing: int | None = None
 """Engines that have joined those before them, inside of :func:`shared`; None outside."""
 _meetings = itertools.count()
@@ -122,9 +120,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    for name, value in variables.items():
-        _before.setdefault(name, os.environ.get(name))
-        os.environ[name] = value
+    os.environ.update(variables)
     # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
     one_host = world.size == world.local_size
     if interface := "lo" if one_host else interface_to(address):
@@ -280,9 +276,3 @@ def close_process_group() -> None:
         dist.barrier()
         _closed.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-    for name, value in _before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    _before.clear()

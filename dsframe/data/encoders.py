@@ -149,11 +149,11 @@ class ConversationEncoder:
         def text(tokens: list[int]) -> str:
             return "".join(str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).split())
 
-        found, wanted = text(learned), text(answer)
+        decoded, wanted = text(learned), text(answer)
         shared = len(text(learned[:1])) + len(text(learned[-1:]))
-        if wanted not in found or len(found) > len(wanted) + shared:
+        if wanted not in decoded or len(decoded) > len(wanted) + shared:
             raise DataError(
-                f"{row.place}: the tokens of an answer cannot be found: {wanted[:60]!r} is {found[:60]!r} among those of the "
+                f"{row.place}: the tokens of an answer cannot be found: {wanted[:60]!r} is {decoded[:60]!r} among those of the "
                 "conversation; write a special token before and behind what the assistant says in the chat template"
             )
 

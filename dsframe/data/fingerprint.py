@@ -46,12 +46,12 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader, say: Ca
     digests, moves = dict(read), bool(twice) and len(read) > 1 and read[0] != read[1]
     if moves:
         say(_UNLIKE.format("training" if isinstance(loader, Loader) else "evaluation", chosen[0]))
-    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps([digests, moves]))]
-    of_ranks = [digests_there for digests_there, _ in told]
+    answers = [json.loads(text) for text in all_gather_text(ranks, json.dumps([digests, moves]))]
+    of_ranks = [digests_there for digests_there, _ in answers]
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
     if index is None:
-        return {} if any(moves_there for _, moves_there in told) else {index: digests[index] for index in common}
+        return {} if any(moves_there for _, moves_there in answers) else {index: digests[index] for index in common}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
     again = json.dumps({"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
     readings = [json.loads(text) for text in all_gather_text(ranks, again)]

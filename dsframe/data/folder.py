@@ -164,7 +164,8 @@ def refuse_damaged(pictures: Iterable[tuple[str, Callable[[], IO[bytes]]]]) -> N
     """Raises DataError that names all of ``pictures``, each with what opens it, which are no whole images."""
     pillow()
     with ThreadPoolExecutor(8) as pool:
-        damaged = [f"{name} ({why})" for name, why in pool.map(lambda one: (one[0], _damage(one[1])), pictures) if why]
+        reasons = pool.map(lambda picture: _damage(picture[1]), pictures)
+        damaged = [f"{name} ({why})" for (name, _), why in zip(pictures, reasons, strict=True) if why]
     if damaged:
         more = f" and {len(damaged) - 10} more" if len(damaged) > 10 else ""
         raise DataError(f"{len(damaged)} files cannot be read as images: {'; '.join(damaged[:10])}{more}")

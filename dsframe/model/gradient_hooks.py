@@ -48,9 +48,9 @@ def refuse_nonlinear(model: nn.Module, hooks: GradientHooks, engine: str) -> Non
     draw = torch.Generator().manual_seed(0)
     for name, of_parameter in hooks.items():
         shape = model.get_parameter(name).shape
-        one, other = (torch.randn(shape, generator=draw) for _ in range(2))
-        parts = call(of_parameter, one.clone()) + call(of_parameter, other.clone())
-        if not torch.allclose(call(of_parameter, one + other), parts, rtol=1e-3, atol=1e-5):
+        first, second = (torch.randn(shape, generator=draw) for _ in range(2))
+        parts = call(of_parameter, first.clone()) + call(of_parameter, second.clone())
+        if not torch.allclose(call(of_parameter, first + second), parts, rtol=1e-3, atol=1e-5):
             raise EngineError(
                 f"the hook on the gradient of {name} is not linear, and {engine} calls it with that of one rank's micro-batch; "
                 'choose engine "single", "ddp", "horovod" or "fsdp", where it gets that of the global batch'

@@ -27,9 +27,9 @@ class LimitedEmbedding(nn.Embedding):
         if self.training:
             self.shorten(self, input)
             return super().forward(input)
-        found = super().forward(input)
-        norms = found.norm(self.norm_type, dim=-1, keepdim=True)
-        return torch.where(norms > self.limit, found * (self.limit / (norms + 1e-7)), found)
+        rows = super().forward(input)
+        norms = rows.norm(self.norm_type, dim=-1, keepdim=True)
+        return torch.where(norms > self.limit, rows * (self.limit / (norms + 1e-7)), rows)
 
 
 def share_limits(model: nn.Module, engine: Any) -> frozenset[str]:

@@ -21,11 +21,11 @@ def refuse(model: nn.Module, task: str) -> None:
     for module in model.modules():
         cls = type(module)
         for name in _CALLED:
-            own, torchs = getattr(cls, name), getattr(nn.Module, name)
-            if own is not torchs and not _callable_alike(own, torchs):
+            theirs, torchs = getattr(cls, name), getattr(nn.Module, name)
+            if theirs is not torchs and not _callable_alike(theirs, torchs):
                 wanted = str(inspect.signature(torchs)).partition(" ->")[0]
                 raise TaskError(
-                    f"{task}: {cls.__name__}.{name}{inspect.signature(own)} overrides nn.Module.{name}, and torch calls it as "
+                    f"{task}: {cls.__name__}.{name}{inspect.signature(theirs)} overrides nn.Module.{name}, and torch calls it as "
                     f"{name}{wanted}; take the same arguments"
                 )
         overridden = (
@@ -42,8 +42,8 @@ def _ids(parameters: Iterator[nn.Parameter]) -> list[int]:
     return [id(parameter) for parameter in parameters]
 
 
-def _callable_alike(own: Callable[..., Any], torchs: Callable[..., Any]) -> bool:
-    signature = inspect.signature(own)
+def _callable_alike(theirs: Callable[..., Any], torchs: Callable[..., Any]) -> bool:
+    signature = inspect.signature(theirs)
     _, *arguments = inspect.signature(torchs).parameters
     try:
         signature.bind(None)

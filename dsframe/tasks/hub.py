@@ -42,17 +42,17 @@ def snapshot(address: str) -> Path:
     """The folder with the model. Raises TaskError where it cannot be had, with the remedy."""
     name, _, revision = address.removeprefix(HUB).partition("@")
     revision = revision or "main"
-    found = _cached(name, revision)
-    if found is None:
+    folder = _cached(name, revision)
+    if folder is None:
         why = "offline"
         if not os.environ.get("HF_HUB_OFFLINE"):
             command = [sys.executable, "-c", _DOWNLOAD, name, revision, *_LEFT_OUT]
             ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-            why, found = ended.stderr.strip().rpartition("\n")[2], _cached(name, revision)
-        if found is None:
+            why, folder = ended.stderr.strip().rpartition("\n")[2], _cached(name, revision)
+        if folder is None:
             reason = _REASONS.get(why, _OFFLINE).format(name=name, revision=revision)
             raise TaskError(f"task: {address} of the Hugging Face hub: {reason}")
-    return found
+    return folder
 
 
 def _cached(name: str, revision: str) -> Path | None:
@@ -68,5 +68,5 @@ def _cached(name: str, revision: str) -> Path | None:
 
 def origin(path: str) -> tuple[str, str] | None:
     """The name and the commit of a folder in the cache; None for any other folder."""
-    found = re.search(r"models--([^/]+)/snapshots/(\w+)/?$", path)
-    return (found[1].replace("--", "/"), found[2]) if found else None
+    match = re.search(r"models--([^/]+)/snapshots/(\w+)/?$", path)
+    return (match[1].replace("--", "/"), match[2]) if match else None

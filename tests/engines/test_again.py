@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.processes import horovodrun, run_ranks, torchrun
+import pytest
+
+from tests.processes import horovodrun, python, run_ranks, torchrun
 
 
 def test_several_trainings_in_one_process(tmp_path: Path) -> None:
@@ -23,3 +25,39 @@ def test_under_horovodrun(tmp_path: Path) -> None:
 
 def test_horovod_finds_no_addresses_of_the_training_before(tmp_path: Path) -> None:
     run_ranks(horovodrun(2, ["-m", "tests.engines.again", "60"]), timeout_seconds=120, cwd=tmp_path).check()
+
+
+PROGRAM = """
+import os, sys, logging, signal, warnings
+import torch, torch.utils.data, dsframe
+import torch.nn.functional
+class Line(dsframe.Task):
+    def model(self): return torch.nn.Linear(2, 1)
+    def loss(self, outputs, targets): return (outputs - targets).square().mean()
+    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+os.environ["HOROVOD_FUSION_THRESHOLD"] = "4096"
+def state():
+    return {
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "folder": os.getcwd(),
+        "functions": (torch.nn.functional.linear, torch.nn.Linear.forward, torch.nn.Module.__init__, torch.empty),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "hooks": (sys.excepthook, sys.stdout, sys.stderr),
+        "logging": (logging.root.level, list(logging.root.handlers)),
+        "torch": (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()),
+    }
+before = state()
+changes = {"zero3": {"zero_optimization": {"stage": 3}}}.get(sys.argv[1]) or {"dsframe": {"engine": sys.argv[1]}}
+file = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **changes}
+dsframe.fit(Line(), file, overrides=["dsframe.steps=1", "dsframe.run_dir=run"])
+after = state()
+assert after == before, {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+"""
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp", "horovod", "zero3"])
+def test_a_program_finds_its_process_as_it_was(engine: str, tmp_path: Path) -> None:
+    """A notebook goes on after a training, and starts others."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run_ranks(python(["program.py", engine]), cwd=tmp_path, timeout_seconds=120).check()

@@ -109,7 +109,7 @@ def test_the_whole_is_made_of_every_ranks_part() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     made = {"w1": Part("m.gate_up_proj", (8, 6, 2), (4, 3, 2)), "w2": DOWN, "router": ROUTER}
-    own = {"w1": (4, 3, 2), "w2": DOWN.own, "router": ROUTER.own, "head": (4, 2)}
+    own = {"w1": (4, 3, 2), "w2": DOWN.local_shape, "router": ROUTER.local_shape, "head": (4, 2)}
     with pytest.raises(CheckpointError, match=r"differ\): w1 has shape \[4, 3, 2\], saved \[4, 6, 2\]$"):
         compare("parameter", own, Experts(saved(), made).shapes)
 

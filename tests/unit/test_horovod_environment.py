@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from dsframe.config.schema.settings import Horovod
-from dsframe.engines import environment_scope
 from dsframe.engines.horovod import environment
 from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle_environment
 from dsframe.errors import EngineError
-from tests.processes import python, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -23,7 +20,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which Horovod has never started, with nothing in its environment."""
-    monkeypatch.setattr(environment_scope, "_ours", {})
     monkeypatch.setattr(environment, "_started", {})
     with mock.patch.dict(os.environ):
         give({})
@@ -52,8 +48,6 @@ def test_a_threshold_of_the_environment_cuts_buckets_and_never_reaches_horovod()
         give({THRESHOLD: "4096", ROUNDS: "1"})
         assert start(Horovod()) == 4096
         assert told() == {APART: "1", ROUNDS: "1"}
-        environment_scope.take_back()
-        assert os.environ[THRESHOLD] == "4096"
 
 
 def test_autotuning_is_refused() -> None:
@@ -87,23 +81,3 @@ def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.Mon
     monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
     settle_environment(Horovod(), torch.device("cuda", 0))
     assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"
-
-
-def test_the_environment_is_as_before_after_a_training(tmp_path: Path) -> None:
-    """In a process of its own: a program that goes on, and starts others."""
-    pytest.importorskip("horovod.torch")
-    program = """
-import os, torch, dsframe
-class Line(dsframe.Task):
-    def model(self): return torch.nn.Linear(2, 1)
-    def loss(self, outputs, targets): return (outputs - targets).square().mean()
-    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-os.environ["HOROVOD_FUSION_THRESHOLD"] = "4096"
-before = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-dsframe.fit(Line(), file | {"dsframe": {"engine": "horovod", "steps": 1, "run_dir": "run"}})
-print(before == {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")})
-"""
-    (tmp_path / "program.py").write_text(program)
-    finished = run_ranks(python(["program.py"]), cwd=tmp_path, timeout_seconds=120).check()
-    assert finished.stdout.splitlines()[-1] == "True"

@@ -28,14 +28,14 @@ def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
 
 def target(name: str) -> str | None:
     """Returns the key that takes the value of ``name`` here, dotted; None where there is none."""
-    found: str | None = table()["keys"].get(name)
-    return found
+    key: str | None = table()["keys"].get(name)
+    return key
 
 
 def advice(name: str) -> str | None:
     """Returns what to write in the place of ``name``, whose value has another form here; None for unknown names."""
-    found: str | None = table()["words"].get(name)
-    return found
+    word: str | None = table()["words"].get(name)
+    return word
 
 
 def answers(name: str) -> bool:

@@ -32,7 +32,7 @@ class Part:
     """The name in the model, as checkpoints have it."""
     shape: tuple[int, ...]
     """The whole's: ``[experts, rows, columns]``; of a router ``[experts, columns]``."""
-    own: tuple[int, ...]
+    local_shape: tuple[int, ...]
     """This rank's: ``[its experts, its rows, columns]``; the whole shape of a router."""
     expert: int = 0
     """The first of this rank's experts."""
@@ -46,11 +46,11 @@ class Part:
 
     def pick(self, experts: Tensor) -> Tensor:
         """This rank's rows out of this rank's ``experts``, ``[experts, rows, columns]``."""
-        return experts[:, self.row : self.row + self.own[1]].contiguous()
+        return experts[:, self.row : self.row + self.local_shape[1]].contiguous()
 
     def put(self, whole: Tensor, everyones: Sequence[Tensor]) -> None:
         """Writes each rank's experts, in the order of ranks, into the ``whole``."""
-        whole[:, self.row : self.row + self.own[1]] = torch.cat(list(everyones))
+        whole[:, self.row : self.row + self.local_shape[1]] = torch.cat(list(everyones))
 
 
 def parts(model: nn.Module) -> dict[str, Part]:
@@ -132,7 +132,7 @@ class Experts(SavedView):
         shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}
         for name, part in self._made.items():
             if (kept := saved.get(part.whole)) is not None:
-                shapes[name] = part.own if tuple(kept) == part.shape else kept
+                shapes[name] = part.local_shape if tuple(kept) == part.shape else kept
         return shapes
 
     def parameter(self, name: str) -> ParameterState:
@@ -142,7 +142,7 @@ class Experts(SavedView):
             return self._saved.parameter(name)
         if not part.spread:
             return dataclasses.replace(self._saved.parameter(part.whole), name=name)
-        each, count = math.prod(part.shape[1:]), part.own[0]
+        each, count = math.prod(part.shape[1:]), part.local_shape[0]
         stored = self._saved.part(part.whole, part.expert * each, count * each)
         moments = {key: part.pick(moment.view(count, *part.shape[1:])) for key, moment in stored.moments.items()}
         return ParameterState(name, part.pick(stored.weight.view(count, *part.shape[1:])), moments, stored.scalars)

@@ -17,10 +17,16 @@ FAILS = {"0.19.7": _EARLIER, "0.19.6": _EARLIER}
 
 
 def check(version: str, *, speaks: bool) -> None:
-    """Raises EngineError for a release that is known not to work; ``speaks``: warns of one that nobody has tried."""
+    """Raises EngineError for a release that does not work: it is known, or lacks what dsframe needs. ``speaks``: warns of one that
+    nobody has tried."""
     if version in FAILS:
         raise EngineError(f"DeepSpeed {version} does not work here: {FAILS[version]}; install deepspeed=={HOLDS[-1]}")
-    if version.partition("+")[0] not in HOLDS and speaks:
+    if version.partition("+")[0] in HOLDS:
+        return
+    from dsframe.engines.deepspeed import internals
+
+    internals.check(version)
+    if speaks:
         known = ", ".join(HOLDS)
         print(
             f"dsframe: warning: DeepSpeed {version} was never tested with this dsframe, which knows {known}",

@@ -31,7 +31,6 @@ from torch import Tensor
 from dsframe.cluster import process_group
 from dsframe.cluster.rendezvous import bound_to, free_port, interface_to
 from dsframe.cluster.world import World
-from dsframe.engines import environment_scope
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
@@ -149,7 +148,6 @@ class HorovodEngine(ReplicaEngine):
         hvd.barrier()
         _leave()
         process_group.close_process_group()
-        environment_scope.take_back()
 
 
 def _refuse_gpus_without_nccl(device: torch.device) -> None:

@@ -7,7 +7,6 @@ import os
 import torch
 
 from dsframe.config.schema.settings import Horovod
-from dsframe.engines import environment_scope
 from dsframe.errors import EngineError
 
 CPU_ROUND_MILLISECONDS = 5.0
@@ -29,23 +28,38 @@ def settle_environment(settings: Horovod, device: torch.device) -> float | None:
 
     Raises EngineError where the environment asks for autotuning, which changes what is reduced together while it trains.
     """
-    environment_scope.take_back()
     if os.environ.get(TUNES, "0") not in ("", "0"):
         raise EngineError(
             f"{TUNES}: dsframe cuts the buckets itself, so there is nothing to tune; leave out horovodrun's --autotune"
         )
-    environment_scope.number(APART, None, 1)
+    _number(APART, None, 1)
     bucket_bytes: float | None = settings.fusion_threshold_bytes
     if bucket_bytes is None:
-        bucket_bytes = environment_scope.number(THRESHOLD, None, None)
+        bucket_bytes = _number(THRESHOLD, None, None)
     # Horovod takes buckets as they are. Its second start in a process crashes where this and the cycle time are both fixed
     # (SIGSEGV in ParameterManager::BayesianParameter::SetValue, 0.28.1).
-    environment_scope.remove(THRESHOLD)
+    os.environ.pop(THRESHOLD, None)
     default = CPU_ROUND_MILLISECONDS if device.type == "cpu" else None
-    environment_scope.number(ROUNDS, settings.cycle_time_milliseconds, default)
+    _number(ROUNDS, settings.cycle_time_milliseconds, default)
     if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
-        environment_scope.number(ASYNC_COMPLETION, None, 1)
+        _number(ASYNC_COMPLETION, None, 1)
     return bucket_bytes
+
+
+def _number(name: str, wanted: float | None, default: float | None) -> float | None:
+    """Puts into the environment what the file says (``wanted``), else leaves what is there, else ``default``.
+
+    Returns what file or environment say; None where they are silent. Raises EngineError for what is no number there.
+    """
+    given = os.environ.get(name)
+    value = wanted if wanted is not None else None if given else default
+    if value is not None:
+        os.environ[name] = str(value)
+        return wanted
+    try:
+        return float(given) if given else None
+    except ValueError:
+        raise EngineError(f"{name}={given!r} is not a number") from None
 
 
 def note_start(*, running: bool) -> None:
