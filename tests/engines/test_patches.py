@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from dsframe.engines.deepspeed import patches, versions
 from dsframe.errors import EngineError
 from tests.contract import make
 from tests.engines import unpatched
-from tests.processes import run_ranks, torchrun
+from tests.processes import REPOSITORY, run_ranks, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,22 @@ def findings() -> dict[str, str]:
 @pytest.mark.parametrize("name", patches.PATCHES)
 def test_the_fault_is_there_without_the_patch(name: str, findings: dict[str, str]) -> None:
     assert findings[name] == ""
+
+
+def test_the_reports_for_deepspeed_show_their_faults(tmp_path: Path) -> None:
+    """With DeepSpeed alone, but for an op that it would compile first. In one process: its import takes long."""
+    runner = ["import runpy", "from dsframe.engines.deepspeed import patches", "patches.leave_out_shm_comm()"]
+    expected = []
+    for report in sorted((REPOSITORY / "docs" / "upstream").glob("*.md")):
+        text = report.read_text()
+        (tmp_path / f"{report.stem}.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+        runner.append(f"runpy.run_path('{report.stem}.py')")
+        expected += re.findall(r"`([^`]*)`", text.partition("It prints ")[2].partition("\n\n")[0])
+    (tmp_path / "all.py").write_text("\n".join(runner))
+    output = run_ranks(torchrun(1, ["all.py"]), timeout_seconds=150, cwd=tmp_path).check().stdout
+    assert len(expected) >= 4
+    assert all(line in output for line in expected), output
+    assert "gradient: 0.0\n" not in output
 
 
 def test_each_check_has_its_patch() -> None:
