@@ -97,12 +97,14 @@ def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
 
 
 def folder(path: str, what: str = "a model") -> Path:
-    """An existing local folder, or that of a model of the hub. Raises TaskError."""
+    """An existing local folder, or that of a model of the hub. Raises TaskError, also where libraries would wait in it for ever."""
     if path.startswith(hub.HUB):
         return hub.snapshot(path)
     local = Path(path).expanduser()
     if not local.is_dir():
         raise TaskError(f"task: {path} is not a local folder with {what}; of the Hugging Face hub: hub:{path}")
+    if odd := [entry.name for entry in local.iterdir() if not entry.is_file() and not entry.is_dir()]:
+        raise TaskError(f"task: {local / odd[0]} is neither a file nor a folder (a pipe, a broken link?); remove it")
     return local
 
 
@@ -119,7 +121,7 @@ def _from_folder(path: str) -> Any:
     try:
         return transformers().AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
-        raise TaskError(f"task.model: {model_folder / 'config.json'}: {_one_line(error)}") from error
+        raise TaskError(f"task.model: {model_folder / 'config.json'}: {_reason(model_folder, error)}") from error
 
 
 def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -181,6 +183,12 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
             else "there is no .safetensors file"
         )
         raise TaskError(f'task.model: {model_folder}: {why}; "fresh": true takes the configuration alone')
+    index = model_folder / "model.safetensors.index.json"
+    weight_map = _object(index).get("weight_map")
+    known_files = [file.name for file in files]
+    named = weight_map.values() if isinstance(weight_map, dict) else ()
+    if strange := [name for name in named if name not in known_files]:
+        raise TaskError(f"task.model: {index} names {strange[0]!r}, and there is no such file beside it")
     dtypes = set()
     for file in files:
         try:
@@ -209,7 +217,7 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # as above
         raise TaskError(
             f'task.model: {model_folder}: {_one_line(error)}; "fresh": true takes the configuration alone'
         ) from error
@@ -325,14 +333,22 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
         loaded = transformers().AutoTokenizer.from_pretrained(
             tokenizer_folder, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, OSError, TypeError, ImportError) as error:
-        raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_one_line(error)}") from error
+    except Exception as error:  # as above
+        raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_reason(tokenizer_folder, error)}") from error
     config = _object(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
     digest = hashlib.sha256(repr([config.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     for file in files:
         if file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return loaded, digest.hexdigest()
+
+
+def _reason(model_folder: Path | None, error: Exception) -> str:
+    """Why a folder cannot be read; transformers' own words would have its code run."""
+    assert model_folder is not None
+    if any(_object(model_folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")):
+        return 'it needs code that lies in the folder ("auto_map"), which dsframe does not run; write a task whose model() does'
+    return _one_line(error)
 
 
 def _one_line(error: Exception) -> str:
