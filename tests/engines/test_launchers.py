@@ -74,11 +74,6 @@ def test_cells_have_the_same_losses(
     assert launchers.train(engine, launcher, tmp_path, cluster) == pytest.approx(expected, abs=launchers.TOLERANCE)
 
 
-def test_the_cells_cover_the_matrix() -> None:
-    assert {engine for engine, _ in CELLS} == set(launchers.ENGINES)
-    assert {launcher for _, launcher in CELLS} == set(launchers.LAUNCHERS)
-
-
 @pytest.mark.parametrize(
     ("line", "engine", "processes"),
     [

@@ -100,6 +100,11 @@ def averages(checkpoint: Path) -> dict[str, Tensor]:
     return {name: found.parameter(name).moments["ema"].clone() for name in found.shapes}
 
 
+def test_it_is_evaluated_on_request_alone(tmp_path: Path) -> None:
+    plain, kept = (dsframe.fit(Line(), file(tmp_path / str(ema), ema=ema)).metrics for ema in (None, {"decay": 0.9}))
+    assert plain == kept
+
+
 @pytest.mark.parametrize(("kind", "every"), [("AdamW", 1), ("AdamW", 2), ("SGD", 1), ("Adagrad", 1)])
 def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
     wanted = {"decay": 0.9, "every_steps": every, "evaluate": True}

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +174,6 @@ def test_large_batches_of_an_evaluation_count() -> None:
     assert totals[1024] == pytest.approx(2 * totals[512])
 
 
-def test_horovods_buckets_are_the_engines() -> None:
-    file, known = language()
-    keys = file.written()
-    buffers = []
-    for size in (2**18, 2**19):
-        config = load({**keys, "dsframe": {**keys["dsframe"], "horovod": {"fusion_threshold_bytes": size}}})
-        buffers.append(predict(config, "horovod", known, GPU, 2).memory.buffers)
-    assert buffers[1] - buffers[0] == 2**18
-
-
 def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of activations half, on two ranks, of a micro-batch that both read; ZeRO shards state over both."""
     task = {"name": "language", "layers": 4, "width": 64, "context": 256}
@@ -245,20 +234,6 @@ def test_advice(
     assert any(line.startswith("nothing fits: ") and "; take" in line for line in lines) == (first is None)
 
 
-def test_a_block_that_is_compiled_is_gathered_whole() -> None:
-    """As the engine does it (``switches.units``), and as where it is computed twice."""
-    few = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    held = {}
-    for name, switch in (
-        ("plain", {}),
-        ("compiled", {"compile": "blocks"}),
-        ("twice", {"activation_checkpointing": True}),
-    ):
-        config, known = language(zero_optimization={"stage": 3, **few}, dsframe={"model": switch})
-        held[name] = predict(config, "deepspeed", known, GPU, 2).memory.buffers
-    assert held["plain"] < held["compiled"] == held["twice"]
-
-
 def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
     """Of a list of layers and of a model in one piece; all blocks keep less than every second one."""
     llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -283,15 +258,6 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
         assert memory["sliced"] + found["sliced"].memory.buffers < memory["plain"] + found["plain"].memory.buffers
         host = found["offloaded"].memory.host - found["plain"].memory.host
         assert host == pytest.approx(memory["plain"] - memory["offloaded"], rel=0.4)
-
-
-def test_what_is_frozen_lies_on_the_host_too() -> None:
-    host = {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    config, known = language(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0, **host})
-    lora = replace(known, frozen=9 * known.parameters)
-    one, ten = (predict(config, "deepspeed", each, GPU, 1) for each in (known, lora))
-    assert ten.memory.parameters == one.memory.parameters
-    assert ten.memory.host == pytest.approx(one.memory.host + 9 * 4 * known.parameters)
 
 
 def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
