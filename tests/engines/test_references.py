@@ -63,10 +63,6 @@ def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path: Path) -> N
     assert moved("fine-tuned", "reference-async-parameter-server", tmp_path) == moved("fine-tuned", "single", tmp_path)
 
 
-def test_nobody_waits_for_a_worker(report: dict[str, Any]) -> None:
-    assert report["nobody waits"] == {"rank 0 has trained": True, "rank 1 has trained": True}
-
-
 def test_ranks_part_between_two_averages(report: dict[str, Any]) -> None:
     every_2 = report["averaging every 2"]
     assert every_2["apart_after_5"] > 1e-3

@@ -164,16 +164,6 @@ def test_the_copy_of_a_save_in_the_background_counts() -> None:
         assert held[1] - held[0] == pytest.approx(12 * known.parameters / 4)
 
 
-def test_large_batches_of_an_evaluation_count() -> None:
-    """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
-    totals = {}
-    for rows in (None, 1, 512, 1024):
-        config, known = language(dsframe={"engine": "ddp", "eval_micro_batch_size": rows})
-        totals[rows] = predict(config, "ddp", known, GPU, 2).memory.activations
-    assert totals[None] == totals[1] < totals[512]
-    assert totals[1024] == pytest.approx(2 * totals[512])
-
-
 def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of activations half, on two ranks, of a micro-batch that both read; ZeRO shards state over both."""
     task = {"name": "language", "layers": 4, "width": 64, "context": 256}

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.checkpoint.store import locate, read_manifest
 from dsframe.data import TensorSource
-from dsframe.errors import DataError, StoppedError, TrainingError
+from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.guard.signals import StopRequest
 from dsframe.model.forward import MicroBatch
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
-from dsframe.training import step_log
+from dsframe.training import finite, step_log
 from dsframe.training.checkpoints import Checkpoints
 from tests.unit.test_checkpoint_files import Room
 
@@ -112,6 +112,11 @@ def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path: Path) -> None
         dsframe.fit(Line(*range(12)), file(tmp_path, on_nonfinite="skip", steps=60))
 
 
+def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
+    assert dsframe.fit(Line(0, 4), file(tmp_path, on_nonfinite="skip")).skipped_steps == 2
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"step 3: .* made of samples 4, 5; of these, 4 hold NaN"):
         dsframe.fit(Line(4), file(tmp_path, log_every_steps=100, checkpoints={"every_steps": 1, "keep_last": 1}))
@@ -197,3 +202,21 @@ def test_one_ranks_signal_stops_all() -> None:
         return request.agreed(1)
 
     assert Room(2).run(stops) == [True, True]
+
+
+class Remembering(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.seen.append(len(targets))
+        return super().loss(outputs, targets)
+
+
+def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path: Path) -> None:
+    dsframe.fit(Remembering(), file(tmp_path, steps=3))
+    with pytest.raises(TaskError, match="a resumed run would begin with another"):
+        dsframe.fit(Remembering(), file(tmp_path), resume="auto")
+    with pytest.raises(CheckpointError, match="was saved after step 3, but the run ends at step 2"):
+        dsframe.fit(Remembering(), file(tmp_path, steps=2), resume="auto")
