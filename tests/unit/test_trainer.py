@@ -82,6 +82,31 @@ def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> N
     assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
 
 
+class Undropped(Line):
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+def test_training_drops_out_and_evaluations_do_not(tmp_path: Path) -> None:
+    summary = dsframe.fit(Line(), file(tmp_path))
+    dsframe.fit(Undropped(), file(tmp_path / "plain"))
+    assert curve(tmp_path, "loss") != curve(tmp_path / "plain", "loss")
+    inputs, targets = Line().eval_data().batch(torch.arange(4), 0)
+    with torch.no_grad():
+        loss = Line().loss(dsframe.load_model(tmp_path, Line()).eval()(inputs), targets)
+    assert summary.metrics["loss"] == pytest.approx(float(loss))
+
+
+def test_a_resume_continues_the_loss_scale(tmp_path: Path) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+    dsframe.fit(Undropped(), file(tmp_path / "whole") | fp16)
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, overrides=["dsframe.steps=3"])
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, resume="auto")
+    scales = [read_manifest(locate(tmp_path / name)[0])["loss_scale"] for name in ("whole", "parts")]
+    assert scales[0] == scales[1]
+    assert scales[0]["scale"] > 2**4
+
+
 class Terms(Line):
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         return super().loss(outputs, targets), {"target": dsframe.Sum(targets.sum(), len(targets))}
