@@ -14,10 +14,14 @@ from torch import Tensor, nn
 
 import dsframe
 from dsframe.checkpoint.store import locate, read_manifest
+from dsframe.cluster.world import World
+from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.guard.signals import StopRequest
+from dsframe.model import build, optimizers, schedules
 from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
 from dsframe.training import finite, step_log
@@ -245,3 +249,23 @@ def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_
         dsframe.fit(Remembering(), file(tmp_path), resume="auto")
     with pytest.raises(CheckpointError, match="was saved after step 3, but the run ends at step 2"):
         dsframe.fit(Remembering(), file(tmp_path, steps=2), resume="auto")
+
+
+class Rank(SimpleNamespace):
+    """One that can be referred to weakly."""
+
+
+def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(build, "seed_generators", seeds.append)
+    config = load(file(tmp_path))
+
+    def built(ranks: Any) -> None:
+        rank = ranks.plan.world.rank
+        spec, course = optimizers.read(config), schedules.constant(0.1)
+        plan = Plan(config, World(rank, 2, rank, 2), Line(), spec, course, config.batch(2), torch.device("cpu"))
+        build.build_model(Rank(plan=plan, sum_over_ranks=ranks.sum_over_ranks))
+
+    Room(2).run(built)
+    assert len(seeds) == 4
+    assert len(set(seeds)) == 3
