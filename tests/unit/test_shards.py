@@ -8,9 +8,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsframe.data import Loader, Shards
+from dsframe.data.shards import _Windows
 from dsframe.errors import DataError
 from tests.sources import lines, shards, tar
 
@@ -189,3 +191,10 @@ def test_a_name_of_the_hub_without_a_network_is_named(monkeypatch: pytest.Monkey
     (path,) = documents.find_files(folder, "task.data.train")
     assert [row.value for row in documents.rows(path, ["text"])] == [{"text": "a"}, {"text": "b"}]
     assert documents.local("a.jsonl", None) == "a.jsonl"
+
+
+def test_a_window_has_another_order_in_each_epoch() -> None:
+    order = _Windows(np.array([8]), 8, seed=0)
+    first, second = (order.take(epoch, 0, 8)[0][1].tolist() for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
