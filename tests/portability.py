@@ -161,12 +161,6 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run_dir) if "loss" in record}
 
 
-def losses_of(name: str, run_dir: Path, *, steps: int) -> dict[int, float]:
-    """Trains from beginning to end without a checkpoint; the losses."""
-    train(SETUPS[name], run_dir, "--set", "dsframe.checkpoints.at_end=false", steps=steps).check()
-    return losses(run_dir)
-
-
 def uninterrupted(name: str, folder: Path) -> dict[int, float]:
     """Trains from beginning to end, saving on the way, once for each ``folder``; the losses."""
     run_dir = folder / name

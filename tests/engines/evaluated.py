@@ -139,80 +139,6 @@ class Words(Task):
         return {"loss": float(torch.cat(losses).mean())}
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(3, 5)
-
-    def forward(self, signals: Tensor) -> Tensor:
-        return self.net(signals).transpose(0, 1).log_softmax(-1)  # type: ignore[no-any-return]
-
-
-class Lines(Task):
-    """Text lines by CTC: outputs ``[time, rows, classes]``, targets of all rows one after the other."""
-
-    @staticmethod
-    def collate(rows: list[Any]) -> Any:
-        labels = torch.tensor([letter for _, line in rows for letter in line])
-        sizes = [torch.tensor([len(part[which]) for part in rows]) for which in (0, 1)]
-        return nn.utils.rnn.pad_sequence([signal for signal, _ in rows], batch_first=True), (labels, *sizes)
-
-    def model(self) -> nn.Module:
-        return TimeFirst()
-
-    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
-        return F.ctc_loss(outputs, *targets)
-
-    def eval_data(self) -> Any:
-        draw, rows = numbers(3), Rows()
-        for _ in range(SAMPLES):
-            letters = int(torch.randint(1, 4, (), generator=draw))
-            time = 2 * letters + int(torch.randint(0, 6, (), generator=draw))
-            rows.append(
-                (torch.randn(time, 3, generator=draw), torch.randint(1, 5, (letters,), generator=draw).tolist())
-            )
-        return rows
-
-    train_data = eval_data
-
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
-        losses = [
-            F.ctc_loss(model(inputs), *targets)
-            for inputs, targets in map(self.collate, ([r] for r in self.eval_data()))
-        ]
-        return {"loss": float(torch.stack(losses).mean())}
-
-
-class Flat(Task):
-    """Sequences one after the other in one row, as transformers' DataCollatorWithFlattening makes them."""
-
-    @staticmethod
-    def collate(rows: list[list[int]]) -> Any:
-        targets = [token for row in rows for token in [*row[1:], -100]]
-        return torch.tensor([[token for row in rows for token in row]]), torch.tensor([targets])
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30))
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-    def loss_weight(self, targets: Tensor) -> Tensor:
-        return (targets != -100).sum()
-
-    def eval_data(self) -> Any:
-        return Words().eval_data()
-
-    train_data = eval_data
-
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
-        losses = []
-        for row in self.eval_data():
-            tokens = torch.tensor(row)
-            losses.append(F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none"))
-        return {"loss": float(torch.cat(losses).mean())}
-
-
 class Look(Hooks):
     """Writes what it sees of evaluations: outputs of each rank, and the loss of a copy of the model."""
 
@@ -338,7 +264,7 @@ class RowByRow(nn.Module):
         return torch.stack([self.net(row) for row in rows])
 
 
-TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Lines, Flat, Mixed, Noisy, Looped)}
+TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Mixed, Noisy, Looped)}
 
 
 def by_hand(name: str) -> dict[str, float]:

@@ -55,16 +55,6 @@ class Classes(Port):
         return functional.cross_entropy(outputs, targets)
 
 
-class Mlp(Classes):
-    """Three layers with dropout (pytorch/examples: mnist without its convolutions)."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
-
-    def train_data(self) -> Any:
-        return TensorSource(numbers(SAMPLES, 12), classes(4, SAMPLES))
-
-
 class Cnn(Classes):
     """Convolutions with two kinds of dropout (pytorch/examples: mnist)."""
 
@@ -326,83 +316,6 @@ class Metric(Port):
         return TensorSource(numbers(SAMPLES, 12), classes(3, SAMPLES))
 
 
-class SummedRows(Metric):
-    """A sum over the rows of the global batch, which is the step's loss as it is."""
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.cross_entropy(self.all_rows(outputs), self.all_rows(targets), reduction="sum") / 10
-
-
-class _Crnn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.rnn = nn.Conv1d(4, 8, 3, padding=1), nn.GRU(8, 8, bidirectional=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        columns = functional.relu(self.conv(inputs)).permute(2, 0, 1)
-        logits: Tensor = self.head(self.rnn(columns)[0])
-        return logits.log_softmax(2)
-
-
-class Crnn(Port):
-    """Text in pictures: outputs with time first, and a summed CTC loss (CRNN)."""
-
-    loss_is = "sum"
-
-    def model(self) -> nn.Module:
-        return _Crnn()
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        widths = torch.full((len(targets),), len(outputs))
-        lengths = (targets > 0).sum(1)
-        return functional.ctc_loss(outputs, targets, widths, lengths, reduction="sum") / 10
-
-    def train_data(self) -> Any:
-        labels = classes(4, SAMPLES, 3) + 1
-        labels[::3, 2] = 0
-        return TensorSource(numbers(SAMPLES, 4, 10), labels)
-
-
-class Pairs:
-    """Pairs of sentences, padded to the longest of a batch."""
-
-    def __init__(self) -> None:
-        self.tokens, self.lengths, self.labels = (
-            classes(50, SAMPLES, 12),
-            classes(8, SAMPLES, seed=2) + 4,
-            classes(2, SAMPLES),
-        )
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def batch(self, indices: Tensor, epoch: int) -> Any:
-        lengths = self.lengths[indices]
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        tokens = self.tokens[indices][:, : mask.shape[1]] * mask
-        parts = (torch.arange(mask.shape[1]) >= lengths[:, None] // 2).long() * mask
-        return {"input_ids": tokens, "attention_mask": mask.long(), "token_type_ids": parts}, self.labels[indices]
-
-
-class Bert(Classes):
-    """A classifier of pairs with dropout, dynamic padding and the HF Trainer's linear schedule (Accelerate: nlp_example)."""
-
-    def model(self) -> nn.Module:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        return BertForSequenceClassification(
-            BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-                       max_position_embeddings=16, return_dict=False)
-        )  # fmt: skip
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        return super().loss(outputs[0], targets)
-
-    def train_data(self) -> Any:
-        return Pairs()
-
-
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -454,10 +367,6 @@ def _nanogpt(step: int) -> float:
     return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (step - 6) / 24)) * 0.9
 
 
-def _linear(step: int) -> float:
-    return step / 4 if step < 4 else (STEPS - step) / (STEPS - 4)
-
-
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -494,7 +403,6 @@ def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
 
 CASES: dict[str, Case] = {
-    "mlp": Case(Mlp, _sgd, SGD, draws=True),
     "cnn": Case(Cnn, _adamw, ADAMW, draws=True),
     "siamese": Case(Siamese, _adamw, ADAMW, settings={"eval_every_steps": 15}),
     "resnet": Case(Resnet, _sgd, SGD, settings={"eval_every_steps": 15}, by_batch=True),
@@ -532,17 +440,7 @@ CASES: dict[str, Case] = {
         settings={"order": "sequential", "eval_every_steps": 4},
         alone=True,
     ),
-    "summed rows": Case(SummedRows, _sgd, _file("SGD", 0.1, momentum=0.9)),
-    "crnn": Case(Crnn, _sgd, _file("SGD", 0.1, momentum=0.9)),
     "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9)),
-    "bert": Case(
-        Bert,
-        _adamw,
-        ADAMW | _schedule("linear", num_warmup_steps=4, num_training_steps="auto"),
-        rate=lambda optimizer: LambdaLR(optimizer, _linear),
-        draws=True,
-        bound=1e-7,
-    ),
 }
 
 

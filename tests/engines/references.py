@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +86,6 @@ def leave(engine: Any) -> None:
         engine.leave()
 
 
-def nobody_waits(folder: Path) -> dict[str, bool]:
-    """**Collective.** Each rank in turn trains while the other has not begun, which would end no synchronous training."""
-    engine, done = make(ADAM, ASYNC), {}
-    for first in range(engine.plan.world.size):
-        flag = folder / f"rank {first} has trained"
-        if engine.plan.world.rank == first:
-            steps_alone(engine)
-            flag.touch()
-        while not flag.exists():
-            time.sleep(0.01)
-        done[flag.name] = True
-        if engine.plan.world.rank != first:
-            steps_alone(engine)
-    leave(engine)
-    return done
-
-
 def steps_alone(engine: Engine) -> None:
     for step in range(5):
         engine.train_step(MicroBatch.of(micro_batches(engine, step)))
@@ -143,7 +125,6 @@ def main(path: str) -> None:
                 check(made)
             leave(made)
         report: dict[str, Any] = {case: measure(name, file) for case, (name, file) in CASES.items()}
-        report["nobody waits"] = nobody_waits(Path(path).parent)
         if torch.distributed.get_rank() == 0:
             Path(path).write_text(json.dumps(report))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import portability
-from tests.processes import COMPILING_SECONDS, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 SHORT = {
     "benchmarks.startup": ("--engines ddp --rounds 1 --without-hand", r"\ndsframe +\d+\.\d\d\nbounds: "),
@@ -63,21 +63,3 @@ def test_portability_goes_on_to_the_last_bit(capsys: pytest.CaptureFixture[str])
     """``make portability`` in short; the whole table is of all pairs."""
     assert portability.main(["--of", "single@1"]) == 0
     assert re.fullmatch(r" +single@1\nsingle@1 +0\.0e\+00\n", capsys.readouterr().out)
-
-
-def test_what_compiles_an_op_has_the_time_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``make portability`` on a machine where nothing is compiled yet."""
-    given: list[float] = []
-    monkeypatch.setattr(portability, "run_ranks", lambda _, timeout_seconds, **__: given.append(timeout_seconds))
-    for name in ("zero3@2", "zero3+nvme@2"):
-        portability.train(portability.SETUPS[name], tmp_path / name)
-    assert given == [150, COMPILING_SECONDS]
-
-
-def test_targets_that_would_change_this_checkout() -> None:
-    """Read by make alone; ``make lint`` starts the programs of ``make format``."""
-    listed = run_ranks(["make", "help"], timeout_seconds=20).check().stdout
-    assert {"setup", "test-all", "clean"} <= set(re.findall(r"^  make ([a-z-]+) ", listed, re.MULTILINE))
-    recipes = run_ranks(["make", "-n", "format", "clean"], timeout_seconds=20).check().stdout
-    assert "ruff format .\n" in recipes
-    assert "rm -rf .venv " in recipes

@@ -109,24 +109,3 @@ def test_an_engine_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         doctor.main(["--train", "--engines", "ddp,zero4"])
     assert "no engine zero4; there are deepspeed, ddp" in capsys.readouterr().err
-
-
-def test_a_machine_with_one_gpu_and_without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = ("deepspeed", "torchrun", "mpirun")
-    monkeypatch.setattr(doctor_train.launchers, "installed", lambda name: name in there)
-    monkeypatch.setattr(doctor_train.importlib.util, "find_spec", lambda name: None if name == "horovod" else name)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    found, absent = doctor_train.setups_of([], 1)
-    assert {setup.name: setup.launcher for setup in found} == {
-        "deepspeed ZeRO-1": "deepspeed",
-        "deepspeed ZeRO-2": "deepspeed",
-        "deepspeed ZeRO-3": "deepspeed",
-        "ddp": "torchrun",
-        "fsdp": "torchrun",
-        "deepspeed ZeRO-1 mpirun": "mpirun",
-    }
-    assert {row.name: row.remark for row in absent} == {
-        "horovodrun": "not installed",
-        "srun": "not in a Slurm allocation",
-        "horovod": "horovod is not installed",
-    }

@@ -24,10 +24,6 @@ NOT_HERE = ("cifar10_resnet18.json", "mnist_cnn.json")
 """Their data come from the network: the test trains on synthetic images."""
 
 
-def test_the_files_are_there() -> None:
-    assert {"zero0.json", "zero1.json", "zero2.json", "zero3.json", "horovod.json", "single.json"} <= set(FILES)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.timeout(COMPILING_SECONDS + 60) if "nvme" in name else ()) for name in FILES],

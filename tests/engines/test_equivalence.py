@@ -10,10 +10,9 @@ import functools
 import re
 
 import pytest
-import torch
 
 from tests import equivalence, features
-from tests.equivalence import CASES, EARLY_BOUND, STEPS, TASKS, Reference, Run
+from tests.equivalence import CASES, EARLY_BOUND
 from tests.processes import COMPILING_SECONDS, warm
 
 
@@ -52,24 +51,6 @@ def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(equivalence, "train", lambda task, case, cut=2, _=None: train(task, case, cut, warm))
     assert equivalence.main(["--of", "gpt", "--case", "zero3+cpu alone"]) == 0
     assert re.search(r"\nzero3\+cpu alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
-
-
-def test_the_command_has_a_row_for_every_case(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As typed without options, where a name with a comma was two names that nobody knows; with stand-ins for trainings."""
-    run = Run([2.0] * STEPS, {"weight": torch.zeros(2)})
-    monkeypatch.setattr(equivalence, "reference", lambda *_: Reference(run, 1e-7, 1e-7))
-    monkeypatch.setattr(equivalence, "train", lambda *_: run)
-    assert equivalence.main([]) == 0
-    printed = capsys.readouterr().out
-    for name, case in CASES.items():
-        assert printed.count(f"\n{name:22} ") == len(case.tasks), name
-    assert all(f"\n{task}, fp32: " in printed for task in TASKS)
-    other = Run([2.0] * STEPS, {"weight": torch.ones(2)})
-    monkeypatch.setattr(equivalence, "train", lambda *_: other)
-    assert equivalence.main(["--of", "gpt", "--case", "ddp"]) == 1
-    assert "weights off by 1.0e+00, more than 3 x 1.0e-07" in capsys.readouterr().out
 
 
 def test_the_command_trains_a_feature(capsys: pytest.CaptureFixture[str]) -> None:

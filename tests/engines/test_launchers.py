@@ -14,7 +14,7 @@ from dsframe.config import load
 from dsframe.run_dir.record import read_summary
 from tests import launchers
 from tests.cluster.slurm import DoesNotStartError
-from tests.processes import run_ranks, warm
+from tests.processes import run_ranks
 
 CELLS = (
     ("zero3", "deepspeed"),
@@ -74,11 +74,6 @@ def test_cells_have_the_same_losses(
     assert launchers.train(engine, launcher, tmp_path, cluster) == pytest.approx(expected, abs=launchers.TOLERANCE)
 
 
-def test_the_cells_cover_the_matrix() -> None:
-    assert {engine for engine, _ in CELLS} == set(launchers.ENGINES)
-    assert {launcher for _, launcher in CELLS} == set(launchers.LAUNCHERS)
-
-
 @pytest.mark.parametrize(
     ("line", "engine", "processes"),
     [
@@ -98,10 +93,3 @@ def test_the_two_lines_as_typed(line: str, engine: str, processes: int, tmp_path
     )  # labelled lines at the beginning and the end; the model's parts
     rest = [one for one in finished.output.splitlines() if not blocks.search(one)]
     assert len(rest) < 15, f"little noise\n{finished}"
-
-
-def test_ddp_trains_in_one_process_without_a_launcher(tmp_path: Path) -> None:
-    short(tmp_path, 3)
-    command = ["-m", "dsframe.train", "--config", "zero3.json", "--engine", "ddp", "--run-dir", "run"]
-    run_ranks(warm(1, command), cwd=tmp_path, timeout_seconds=120).check()
-    assert read_summary(tmp_path / "run")["steps"] == 3

@@ -14,7 +14,7 @@ import torch
 
 import dsframe
 from dsframe.data.sampler import Sampler
-from dsframe.errors import CheckpointError, TrainingError
+from dsframe.errors import TrainingError
 from dsframe.run_dir.record import read_metrics, read_summary
 from tests.engines.nan_task import BROKEN, OneBrokenSample
 from tests.processes import Finished, run_ranks, warm
@@ -143,15 +143,6 @@ def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(t
     assert f"of these, {BROKEN} hold NaN" in failed.stderr
     saved = sorted((tmp_path / "ddp-0" / "checkpoints").glob("step-*"))
     assert [path.name for path in saved] == [f"step-{number:08}" for number in (step - 2, step - 1)]  # keep_last is 2
-
-
-def test_updates_left_out_for_ever_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneBrokenSample, "loss", lambda self, outputs, targets: outputs.sum() * math.nan)
-    monkeypatch.setattr("dsframe.training.finite.SKIPS_IN_A_ROW", 3)
-    with pytest.raises(TrainingError, match=r"not finite since step 1, .*; every parameter is finite"):
-        dsframe.fit(OneBrokenSample(), configuration(tmp_path, on_nonfinite="skip"))
-    with pytest.raises(CheckpointError):
-        dsframe.fit(OneBrokenSample(), configuration(tmp_path), resume=str(tmp_path / "single-0"))
 
 
 @pytest.mark.parametrize("settings", [{"steps": 3}, {"steps": 9}, {"steps": 9, "checkpoints": {"every_steps": 1}}])

@@ -22,7 +22,7 @@ from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.observe.meta import model_of
 from dsframe.tools.compare import losses
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
-from tests.processes import REPOSITORY, horovodrun, python, run_ranks, warm
+from tests.processes import horovodrun, python, run_ranks, warm
 
 BOUND = 1e-5
 BF16_BOUND = 0.05
@@ -204,18 +204,6 @@ def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
     assert moved == {name: not name.endswith(".bias") for name in moved}
     course = read_manifest(store.locate(tmp_path / "parts" / "run")[0])["course"]
     assert set(course["parameter_groups"]) == set(course["optimizers"]) == {"generator", "discriminator"}
-
-
-def test_the_example_trains(tmp_path: Path) -> None:
-    """Five steps of examples/gan on two ranks."""
-    wanted = ["gan.py", "--config", "gan.json", "--run-dir", str(tmp_path / "run"), "--set", "dsframe.steps=5"]
-    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.log_every_steps=1"]
-    run_ranks(warm(2, [*wanted, *more]), cwd=REPOSITORY / "examples" / "gan", timeout_seconds=120).check()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [set(row) >= {"discriminator_loss", "generator_loss", "told_right"} for row in rows if "loss" in row] == [
-        True
-    ] * 5
-    assert rows[-1]["evaluation"]["distance"] > 0.0
 
 
 # What is refused.

@@ -62,14 +62,6 @@ def test_a_patch_whose_place_has_gone_is_named() -> None:
         patches._upstream("norm", "gone")
 
 
-@pytest.mark.parametrize("name", patches.PATCHES)
-def test_a_patch_says_why_and_where(name: str) -> None:
-    patch = patches.PATCHES[name]
-    assert ".py (" in patch.upstream
-    assert patch.reason
-    assert patch.versions
-
-
 def test_a_release_that_is_known_not_to_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "version", lambda: "0.19.7")
     file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}

@@ -46,12 +46,6 @@ def test_the_same_training(report: dict[str, Any], case: str, other: str, bound:
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_ring_adds_up_what_torchs_all_reduce_does(ranks: int) -> None:
-    finished = run_ranks(warm(ranks, ["-m", "tests.engines.ring"]), timeout_seconds=60).check()
-    assert f"equal: 6 sizes on {ranks} ranks" in finished.stdout
-
-
 @pytest.mark.parametrize(("case", "other"), [("async server", "ddp"), ("async server bf16", "ddp bf16")])
 def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], case: str, other: str) -> None:
     mine, theirs = report[case], report[other]
@@ -67,14 +61,6 @@ def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], c
 def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path: Path) -> None:
     """One worker waits for nobody, and is one process."""
     assert moved("fine-tuned", "reference-async-parameter-server", tmp_path) == moved("fine-tuned", "single", tmp_path)
-
-
-def test_nobody_waits_for_a_worker(report: dict[str, Any]) -> None:
-    assert report["nobody waits"] == {"rank 0 has trained": True, "rank 1 has trained": True}
-
-
-def test_averaging_is_another_training_for_adam(report: dict[str, Any]) -> None:
-    assert largest(report["averaging"]["losses"], report["ddp"]["losses"]) > 1e-3
 
 
 def test_ranks_part_between_two_averages(report: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import functools
 import json
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -208,43 +207,6 @@ def assert_same(found: Mapping[int, float], bound: float = BOUND, of: str = "sin
     expected, _ = reference(of)
     assert STEPS in found
     assert {step: loss for step, loss in found.items() if abs(loss - expected[step]) > bound} == {}, expected
-
-
-def test_it_refuses_and_records_what_it_says() -> None:
-    """One by one, without dsframe."""
-    found = json.loads(
-        run_ranks(warm(1, ["-m", "tests.standin.refusals"], standin=True), timeout_seconds=60).check().stdout
-    )
-    errors = {name: one["error"] for name, one in found.items() if "error" in one}
-    for name, message in {
-        "two places": "on the same device|must be on the device",
-        "two devices": "on the same device|tensors of two devices",
-        "no such device": "invalid device ordinal 7: there are 2 devices",
-        "numpy": "TypeError",
-        "the host's generator": "generator",
-        "memory": "out of memory on device 0: .* limit 1048576",
-    }.items():
-        assert re.search(message, errors.pop(name)), name
-    assert errors == {}
-    values = {name: one["value"] for name, one in found.items() if "value" in one}
-    assert values["a scalar of the host"] == 32.0
-    assert values["an address"] == -signal.SIGSEGV
-    assert values["an early read"] == [0.0, 16.0], "first NaN, then what was sent"
-    assert values["a row that cannot be read"] == ["row 4 is damaged", []]
-    assert values["uninitialised"] is True
-    assert values["two threads"] == 3000  # a deadlock ends in the time limit above
-    assert values["bytes"] == 4096, "a thousand numbers in blocks of 512 bytes"
-    events = {name: one["events"] for name, one in found.items()}
-    assert events["an early read"] == [["to host", "64 bytes non-blocking pinned contiguous"], ["wait", "device"]]
-    assert ["wait", "_local_scalar_dense"] in events["a number"]
-    assert ["wait", "index"] in events["a mask"]
-    assert events["a batch"] == [["to device", "64 bytes blocking pageable contiguous"]]
-    assert events["a good batch"] == [["to device", "64 bytes non-blocking pinned contiguous"]]
-    assert values["images"] == ["torch.float32", True]
-    sent = [detail for what, detail in events["images"] if what == "to device" and "side-stream" in detail]
-    assert "96 bytes non-blocking pinned contiguous side-stream" in sent, "two images of 48 bytes: uint8"
-    assert not any(detail.startswith("384 bytes") for detail in sent), "which would be fp32"
-    assert events["a batch with holes"] == [["to device", "32 bytes non-blocking pageable strided"]]
 
 
 @pytest.mark.parametrize(

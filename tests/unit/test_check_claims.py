@@ -1,4 +1,5 @@
-"""What we say DeepSpeed raises, it raises; what we let pass, trains: 30 files with one real engine each, in one process.
+"""What we say DeepSpeed raises, it raises: 26 files with one real engine each, in one process.
+What we let pass: test_check_starts.py.
 
 The parser alone accepts most of these: they fail in the engine, after every process of a run has started.
 """
@@ -57,18 +58,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "auto where nothing resolves it": {"steps_per_print": "auto"},
     "infinity in quotes": {"steps_per_print": "inf"},
 }
-ACCEPTED: dict[str, dict[str, Any]] = {
-    "stage 2": zero(2),
-    "predivide factor without reduce-scatter": {
-        "gradient_predivide_factor": 2.0,
-        "prescale_gradients": True,
-        **zero(1),
-    },
-    "null for switches": {"dump_state": None, "prescale_gradients": None, "memory_breakdown": None},
-    "profile at step 0": {"flops_profiler": {"enabled": True, "profile_step": 0}},
-    "torch's Adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1, "fused": True}}, **zero(1)},
-    "numbers in quotes": zero("2", reduce_bucket_size="500000"),  # type: ignore[arg-type]
-}
 
 
 def content(keys: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +77,7 @@ def outcomes() -> dict[str, str | None]:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_check_claims"],
-        input=json.dumps({name: content(keys) for name, keys in (REFUSED | ACCEPTED).items()}),
+        input=json.dumps({name: content(keys) for name, keys in REFUSED.items()}),
         cwd=REPOSITORY,
         env=environment,
         timeout=240,
@@ -105,13 +94,6 @@ def test_deepspeed_raises_what_we_refuse(name: str, outcomes: dict[str, str | No
     problems = examine(json.dumps(content(REFUSED[name])), "x.json").problems
     assert [problem for problem in problems if problem.severity == "error"]
     assert outcomes[name] is not None
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_deepspeed_trains_what_we_accept(name: str, outcomes: dict[str, str | None]) -> None:
-    problems = examine(json.dumps(content(ACCEPTED[name])), "x.json").problems
-    assert [problem for problem in problems if problem.severity == "error"] == []
-    assert outcomes[name] is None
 
 
 def child() -> None:

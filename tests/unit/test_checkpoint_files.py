@@ -335,7 +335,7 @@ class Room:
                 self.barrier.wait(10)
                 return total
 
-            world = SimpleNamespace(rank=rank, size=self.size, local_size=self.size)
+            world = SimpleNamespace(rank=rank, size=self.size, local_size=self.size, is_main=rank == 0)
             plan = SimpleNamespace(world=world, device=torch.device("cpu"))
             results[rank] = action(SimpleNamespace(plan=plan, sum_over_ranks=sum_over_ranks))
 

@@ -253,3 +253,18 @@ def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store
             "persistent=False, or use another dtype"
         )
     assert begin(fresh, buffers=buffers, at_end=False) == [resume.Start()] * 2
+
+
+def test_ranks_go_on_with_the_numbers_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two share their samples. Ranks that the saved run did not have draw others, and others after each resume."""
+    said: list[Any] = []
+    monkeypatch.setattr(resume.generators, "restore", lambda kept, device: said.append(kept))
+    monkeypatch.setattr(resume, "seed_generators", said.append)
+    for step in (7, 8):
+        saved: Any = SimpleNamespace(generators=lambda: ["a", "b", "c", "d"], step=step)
+        for rank in range(8):
+            world, batch = SimpleNamespace(rank=rank), SimpleNamespace(sharing=2)
+            plan = SimpleNamespace(world=world, batch=batch, seed=0, data_rank=rank // 2, device=None)
+            resume._restore_generators(SimpleNamespace(plan=plan), saved)  # type: ignore[arg-type]
+    assert said[:4] == said[8:12] == ["a", "a", "c", "c"]
+    assert len({*said[4:8], *said[12:]}) == 4

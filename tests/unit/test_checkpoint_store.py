@@ -249,6 +249,8 @@ def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: 
         for wrong in (runs[1:], runs[:-1], [*runs, runs[0]], moved):
             with pytest.raises(CheckpointError, match=r"leaves a gap, or overlaps|ends at byte"):
                 combined("file", 50_000, wrong)
+        (tmp_path / "file").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert "was altered" in byte_files.damage_of(tmp_path / "file", asdict(entry), slice(None))
         (tmp_path / "file").unlink()
 
 

@@ -40,16 +40,10 @@ def coalesced() -> None:
 
 KNOWN: dict[str, tuple[Callable[[], object], str, int, float]] = {
     "all_reduce": (lambda: dist.all_reduce(ones(1000)), "all-reduce", 4000, 6000),
-    "all_reduce in 16 bits": (lambda: dist.all_reduce(ones(1000).bfloat16()), "all-reduce", 2000, 3000),
     "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(ones(400), ones(100)), "all-gather", 1600, 1200),
-    "all_gather": (lambda: dist.all_gather([ones(100)] * RANKS, ones(100)), "all-gather", 1600, 1200),
     "two at once": (coalesced, "all-gather", 1760, 1320),
     "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(ones(100), ones(400)), "reduce-scatter", 1600, 1200),
-    "reduce_scatter": (lambda: dist.reduce_scatter(ones(100), [ones(100)] * RANKS), "reduce-scatter", 1600, 1200),
     "broadcast": (lambda: dist.broadcast(ones(100), 0), "broadcast", 400, 300),
-    "reduce": (lambda: dist.reduce(ones(100), 0), "reduce", 400, 300),
-    "gather": (lambda: dist.gather(ones(100), [ones(100)] * RANKS), "gather", 1600, 1200),
-    "scatter": (lambda: dist.scatter(ones(100), [ones(100)] * RANKS), "scatter", 1600, 1200),
     "all_to_all_single": (lambda: dist.all_to_all_single(ones(400), ones(400)), "all-to-all", 1600, 1200),
     "send": (lambda: dist.send(ones(100), 1), "send", 400, 400),
     "receive": (lambda: dist.recv(ones(100), 1), "receive", 400, 0),
@@ -58,18 +52,6 @@ KNOWN: dict[str, tuple[Callable[[], object], str, int, float]] = {
         "all-reduce",
         4000,
         6000,
-    ),
-    "a functional all_gather": (
-        lambda: functional.wait_tensor(functional.all_gather_tensor(ones(100), 0, world())),
-        "all-gather",
-        1600,
-        1200,
-    ),
-    "a functional reduce_scatter": (
-        lambda: functional.wait_tensor(functional.reduce_scatter_tensor(ones(400), "sum", 0, world())),
-        "reduce-scatter",
-        1600,
-        1200,
     ),
     "a smaller group": (lambda: dist.all_reduce(ones(1000), group=dist.new_group([0, 1])), "all-reduce", 4000, 4000),
 }

@@ -136,17 +136,6 @@ def test_the_trainers_call(tmp_path: Path) -> None:
     load({**document, "dsframe": {**document["dsframe"], "task": task}})
 
 
-def test_the_trainers_defaults_are_written(tmp_path: Path) -> None:
-    document = convert(
-        given(tmp_path, "a.json", json.dumps({"output_dir": "x", "max_steps": 100, "warmup_ratio": 0.101}))
-    ).document
-    assert document["train_micro_batch_size_per_gpu"] == 8
-    assert document["optimizer"]["params"]["lr"] == 5e-5
-    assert document["scheduler"]["params"]["num_warmup_steps"] == 0.101
-    assert document["dsframe"]["checkpoints"] == {"every_steps": 500}
-    load(document)
-
-
 def test_a_notebook(tmp_path: Path) -> None:
     cells: list[Any] = [
         {"cell_type": "code", "source": ["!pip install transformers\n", "%time\n"]},

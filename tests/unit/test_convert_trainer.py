@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import dsframe
 from dsframe.config import load
 from dsframe.config.load import Config
 from dsframe.config.resolve.auto import Facts
 from dsframe.data.sampler import Sampler
 from dsframe.model import groups, schedules
-from dsframe.tools.compare import losses
 from dsframe.tools.convert_config import convert
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[transformers]'")
@@ -164,47 +162,3 @@ def deepspeeds(kind: str, trainer: Any, steps: int) -> list[float]:
         found.append(optimizer.param_groups[0]["lr"])
         scheduler.step()
     return found
-
-
-class SmallTask(dsframe.Task):
-    """The model and rows of the script."""
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(3)
-        return Small()
-
-    def loss(self, outputs: Any, targets: Any) -> Any:
-        return nn.functional.mse_loss(outputs, targets)
-
-    def train_data(self) -> Any:
-        return Rows()
-
-
-TRAINED = [
-    'TrainingArguments("out", max_steps=20, learning_rate=1e-2, warmup_steps=0.2, weight_decay=0.1)',
-    'TrainingArguments("out", max_steps=20, optim="sgd", learning_rate=0.1, gradient_accumulation_steps=2, max_grad_norm=0.1)',
-    'TrainingArguments("out", num_train_epochs=4, per_device_train_batch_size=16, learning_rate=1e-2, warmup_ratio=0.1, '
-    'lr_scheduler_type="cosine", adam_beta2=0.9)',
-]
-
-
-@pytest.mark.parametrize("script", TRAINED)
-def test_the_losses_are_the_trainers(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    trainer, steps = trainers(script.replace('"out"', '"out", logging_steps=1, save_strategy="no", disable_tqdm=True'))
-    torch.manual_seed(3)
-    trainer.model.load_state_dict(SmallTask().model().state_dict())
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(Rows())
-    trainer.train()
-    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    document = converted(tmp_path, script)
-    overrides = [
-        "dsframe.engine=single",
-        "dsframe.order=sequential",
-        "dsframe.log_every_steps=1",
-        "dsframe.run_dir=run",
-    ]
-    dsframe.fit(SmallTask(), document.given(), overrides=overrides)
-    found = losses(tmp_path / "run")
-    assert len(expected) == len(found) == steps >= 20
-    assert [found[step] for step in sorted(found)] == pytest.approx(expected, abs=2e-6)

@@ -230,24 +230,6 @@ def test_fetch_mends_a_truncated_file(tmp_path: Path) -> None:
     assert len(load(settings(data_dir=str(tmp_path / "target")))) == 6
 
 
-def test_fetch_says_all_that_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
-
-    def offline(name: str, root: Path, scratch: Path) -> str:
-        raise OSError("no route to host")
-
-    offline.__name__ = "_download"
-    monkeypatch.setitem(fetch._WAYS, "fashion-mnist", [fetch._local, fetch._debian, offline])
-    assert fetch.main(["fashion-mnist", "--to", str(tmp_path / "to")]) == DataError.exit_code
-    message = capsys.readouterr().err
-    assert message.startswith(
-        f"error: fashion-mnist could not be fetched to {tmp_path}/to; tried:\n  present: fashion-mnist: "
-    )
-    assert "\n  local: fashion-mnist: not found in" in message
-    assert message.endswith("\n  debian: no apt-get on this machine\n  download: no route to host [data]\n")
-    assert names(tmp_path / "to") == []
-
-
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(

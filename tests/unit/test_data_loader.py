@@ -237,3 +237,22 @@ def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:
 def test_batches_arrive_on_the_device() -> None:
     batch = next(Loader(images(), seed=0, micro_batch_size=2, device="meta").stream())
     assert {leaf.device.type for leaf in batch} == {"meta"}
+
+
+@pytest.mark.parametrize("data", [images(), Noisy()])
+def test_a_row_is_another_in_each_epoch(data: Any) -> None:
+    first, again, other = (as_source(data, 4).batch(torch.tensor([3]), epoch)[0] for epoch in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+class Epochs(IterableDataset[Any]):
+    def set_epoch(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(1), self.number)] * 2)
+
+
+def test_a_stream_is_told_its_epoch() -> None:
+    assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]

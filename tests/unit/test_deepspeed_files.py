@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +82,13 @@ def test_what_is_missing_or_not_known_is_named(tmp_path: Path) -> None:
         (folder / name).touch()
         wrong(what)
         (folder / name).unlink()
+
+
+def test_padding_is_no_weight() -> None:
+    """Two ranks' shares of three numbers."""
+    flats = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])
+    states = [{"state": {0: {"step": torch.tensor(1.0), "exp_avg": 2 * flat}}} for flat in flats]
+    each = [{"fp32_flat_groups": [f], "optimizer_state_dict": s} for f, s in zip(flats, states, strict=True)]
+    saved: Any = SimpleNamespace(optimizers=each, groups=[{"weight": (3,)}], path=Path())
+    (found,) = deepspeed_files._stage_3(saved, {}, {})
+    assert (found.weight.tolist(), found.moments["exp_avg"].tolist()) == ([1, 2, 3], [2, 4, 6])

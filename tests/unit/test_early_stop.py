@@ -149,6 +149,13 @@ def test_a_run_ends_early_and_stays_ended(tmp_path: Path, capsys: pytest.Capture
     assert dsframe.fit(Falling(), longer, resume="auto").steps == 8
 
 
+def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(tmp_path: Path) -> None:
+    few = {"metric": "loss:min", "patience": 2, "min_delta": 100.0}
+    assert dsframe.fit(Falling(), file(str(tmp_path / "whole"), steps=5, stop=few)).stopped == ""
+    dsframe.fit(Falling(), file(str(tmp_path / "early"), stop=few, checkpoints={}))
+    assert [path.name for path in (tmp_path / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
+
+
 def test_refusals(tmp_path: Path) -> None:
     task = Falling()
     task.held_out = False

@@ -19,6 +19,7 @@ from dsframe.checkpoint.reader import Checkpoint
 from dsframe.config import load
 from dsframe.data import Loader, TensorSource
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.model import ema
 from dsframe.tools import export
 from dsframe.tools.plan.device import gpu
 from dsframe.tools.plan.footprint import predict
@@ -98,6 +99,19 @@ def test_its_decay_grows(more: dict[str, Any], decays: list[float], tmp_path: Pa
 def averages(checkpoint: Path) -> dict[str, Tensor]:
     found = Checkpoint(checkpoint)
     return {name: found.parameter(name).moments["ema"].clone() for name in found.shapes}
+
+
+def test_it_is_evaluated_on_request_alone(tmp_path: Path) -> None:
+    plain, kept = (dsframe.fit(Line(), file(tmp_path / str(ema), ema=ema)).metrics for ema in (None, {"decay": 0.9}))
+    assert plain == kept
+
+
+def test_one_that_begins_before_the_first_update_moves_towards_it() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer, start = torch.optim.SGD([weight], lr=1.0), ema.copies([weight])
+    weight.data += 4.0
+    ema.update(optimizer, [weight], 0.75, start)
+    assert optimizer.state[weight][ema.KEY].item() == 1.0
 
 
 @pytest.mark.parametrize(("kind", "every"), [("AdamW", 1), ("AdamW", 2), ("SGD", 1), ("Adagrad", 1)])

@@ -232,43 +232,6 @@ def lines(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_step_lr_by_epochs_is_torchs_stepped_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    task = Line()
-    file = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0,
-        "dataloader_drop_last": True,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "scheduler": {"type": "StepLR", "params": {"step_size": {"epochs": 1}, "gamma": 0.5}},
-        "dsframe": {"engine": "single", "epochs": 5, "order": "sequential", "run_dir": "run", "log_every_steps": 1},
-    }
-    summary = dsframe.fit(task, file)
-    inputs, targets = task.train_data().batch(torch.arange(20), 0)
-    model = Line().model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    losses, rates = [], []
-    for _ in range(5):
-        for start in (0, 8):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.zero_grad()
-            parts = []
-            for micro in (start, start + 4):
-                loss = task.loss(model(inputs[micro : micro + 4]), targets[micro : micro + 4]) / 2
-                loss.backward()
-                parts.append(loss.item())
-            losses.append(sum(parts))
-            optimizer.step()
-        schedule.step()
-    found = [line for line in lines("run") if "learning_rate" in line]
-    assert [line["learning_rate"] for line in found] == rates
-    assert [line["loss"] for line in found] == pytest.approx(losses, abs=1e-7)
-    assert summary.steps == 10
-    assert len(set(rates)) == 5
-
-
 def test_a_run_goes_by_epochs_and_says_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import hypothesis
 import pytest
@@ -28,6 +29,7 @@ from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, finalized
 from dsframe.training.shared_buffers import _row_spans
+from tests.unit.test_checkpoint_files import Room
 
 CPU = torch.device("cpu")
 
@@ -153,19 +155,20 @@ ROWS = hypothesis.strategies.lists(hypothesis.strategies.integers(-9, 9), min_si
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_every_sample_is_counted_once_whatever_a_batch_is(collate: Any, rows: list[Any], ranks: int, size: int) -> None:
     rows = rows if collate in (items, ragged) else [row or [0] for row in rows]
-    task = Summing(collate)
+    engine: Any = MagicMock()
+    engine.plan.task, engine.plan.config.settings.model.compile, engine.built.watch = Summing(collate), False, None
+    engine.eval_step = lambda batch, measure: measure(*batch) if measure else {}
     loaders = [
         EvaluationLoader(as_source(rows, 0, collate), seed=0, micro_batch_size=size, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
+    evaluation = Evaluation(engine, {"": loaders[0]}, lambda: None, print)
     total, seen = Sum(torch.tensor(0.0), 0), []
     for batches in zip(*loaders, strict=True):
         assert len({len(one.samples) for one in batches}) == 1, "ranks have equally long batches at a time"
-        for (outputs, targets), samples, counts in batches:
-            if counts:
-                task.context.eval_samples = len(samples)
-                total += task.metrics(outputs, targets)["loss"]
-                seen += samples
+        seen += [sample for one in batches if one.counts for sample in one.samples]
+    for loader in loaders:
+        total += (evaluation._batches("", loader, evaluation._measure) or {}).get("loss", Sum(torch.tensor(0.0), 0))
     assert seen == list(range(len(rows)))
     numbers = [value for row in rows for value in row] if collate is items else rows
     assert float(total.count) == len(numbers)
@@ -319,3 +322,9 @@ def test_what_is_kept_is_of_tensors_numbers_and_texts(kept: Any) -> None:
         assert "Task.keep returned objects of a class" in answer["error"]
     else:
         assert answer == {"metrics": {"batches": 1.0}}
+
+
+def test_every_ranks_batches_come_to_rank_0() -> None:
+    kept = [[b"a", b"bc", b"d"], [b"e"]]
+    heard = Room(2).run(lambda ranks: whole_set.gathered(ranks, kept[ranks.plan.world.rank]))
+    assert heard[0] == [b"a", b"e", b"bc", b"d"]

@@ -7,16 +7,20 @@ import resource
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dsframe
 from dsframe.checkpoint import export, store
 from dsframe.config import load
-from dsframe.errors import DsframeError
+from dsframe.errors import CheckpointError, DsframeError
 from dsframe.model.spill import is_disk
 from dsframe.tasks import build
 from tests.processes import python, run_ranks
+from tests.unit.test_trainer import Line, file
 
 FORMATS = ("safetensors", "torch", "huggingface", "universal")
 LLAMA = {
@@ -89,3 +93,27 @@ def test_memory_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+class Tied(Line):
+    def model(self) -> nn.Module:
+        first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+        second.weight = first.weight
+        return nn.Sequential(first, second)
+
+
+def test_tied_weights_are_one_tensor_and_what_was_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsframe.fit(Tied(), file(tmp_path, steps=1))
+    (checkpoint,) = store.locate(tmp_path)
+    weights = export.read(checkpoint)
+    assert weights["1.weight"] is weights["0.weight"]
+
+    def damaged(_: Path, to: str, dtype: str, out: Path, tensors: dict[str, Any], *rest: Any) -> None:
+        torch.save({name: tensor + 1 for name, tensor in tensors.items()}, out)
+
+    monkeypatch.setattr(export, "_write", damaged)
+    with pytest.raises(CheckpointError, match="has another 0"):
+        export.export(checkpoint, "torch")
+    assert list(checkpoint.parent.glob("*.pt")) == []

@@ -96,11 +96,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     ]  # fmt: skip
 
 
-def test_fish_has_a_completion_too(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["completion", "fish"])
-    assert "complete -c dsframe" in capsys.readouterr().out
-
-
 def test_a_key_is_explained_as_a_code_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "zero_optimization.stage", "dsframe.stop", "callbacks"]) == 0
     said = capsys.readouterr().out
@@ -118,14 +113,6 @@ def test_the_folders_own_file_comes_before_a_packaged_one(tmp_path: Path, monkey
     assert dsframe.train.parse([]).config == "config.json"
 
 
-def test_python_and_help_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"Task", "fit", "load_model", "Sum"} <= set(dir(dsframe))
-    with pytest.raises(SystemExit):
-        main(["launch", "--help"])
-    said = capsys.readouterr().out
-    assert all(option in said for option in ("--config", "--set", "--engine", "--resume", "--include", "--quiet"))
-
-
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "zsh"])
@@ -136,8 +123,3 @@ def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
     main(["activate", "--shell", "fish"])
     assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
-
-
-def test_the_command_says_its_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"dsframe {dsframe.__version__}\n"

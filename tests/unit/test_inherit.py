@@ -112,12 +112,3 @@ def test_it_is_said_at_the_start_and_by_check(
     shown = capsys.readouterr().out
     assert '"gradient_clipping": 1.0' in shown
     assert "inherited, DeepSpeed's default" in shown
-
-
-def test_torchs_defaults_are_a_plain_loop_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that clips nothing and takes torch.optim.AdamW as it is."""
-    monkeypatch.chdir(tmp_path)
-    task = Line()
-    losses = {kind: dsframe.fit(task, file("AdamW", kind, lr=0.1)).loss for kind in ("torch", "deepspeed")}
-    written = file("AdamW", None, lr=0.1, weight_decay=0.01) | {"gradient_clipping": 0}
-    assert losses["torch"] == dsframe.fit(task, written).loss != losses["deepspeed"]

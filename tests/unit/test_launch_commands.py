@@ -441,27 +441,6 @@ def test_exit_code_without_a_runner(without_runner: tuple[dict[str, str], list[s
     assert finished.returncode == code
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_exit_code(stand_in: dict[str, str], code: int) -> None:
-    finished = run_ranks(["deepspeed", "t.py"], env=stand_in | {"SLEEP": "0", "CODE": str(code)}, timeout_seconds=30)
-    assert finished.returncode == code
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("away", ["", "1"], ids=["one group", "a session of its own"])
-def test_a_signal_ends_every_process(stand_in: dict[str, str], number: signal.Signals, away: str) -> None:
-    def send(running: Running) -> None:
-        when_ready(running)
-        running.process.send_signal(number)
-
-    environment = stand_in | {"AWAY": away}
-    finished = run_ranks(
-        ["deepspeed", "t.py"], env=environment, timeout_seconds=30, settle_seconds=0, while_running=send
-    )
-    assert finished.returncode in (128 + number, 1)  # 1: Python's own end by SIGINT
-    assert finished.seconds < 10
-
-
 def test_usr1_reaches_the_workers_and_no_launcher(stand_in: dict[str, str]) -> None:
     def send(running: Running) -> None:
         when_ready(running)
@@ -470,16 +449,6 @@ def test_usr1_reaches_the_workers_and_no_launcher(stand_in: dict[str, str]) -> N
     finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, while_running=send)
     assert finished.returncode == 0
     assert finished.stdout.count("heard USR1") == 2
-
-
-def test_a_killed_middle_process_is_a_failure_and_its_workers_end(stand_in: dict[str, str]) -> None:
-    def kill(running: Running) -> None:
-        when_ready(running)
-        psutil.Process(pid_of(running, "middle")).kill()
-
-    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=0, while_running=kill)
-    assert finished.returncode == 1
-    assert "the launcher ended before its workers: ending them" in finished.stderr
 
 
 def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
@@ -491,17 +460,6 @@ def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
     deaf = stand_in | {"DEAF": "1"}
     finished = run_ranks(["deepspeed", "t.py"], env=deaf, timeout_seconds=40, settle_seconds=0, while_running=kill)
     assert finished.returncode == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("whom", ["front", "supervisor"])
-def test_even_a_killed_command_leaves_nothing(stand_in: dict[str, str], whom: str) -> None:
-    def kill(running: Running) -> None:
-        when_ready(running)
-        front = psutil.Process(running.process.pid)
-        (front if whom == "front" else front.children()[0]).kill()
-
-    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=10, while_running=kill)
-    assert finished.returncode == (-signal.SIGKILL if whom == "front" else 128 + signal.SIGKILL)
 
 
 def test_nohup_is_respected(stand_in: dict[str, str]) -> None:

@@ -68,3 +68,21 @@ def test_state_before_the_first_step_is_empty() -> None:
     view.put_back()
     assert not view.state
     assert not optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def test_a_history_is_put_back_in_its_order() -> None:
+    """Checkpoints have its parts in the order of names: 10 before 2."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.LBFGS([weight])
+    steps = [torch.tensor([float(number)]) for number in range(12)]
+    optimizer.state[weight] |= {
+        "d": steps[0],
+        "old_dirs": list(steps),
+        "old_stps": list(steps),
+        "ro": list(map(float, steps)),
+    }
+    held = ByParameter(optimizer)
+    held.state[weight] = dict(sorted(held.state[weight].items()))
+    held.put_back()
+    for key in ("old_dirs", "old_stps", "ro"):
+        assert [float(number) for number in optimizer.state[weight][key]] == list(range(12))

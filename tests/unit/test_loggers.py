@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import dsframe
-from dsframe import engines
 from dsframe.config import load
-from dsframe.engines import TABLE
 from dsframe.run_dir import loggers
 from dsframe.run_dir.loggers import Loggers
 
@@ -73,23 +71,6 @@ def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatc
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert (tmp_path / "csv" / "train_loss.csv").exists()
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
-
-
-def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -> None:
-    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    others = {
-        "train_loss.csv": "step,loss\n4,1.0\n", "steps.csv": "step,loss\n4,1.0\n", "train_note.csv": "my,own\nx,2\n",
-        "events.out.tfevents.1.host": "of another program", "empty.csv": "",
-    }  # fmt: skip
-    (tmp_path / "job").mkdir()
-    for name, text in others.items():
-        (tmp_path / "job" / name).write_text(text)
-    for _ in range(2):
-        found = make({"csv_monitor": place, "tensorboard": place}, tmp_path)
-        found.write({"step": 1, "loss": 1.0})
-        found.close()
-    assert {name: (tmp_path / "job" / name).read_text() for name in others} == others
-    assert len(list((tmp_path / "job").glob("events.out.tfevents.*"))) == 2  # the other's, and that of the last run
 
 
 def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,15 +165,6 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
     (problem,) = loggers.missing(load({"train_batch_size": 4, "dsframe": {"mlflow": {"enabled": True}}}))
     assert (problem.severity, problem.path) == ("error", "dsframe.mlflow")
     assert "pip install mlflow-skinny" in problem.remedy
-
-
-@pytest.mark.parametrize("engine", TABLE)
-def test_they_mean_the_same_on_every_engine(engine: str) -> None:
-    sections = {name: {"enabled": True} for name in ("tensorboard", "wandb", "csv_monitor", "comet")}
-    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {}}, **sections}
-    refused, notes = engines.examine(load(file), engine)
-    assert refused == []
-    assert not any(name in note for note in notes for name in sections)
 
 
 class Pictures(dsframe.Hooks):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.config.resolve.memory import moments
-from dsframe.tools.plan.device import Device, gpu, this_machine
+from dsframe.tools.plan.device import Device, gpu
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import trace, traced
 
@@ -165,47 +162,6 @@ def test_the_copy_of_a_save_in_the_background_counts() -> None:
         assert held[1] - held[0] == pytest.approx(12 * known.parameters / 4)
 
 
-def test_large_batches_of_an_evaluation_count() -> None:
-    """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
-    totals = {}
-    for rows in (None, 1, 512, 1024):
-        config, known = language(dsframe={"engine": "ddp", "eval_micro_batch_size": rows})
-        totals[rows] = predict(config, "ddp", known, GPU, 2).memory.activations
-    assert totals[None] == totals[1] < totals[512]
-    assert totals[1024] == pytest.approx(2 * totals[512])
-
-
-def test_horovods_buckets_are_the_engines() -> None:
-    file, known = language()
-    keys = file.written()
-    buffers = []
-    for size in (2**18, 2**19):
-        config = load({**keys, "dsframe": {**keys["dsframe"], "horovod": {"fusion_threshold_bytes": size}}})
-        buffers.append(predict(config, "horovod", known, GPU, 2).memory.buffers)
-    assert buffers[1] - buffers[0] == 2**18
-
-
-def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of activations half, on two ranks, of a micro-batch that both read; ZeRO shards state over both."""
-    task = {"name": "language", "layers": 4, "width": 64, "context": 256}
-    file = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": ADAM,
-        "zero_optimization": {"stage": 1},
-        "dsframe": {"task": task},
-    }
-    whole, half = (
-        plan(tmp_path, {**file, "sequence_parallel_size": size}, capsys, "-np", "2", "--gpu-memory", "16GB")["worlds"][
-            0
-        ]["as_written"]
-        for size in (1, 2)
-    )
-    assert (whole["train_batch_size"], half["train_batch_size"]) == (8, 4)
-    memory, halved = whole["memory_bytes"], half["memory_bytes"]
-    assert halved["activations"] == pytest.approx(memory["activations"] / 2, rel=0.01)
-    assert halved["states"] == memory["states"]
-
-
 # Layers, heads, width; samples a step; processes, memory of a device; what is to come first; whether the file fits as it is.
 ADVICE = [
     ((4, 8, 512), 32, 1, "80GB", "one process", True),
@@ -245,20 +201,6 @@ def test_advice(
     assert any(line.startswith("nothing fits: ") and "; take" in line for line in lines) == (first is None)
 
 
-def test_a_block_that_is_compiled_is_gathered_whole() -> None:
-    """As the engine does it (``switches.units``), and as where it is computed twice."""
-    few = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    held = {}
-    for name, switch in (
-        ("plain", {}),
-        ("compiled", {"compile": "blocks"}),
-        ("twice", {"activation_checkpointing": True}),
-    ):
-        config, known = language(zero_optimization={"stage": 3, **few}, dsframe={"model": switch})
-        held[name] = predict(config, "deepspeed", known, GPU, 2).memory.buffers
-    assert held["plain"] < held["compiled"] == held["twice"]
-
-
 def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
     """Of a list of layers and of a model in one piece; all blocks keep less than every second one."""
     llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -285,15 +227,6 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
         assert host == pytest.approx(memory["plain"] - memory["offloaded"], rel=0.4)
 
 
-def test_what_is_frozen_lies_on_the_host_too() -> None:
-    host = {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    config, known = language(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0, **host})
-    lora = replace(known, frozen=9 * known.parameters)
-    one, ten = (predict(config, "deepspeed", each, GPU, 1) for each in (known, lora))
-    assert ten.memory.parameters == one.memory.parameters
-    assert ten.memory.host == pytest.approx(one.memory.host + 9 * 4 * known.parameters)
-
-
 def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
     file: dict[str, Any] = {
         "train_batch_size": 8,
@@ -306,15 +239,6 @@ def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
     known = traced(config, tasks.build(config.settings.task, 0))
     ddp, ring = (predict(config, engine, known, GPU, 2) for engine in ("ddp", "reference-ring"))
     assert ring.memory.states == ddp.memory.states == 16 * known.parameters
-
-
-def test_the_base_of_a_process_is_measured_on_this_machine() -> None:
-    """It was guessed: 298 MiB were planned for the README's own run, and 488 taken."""
-    device = this_machine("deepspeed", 2)
-    assert device.on_cpu == (not torch.cuda.is_available())
-    code = "import psutil, torch; print(psutil.Process().memory_info().rss)"
-    used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert device.base_bytes > 0.8 * float(used.stdout)
 
 
 @pytest.mark.parametrize("beginning", ["own", "text"])

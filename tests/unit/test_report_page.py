@@ -13,9 +13,8 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import DataError
-from dsframe.tools.report.page import charts
-from dsframe.tools.report.pictures import Axis, Chart, Line, _figure, inline, thinned, write
-from dsframe.tools.report.runs import names, read_run
+from dsframe.tools.report.pictures import Axis, Chart, _figure, thinned, write
+from dsframe.tools.report.runs import names
 
 
 def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
@@ -103,58 +102,6 @@ def drawn(picture: Chart) -> Any:
     """The axes that matplotlib makes of it."""
     (axes,) = _figure([picture]).axes
     return axes
-
-
-@pytest.mark.parametrize("log", [False, True])
-def test_a_chart_shows_what_it_is_given(log: bool) -> None:
-    lines = [
-        Line("up", [(1, 1.0), (2, 10.0), (4, 100.0)]),
-        Line("most", [(1, 150.0), (4, 150.0)]),
-        Line("gone", [(1, float("nan"))]),
-    ]
-    picture = Chart("A & B", Axis("x"), Axis("seconds", log=log), lines)
-    axes = drawn(picture)
-    line, most = axes.get_lines()
-    assert list(most.get_ydata()) == [150.0, 150.0]
-    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 4], [1.0, 10.0, 100.0])
-    assert axes.get_yscale() == ("log" if log else "linear")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["up", "most"]
-    root = ElementTree.fromstring(inline(picture))
-    assert root.attrib["aria-label"] == "A & B"
-    texts = {"".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"A & B", "x", "seconds", "up", "most"} <= texts
-    assert inline(picture) == inline(picture), "the same picture is the same file"
-
-
-def test_training_and_validation_loss_are_one_chart(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name, [3.0, 2.0, 1.0])) for name in "ab"]
-    training, validation = charts(runs[:1])[0].lines
-    assert (training.name, validation.name) == ("training", "validation")
-    assert validation.points == [(1, 6.0), (3, 2.0)]
-    assert [(line.series, line.dashed) for line in charts(runs)[0].lines] == [
-        (0, False),
-        (1, False),
-        (0, True),
-        (1, True),
-    ]
-
-
-def test_lines_on_each_other_are_both_seen() -> None:
-    """Where two lines are the same the earlier one is wider, and every line has a colour and a marker of its own."""
-    values = [(float(step), 1.0) for step in range(10)]
-    lines = drawn(Chart("t", Axis("x"), Axis("y"), [Line(str(number), values) for number in range(8)])).get_lines()
-    widths = [line.get_linewidth() for line in lines]
-    assert widths == sorted(widths, reverse=True)
-    assert (
-        len(set(widths)) == len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    )
-
-
-def test_differences_of_zero_have_a_place_on_a_logarithmic_axis() -> None:
-    axes = drawn(Chart("t", Axis("x"), Axis("y", log=True, floor=1e-8), [Line("a", [(1, 0.0), (2, 1e-7), (3, 3e-3)])]))
-    heights = [axes.transData.transform((0, value))[1] for value in (0.0, 1e-7, 3e-3)]
-    assert heights == sorted(set(heights))
-    assert list(axes.get_lines()[0].get_ydata()) == [0.0, 1e-7, 3e-3]
 
 
 def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:

@@ -99,6 +99,12 @@ def test_what_must_stay_is_refused_with_the_reason(name: str) -> None:
     assert f'is "another" ({FIXED[name]}). ' in said
 
 
+def test_what_the_checkpoint_alone_has_must_stay() -> None:
+    kept = {**MANIFEST, "training": {**MANIFEST["training"], "adapter": {"r": 8}}}
+    with pytest.raises(CheckpointError, match="adapter was "):
+        differences(kept, MANIFEST)
+
+
 def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
     older = {key: value for key, value in MANIFEST.items() if key not in ("versions", "source", "data")}
     older["course"] = {key: value for key, value in MANIFEST["course"].items() if key != "per_sample_randomness"}

@@ -58,29 +58,6 @@ def test_mpi(tmp_path: Path) -> None:
     ), done
 
 
-@pytest.mark.parametrize(
-    ("script", "usage"),
-    [
-        ("many-machines", "HOSTFILE --config"),
-        ("mpi", "PROCESSES --config"),
-        ("one-machine", "deepspeed|horovod|ddp [-n PROCESSES]"),
-    ],
-)
-def test_without_arguments_they_say_how(script: str, usage: str, tmp_path: Path) -> None:
-    done = said(tmp_path, script)
-    assert done.returncode == 2
-    assert f"launch/{script} {usage}" in done.stderr
-    assert "set -euo" not in done.stderr
-
-
-def test_slurm_reads_its_options() -> None:
-    """Only in comments right at the top does sbatch look for them."""
-    lines = (REPOSITORY / "examples" / "slurm" / "slurm.sbatch").read_text().splitlines()
-    top = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
-    asked = " ".join(line.removeprefix("#SBATCH ") for line in top if line.startswith("#SBATCH "))
-    assert {"--requeue", "--signal=USR1@120", "--open-mode=append"} <= set(asked.split())
-
-
 def command_lines(document: Any) -> Iterator[list[str]]:
     """The words of each container of a manifest that trains."""
     if isinstance(document, list):

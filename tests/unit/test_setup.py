@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -202,14 +201,6 @@ def test_without_any_build_of_torch_set_up_ends(clone: Clone) -> None:
     assert calls[-1].endswith("torch==2.13.0"), f"nothing is installed after that: {calls}"
 
 
-def test_torch_index_is_one_more_index_for_torch_alone(clone: Clone) -> None:
-    clone.setup(TORCH_INDEX="https://example.org/cpu")
-    with_index = [call for call in clone.calls() if "example.org" in call]
-    assert with_index == [
-        "-m pip install -c constraints.txt --extra-index-url https://example.org/cpu torch==2.13.0+cpu"
-    ]
-
-
 def test_a_failed_step_leaves_no_stamp(clone: Clone) -> None:
     assert clone.setup(FAIL="-e .[").returncode == 1
     assert not (clone.folder / ".setup" / "stamp-train").exists()
@@ -229,30 +220,6 @@ def test_what_another_set_up_left_half_way_is_set_up_again(clone: Clone) -> None
     assert clone.calls()
 
 
-def test_who_has_waited_for_another_set_up_looks_again(clone: Clone) -> None:
-    """It would install everything a second time, under the training that the first was for."""
-    assert clone.setup().returncode == 0
-    clone.calls()
-    stamp, lock = (clone.folder / ".setup" / name for name in ("stamp-train", "lock"))
-    done = stamp.read_text()
-    stamp.unlink()
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        waiting = subprocess.Popen(
-            ["bash", "launch/setup"], cwd=clone.folder, env=clone.environment, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert waiting.stdout is not None
-            assert waiting.stdout.readline() == "setup: waiting for another make in this folder\n"
-            stamp.write_text(done)
-            fcntl.flock(held, fcntl.LOCK_UN)
-            assert waiting.communicate(timeout=30) == ("", None)
-        finally:
-            waiting.kill()
-            waiting.wait()
-    assert (waiting.returncode, clone.calls()) == (0, [])
-
-
 @pytest.mark.parametrize(
     "name",
     ["constraints.txt", "launch/setup", "launch/build-horovod", "launch/horovod.cmake", "launch/torchvision_finder.py"],
@@ -262,18 +229,6 @@ def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.calls()
     with (clone.folder / name).open("a") as file:
         file.write("# changed\n")
-    clone.setup()
-    assert clone.calls()
-
-
-def test_settings_of_tools_do_not_count_but_dependencies_do(clone: Clone) -> None:
-    project = clone.folder / "pyproject.toml"
-    clone.setup()
-    clone.calls()
-    project.write_text(project.read_text() + "\n[tool.other]\nx = 1\n")
-    clone.setup()
-    assert clone.calls() == []
-    project.write_text(project.read_text().replace('"pydantic>=', '"pydantic>2,>='))
     clone.setup()
     assert clone.calls()
 
@@ -288,16 +243,6 @@ def test_horovod_is_built_once_per_machine(clone: Clone) -> None:
     second = clone.calls()
     assert not any("pip wheel" in call for call in second)
     assert any(f"{clone.home}/.cache/dsframe/wheels/horovod-0.28.1-" in call for call in second)
-
-
-def test_another_mpi_is_another_horovod(clone: Clone) -> None:
-    clone.setup()
-    clone.calls()
-    clone.tool("mpicxx", "#!/bin/sh\n")
-    clone.tool("mpirun", "#!/bin/sh\necho mpirun 4.1\n")
-    finished = clone.setup()
-    assert "compiling Horovod (gloo mpi)" in finished.stdout
-    assert any("pip wheel" in call for call in clone.calls())
 
 
 CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
@@ -347,20 +292,6 @@ def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> Non
     assert not any("horovod" in call for call in clone.calls())
 
 
-def test_cuda_stays_where_nothing_was_compiled(clone: Clone) -> None:
-    clone.machine(1)
-    assert clone.setup().returncode == 0
-    clone.calls()
-    clone.machine(0)
-    with (clone.folder / "constraints.txt").open("a") as file:
-        file.write("# another commit\n")
-    finished = clone.setup()
-    assert finished.returncode == 0, finished.stderr
-    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CUDA]
-    finished = clone.setup(DSFRAME_TORCH="cpu")
-    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CPU]
-
-
 def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
     """To pip, 2.13.0+cpu is 2.13.0: it would keep it."""
     assert clone.setup().returncode == 0
@@ -392,76 +323,6 @@ def installed(folder: Path, *programs: str, says: str = 'ran $(basename "$0") $*
     return environment
 
 
-def two_engines(
-    tmp_path: Path, *, gpus: int = 0, horovod: str = "cpu", cuda: bool = False, data: bool = True
-) -> list[str]:
-    """Runs launch/two-engines with stand-ins that print how they are called. ``horovod``: what it was compiled for, or empty."""
-    folder = installed(tmp_path, "deepspeed", "horovodrun", "torchrun", "dsframe", says='ran $(basename "$0")')
-    (folder / "python").write_text(
-        f"""#!/bin/sh
-case "$*" in
-    *nccl_built*) [ -n "{horovod}" ] && echo "{horovod}" ;;
-    *is_available*) exit {int(not cuda)} ;;
-    *dsframe.data.fetch*) exit {int(not data)} ;;
-esac
-"""
-    )
-    (folder / "python").chmod(0o755)
-    (tmp_path / "dev").mkdir()
-    for number in range(gpus):
-        (tmp_path / "dev" / f"nvidia{number}").touch()
-    done = subprocess.run(
-        [tmp_path / "launch" / "two-engines", "--set", "dsframe.epochs=1"],
-        env={"PATH": os.environ["PATH"], "DSFRAME_DEV": str(tmp_path / "dev"), "DSFRAME_DATA": "/data"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "horovod", "cuda", "second", "reason"),
-    [
-        (0, "cpu", False, "horovod", ""),
-        (2, "nccl", True, "horovod", ""),
-        (2, "cpu", False, "horovod", ""),  # torch for CPUs trains on the CPU
-        (2, "cpu", True, "ddp", "Horovod was compiled without NCCL and cannot train on GPUs"),
-        (0, "", False, "ddp", "Horovod is not installed; the second engine is PyTorch DDP"),
-    ],
-)
-def test_make_train_ends_well_without_a_horovod_that_can(  # type: ignore[no-untyped-def]
-    tmp_path: Path, gpus: int, horovod: str, cuda: bool, second: str, reason: str
-) -> None:
-    lines = two_engines(tmp_path, gpus=gpus, horovod=horovod, cuda=cuda)
-    train = "-m dsframe.train"
-    start = {
-        "horovod": f"horovodrun -np 2 python {train}",
-        "ddp": f"torchrun --standalone --nproc-per-node=2 {train} --engine ddp",
-    }
-    commands = [
-        f"deepspeed --num_gpus=2 {train} --config zero3.json --run-dir runs/deepspeed --set dsframe.epochs=1",
-        f"{start[second]} --config zero3.json --run-dir runs/{second} --set dsframe.epochs=1",
-        f"dsframe report runs/deepspeed runs/{second} -o runs/report.html",
-        f"dsframe compare runs/deepspeed runs/{second}",
-    ]
-    printed = [line for line in lines if not line.startswith(("ran ", "two-engines: "))]
-    assert printed == commands
-    reasons = [line for line in lines if line.startswith("two-engines: ")]
-    assert len(reasons) == bool(reason)
-    assert all(reason in line for line in reasons)
-
-
-def test_make_train_without_the_data_set_says_where_to_put_it_and_trains_another(tmp_path: Path) -> None:
-    lines = two_engines(tmp_path, data=False)
-    assert "put its four .gz files into /data/FashionMNIST/raw" in lines[0]
-    assert lines[1].startswith(
-        "deepspeed --num_gpus=2 examples/own_model/train.py --config examples/own_model/config.json --run-dir"
-    )
-
-
 def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
     finished = clone.setup(FAIL="pip wheel")
     assert finished.returncode == 0, finished.stderr
@@ -481,40 +342,6 @@ def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone: Clon
     said = f"the environment takes 2000 MiB of disk; {clone.folder} has {free} MiB left"
     assert (said in finished.stderr) == (not enough)
     assert any("torch==" in call for call in clone.calls()) == enough
-
-
-def test_torch_with_cuda_needs_more_disk(clone: Clone) -> None:
-    (clone.tools / "df").unlink()
-    clone.tool("df", "#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho disk 9 9 5000\n")
-    finished = clone.setup(FAIL="torch==2.13.0+cpu")
-    assert finished.returncode == 1
-    assert f"torch with CUDA takes 8000 MiB of disk; {clone.folder} has 5000 MiB left" in finished.stderr
-    assert not any(call.endswith("torch==2.13.0") for call in clone.calls())
-
-
-@pytest.mark.parametrize(("named", "new"), [("", False), ("python3", True)])
-def test_another_patch_release_is_another_environment(clone: Clone, named: str, new: bool) -> None:
-    """It compared 3.11 with 3.11, said 3.11.7 and stayed 3.11.2. An environment that works stays where none is named."""
-    assert clone.setup(VERSION="3.11.2").returncode == 0
-    (clone.folder / ".venv" / "bin" / "python").write_text(STAND_IN.replace("${VERSION:-3.11.7}", "3.11.2"))
-    with (clone.folder / "constraints.txt").open("a") as file:
-        file.write("# changed\n")
-    clone.calls()
-    finished = clone.setup(**({"PYTHON": named} if named else {}))
-    assert finished.returncode == 0, finished.stderr
-    assert ("-m venv .venv" in clone.calls()) == new
-    assert f"Python {'3.11.7' if new else '3.11.2'} at /usr in .venv" in finished.stdout
-
-
-def test_horovod_can_be_left_out(clone: Clone) -> None:
-    assert clone.setup(DSFRAME_HOROVOD="0").returncode == 0
-    assert not any("horovod" in call for call in clone.calls())
-
-
-def test_no_python(clone: Clone) -> None:
-    finished = clone.setup(PYTHON="python9.9")
-    assert finished.returncode == 1
-    assert "no Python 3.10 to 3.13 with venv (looked for python9.9)" in finished.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -576,70 +403,3 @@ def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> 
     )
     assert done.stderr == f"ran dsframe check {checked}\n"
     assert done.stdout == f"{run}\nran {run}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "visible", "last"),
-    [
-        ("ddp", "2,3", "ran torchrun --standalone --nproc-per-node=2 -m dsframe.train --engine ddp"),
-        ("ddp -n 1", "GPU-1b,GPU-2c", "ran torchrun --standalone --nproc-per-node=1 -m dsframe.train --engine ddp"),
-        ("deepspeed -n 1", "2,3", "ran deepspeed --num_gpus=1 -m dsframe.train"),
-        ("ddp -n 4", "2,3", "one-machine: -n 4, but CUDA_VISIBLE_DEVICES=2,3 shows 2"),
-        (
-            "deepspeed",
-            "GPU-1b,GPU-2c",
-            "one-machine: CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only; write their numbers",
-        ),
-    ],
-)
-def test_one_machine_takes_the_gpus_that_are_visible(tmp_path: Path, arguments: str, visible: str, last: str) -> None:
-    installed(tmp_path, "dsframe", "deepspeed", "torchrun")
-    (tmp_path / "launch" / "gpus").write_text("#!/bin/sh\necho 2\n")
-    done = subprocess.run(
-        [tmp_path / "launch" / "one-machine", *arguments.split()],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1] == last
-    assert done.returncode == (2 if last.startswith("one-machine") else 0)
-
-
-def test_one_machine_starts_nothing_when_the_file_is_wrong(tmp_path: Path) -> None:
-    (installed(tmp_path, "dsframe") / "dsframe").write_text("#!/bin/sh\necho the mistake >&2\nexit 2\n")
-    done = subprocess.run(
-        [tmp_path / "launch" / "one-machine", "ddp"], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "the mistake\n")
-
-
-def test_a_profile_that_does_not_exist(clone: Clone) -> None:
-    finished = clone.setup(profile="everything")
-    assert (finished.returncode, finished.stderr) == (1, "setup: launch/setup takes one word: train or test\n")
-
-
-def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
-    finished = clone.setup(DSFRAME_TORCH="rocm")
-    assert (finished.returncode, finished.stderr) == (1, "setup: DSFRAME_TORCH=rocm: write cpu or cuda\n")
-
-
-def test_make_train_uses_one_process_on_one_gpu(tmp_path: Path) -> None:
-    lines = two_engines(tmp_path, gpus=1, horovod="nccl", cuda=True)
-    assert lines[0].startswith("deepspeed --num_gpus=1 ")
-
-
-def test_activate_before_setup(tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
-    finished = subprocess.run(
-        ["bash", "-c", ". launch/activate; echo $?"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert finished.stdout == "1\n"
-    assert f"no virtual environment at {tmp_path}/.venv; run `make setup` there first" in finished.stderr

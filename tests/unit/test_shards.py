@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from dsframe.data import Loader, Shards
+from dsframe.data.shards import _Windows
 from dsframe.errors import DataError
 from tests.sources import lines, shards, tar
 
@@ -193,41 +193,8 @@ def test_a_name_of_the_hub_without_a_network_is_named(monkeypatch: pytest.Monkey
     assert documents.local("a.jsonl", None) == "a.jsonl"
 
 
-def test_preference_pairs(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    from dsframe.data import Preferences, as_source
-    from tests.text_files import tokenizer
-
-    words = AutoTokenizer.from_pretrained(tokenizer(tmp_path / "words"))
-    rows = [
-        {"prompt": "the cat sees ", "chosen": "a dog", "rejected": "a small large house and then"},
-        {
-            "prompt": [{"role": "user", "content": "cat?"}],
-            "chosen": [{"role": "assistant", "content": "dog"}],
-            "rejected": [{"role": "assistant", "content": "house"}],
-        },
-    ]
-    ((inputs, targets),) = Loader(as_source(rows, 0, Preferences(words, 64)), seed=0, micro_batch_size=2).micro_batches(
-        0
-    )
-    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == targets.shape == (2, 2, targets.shape[2])
-    assert targets.shape[2] % 8 == 0
-    place = next(number for number in range(2) if "sees" in words.decode(inputs["input_ids"][number, 0]))
-    learned = [words.decode(row[row >= 0]) for row in targets[place]]
-    assert learned == ["a dog<|end|>", "a small large house and then<|end|>"]
-    answers = [words.decode(row[row >= 0]) for row in targets[1 - place]]
-    assert answers == ["dog<|im_end|>", "house<|im_end|>"]
-    for row, mask, after in zip(
-        inputs["input_ids"].flatten(0, 1), inputs["attention_mask"].flatten(0, 1), targets.flatten(0, 1), strict=True
-    ):
-        size = int(mask.sum())
-        assert torch.equal(
-            row[1:size][after[: size - 1] >= 0], after[: size - 1][after[: size - 1] >= 0]
-        )  # the token after each
-    with pytest.raises(
-        DataError, match=r"Preferences makes no batch of rows \d: DataError: row 0 of the batch, chosen: nothing"
-    ):
-        next(Loader(as_source(rows, 0, Preferences(words, 3)), seed=0, micro_batch_size=1).stream())
-    with pytest.raises(DataError, match="a row needs prompt, chosen and rejected; it has 'prompt'"):
-        Preferences(words, 8)([{"prompt": json.dumps(1)}])
+def test_a_window_has_another_order_in_each_epoch() -> None:
+    order = _Windows(np.array([8]), 8, seed=0)
+    first, second = (order.take(epoch, 0, 8)[0][1].tolist() for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second

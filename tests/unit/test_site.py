@@ -1,4 +1,4 @@
-"""The documentation: built without a warning, found by search, and its blocks of code are right."""
+"""The documentation: built without a warning, and its blocks of code are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -93,92 +92,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")} - {"404.html"}
-    assert len(pages) > len(SOUGHT)
-    assert reached(tmp_path, 3) >= pages
-    found = searched(tmp_path / "search" / "search_index.json", SOUGHT)
-    assert all(found.values()), found
-    outside = [
-        (page, link) for page in pages for link in loaded(tmp_path / page) if link.startswith(("http:", "https:", "//"))
-    ]
-    assert outside == [], "something is loaded from elsewhere"
-
-
-SOUGHT = {
-    "zero_optimization": "configuration.html",
-    "out of memory": "how_to/out_of_memory.html",
-    "sbatch": "how_to/slurm.html",
-    "DistributedSampler": "coming_from/ddp_loop.html",
-    "hvd.DistributedOptimizer": "coming_from/horovod.html",
-    "TORCH_INDEX": "environment.html",
-    "misplaced-key": "messages.html",
-    "--restarts": "commands.html",
-    "multi-node": "how_to/multi_node.html",
-    "jupyter": "how_to/notebooks.html",
-    "colab": "how_to/notebooks.html",
-    "macos": "faq.html",
-    "flash attention": "faq.html",
-    "early stopping": "how_to/validation.html",
-    "lora": "how_to/fine_tuning.html",
-    "bf16": "how_to/mixed_precision.html",
-}
-"""What a reader types into the search, and a page that must be among what it finds."""
-
-
-def searched(index: Path, words: dict[str, str]) -> dict[str, list[str]]:
-    """For each word the entries of that page which have it, as the search of the site reads them."""
-    entries = json.loads(index.read_text(encoding="utf-8"))["docs"]
-    return {
-        word: [
-            entry["location"]
-            for entry in entries
-            if entry["location"].partition("#")[0] == page
-            and word.lower() in f"{entry['title']} {entry['text']}".lower()
-        ]
-        for word, page in words.items()
-    }
-
-
-class Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        values = dict(attributes)
-        if tag == "a" and values.get("href"):
-            self.links.append(str(values["href"]))
-        source = values.get("src") or (
-            values.get("href") if tag == "link" and values.get("rel") == "stylesheet" else None
-        )
-        if source:
-            self.loaded.append(source)
-
-
-def loaded(page: Path) -> list[str]:
-    parser = Links()
-    parser.feed(page.read_text(encoding="utf-8"))
-    return parser.loaded
-
-
-def reached(site: Path, clicks: int) -> set[str]:
-    """The pages that are at most so many clicks from the first one, by the links of the text and of the navigation."""
-    seen, border = {"index.html"}, {"index.html"}
-    for _ in range(clicks):
-        found = set()
-        for page in border:
-            parser = Links()
-            parser.feed((site / page).read_text(encoding="utf-8"))
-            for link in parser.links:
-                target = link.partition("#")[0]
-                if target and ":" not in target:
-                    path = (site / page).parent.joinpath(target).resolve()
-                    if path.suffix == ".html" and path.exists():
-                        found.add(str(path.relative_to(site.resolve())))
-        border = found - seen
-        seen |= border
-    return seen
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 40
+    loads = re.compile(r"""<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=["']?(?:https?:)?//""")
+    assert [page for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("block", of_kind("json"), ids=named)
@@ -191,18 +108,6 @@ def test_a_file_on_a_page_has_no_mistake(block: Block) -> None:
         str(problem) for problem in found.problems if problem.severity == "error" and problem.code not in NOT_WHOLE
     ]
     assert wrong == []
-
-
-@pytest.mark.parametrize("block", of_kind("python"), ids=named)
-def test_a_program_on_a_page_can_be_read(block: Block) -> None:
-    compile(block.text, block.page.name, "exec")
-
-
-def test_each_block_of_a_tutorial_is_run_or_says_why_not() -> None:
-    for page in sorted((REPOSITORY / "docs" / "tutorials").glob("*.md")):
-        for block in blocks(page):
-            if block.language in ("bash", "python"):
-                assert re.match(r"(run\b|file: |not run: .)", block.mark), f"{page.name}: {block.text[:80]}"
 
 
 def test_a_file_of_the_repository_is_shown_as_it_is() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsframe.engines.deepspeed.state_flat import Piece, fill
+from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
 from tests.engines.snapshot import Snapshot
 
@@ -25,3 +26,21 @@ def test_moments_have_the_width_that_the_optimizer_gives_them(keys: dict[str, bo
     held = optimizer.state[flat]["exp_avg"]
     assert held.dtype == dtype
     assert torch.equal(held, moment.to(dtype))
+
+
+def test_pieces_lie_at_their_places_and_have_one_step_count() -> None:
+    """Two last numbers of one parameter, then three of another."""
+    flat = torch.zeros(5)
+    optimizer: Any = SimpleNamespace(state={flat: {}}, param_groups=[{}])
+    pieces = [Piece("a", 0, 2, 1), Piece("b", 2, 3, 0)]
+    weights = {"a": torch.tensor([0.0, 1.0, 2.0]), "b": torch.tensor([3.0, 4.0, 5.0])}
+    for other in (7.0, 8.0):
+        scalars = {"a": {"step": 7.0}, "b": {"step": other}}
+        each = [ParameterState(name, weight, {"exp_avg": weight}, scalars[name]) for name, weight in weights.items()]
+        saved = Snapshot(EngineState(7, None, {}, {}, iter(each)))
+        if other == 7.0:
+            fill(optimizer, flat, pieces, saved)
+            assert flat.tolist() == optimizer.state[flat]["exp_avg"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+        else:
+            with pytest.raises(CheckpointError, match="b has step count"):
+                fill(optimizer, flat, pieces, saved)

@@ -76,27 +76,6 @@ def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(mo
     assert [what.text.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
 
 
-def test_batchnorm_is_announced_for_the_model_that_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not for the next one of the same task, unless the task itself says so."""
-    task, announced = ManyTask(), []
-    monkeypatch.setattr(task, "loss", lambda outputs, targets: outputs.mean())
-    for number, (norm, told) in enumerate([(nn.BatchNorm1d(3), False), (nn.ReLU(), False), (nn.ReLU(), True)]):
-        if told:
-            task.batch_dependent = True
-        model = nn.Sequential(norm, nn.Linear(3, 1))
-        monkeypatch.setattr(task, "model", lambda model=model: model)
-        settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path / str(number)), "hang_timeout_seconds": 0}
-        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-        run.execute(
-            load({"train_batch_size": 4, "optimizer": optimizer, "dsframe": settings}), task=task, world=World()
-        )
-        announced.append("depends on the micro batch size" in "".join(capsys.readouterr()))
-        assert task.batch_dependent == told
-    assert announced == [True, False, True]
-
-
 def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     class Frozen(torch.nn.BatchNorm1d):
         def train(self, mode: bool = True) -> Frozen:

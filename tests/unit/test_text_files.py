@@ -16,6 +16,7 @@ from torch import nn
 
 from dsframe.config.schema.settings import CausalLanguageModelTask as Settings
 from dsframe.data import Loader, tokenised
+from dsframe.data.encoders import TextEncoder
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
@@ -401,3 +402,17 @@ def test_padding_is_for_rows_alone(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(TaskError, match='only "rows" are padded; remove it, or write "packing": "rows"'):
         prepared("a.jsonl", padding="global-batch")
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+
+    class Growing(TextEncoder):
+        def encode(self, rows: Any) -> Any:
+            yield from super().encode(rows)
+            source.write_text(source.read_text() * 2)
+
+    recipe = tokenised.Recipe((source,), Growing(None, "text"), "rows", 8, 257, "", str(tmp_path), "train")
+    with pytest.raises(DataError, match="a file changed while it was read"):
+        tokenised.make(recipe, print)
+    assert tokenised.find_tokens(recipe) is None

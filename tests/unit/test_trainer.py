@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dsframe
+from dsframe.checkpoint.store import locate, read_manifest
+from dsframe.cluster.world import World
+from dsframe.config import load
 from dsframe.data import TensorSource
-from dsframe.errors import TrainingError
+from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
+from dsframe.guard.signals import StopRequest
+from dsframe.model import build, optimizers, schedules
 from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
+from dsframe.training import finite, step_log
+from dsframe.training.checkpoints import Checkpoints
+from tests.unit.test_checkpoint_files import Room
 
 
 class Line(dsframe.Task):
@@ -75,6 +86,31 @@ def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> N
     assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
 
 
+class Undropped(Line):
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+def test_training_drops_out_and_evaluations_do_not(tmp_path: Path) -> None:
+    summary = dsframe.fit(Line(), file(tmp_path))
+    dsframe.fit(Undropped(), file(tmp_path / "plain"))
+    assert curve(tmp_path, "loss") != curve(tmp_path / "plain", "loss")
+    inputs, targets = Line().eval_data().batch(torch.arange(4), 0)
+    with torch.no_grad():
+        loss = Line().loss(dsframe.load_model(tmp_path, Line()).eval()(inputs), targets)
+    assert summary.metrics["loss"] == pytest.approx(float(loss))
+
+
+def test_a_resume_continues_the_loss_scale(tmp_path: Path) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+    dsframe.fit(Undropped(), file(tmp_path / "whole") | fp16)
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, overrides=["dsframe.steps=3"])
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, resume="auto")
+    scales = [read_manifest(locate(tmp_path / name)[0])["loss_scale"] for name in ("whole", "parts")]
+    assert scales[0] == scales[1]
+    assert scales[0]["scale"] > 2**4
+
+
 class Terms(Line):
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         return super().loss(outputs, targets), {"target": dsframe.Sum(targets.sum(), len(targets))}
@@ -105,8 +141,13 @@ def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path: Path) -> None
         dsframe.fit(Line(*range(12)), file(tmp_path, on_nonfinite="skip", steps=60))
 
 
+def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
+    assert dsframe.fit(Line(0, 4), file(tmp_path, on_nonfinite="skip")).skipped_steps == 2
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="step 3: "):
+    with pytest.raises(TrainingError, match=r"step 3: .* made of samples 4, 5; of these, 4 hold NaN"):
         dsframe.fit(Line(4), file(tmp_path, log_every_steps=100, checkpoints={"every_steps": 1, "keep_last": 1}))
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
 
@@ -125,3 +166,106 @@ def test_random_numbers_go_by_the_row_of_the_global_batch(rank: int) -> None:
     )
     list(Trainer._observed(loop, [MicroBatch(None, None)] * 3, 5))
     assert asked == [(4, 4 * rank), (4, 8 + 4 * rank), (4, 16 + 4 * rank)]
+
+
+def test_a_checkpoint_has_what_is_known_of_its_step(tmp_path: Path) -> None:
+    """Step 3 is not logged, odd steps are not evaluated; a resume, also of the finished run, evaluates nothing again."""
+    often = {"every_steps": 1, "keep_last": 9}
+    given = file(tmp_path, log_every_steps=4, eval_every_steps=2, checkpoints=often)
+    dsframe.fit(Line(), given, overrides=["dsframe.steps=4"])
+    summary = dsframe.fit(Line(), given, resume="auto")
+    kept = [read_manifest(path) for path in reversed(locate(tmp_path))]
+    assert [one["loss"] is None for one in kept] == [False, False, True, False, False, False]
+    assert [bool(one["evaluation"]) for one in kept] == [False, True, False, True, False, True]
+    again = dsframe.fit(Line(), given, resume="auto")
+    assert (again.loss, again.metrics) == (summary.loss, summary.metrics)
+    assert len(curve(tmp_path, "evaluation")) == 3
+
+
+def test_the_rate_is_of_the_steps_after_the_first_without_pauses() -> None:
+    """Ten steps of eight tokens in five of nine seconds."""
+    loop: Any = MagicMock()
+    loop.engine.plan.batch.train_batch_size, loop.engine.plan.task.units_per_sample = 4, 2
+    loop.training.first_step, loop.training.last_step, loop.training.paused_seconds = 1, 11, 3.0
+    loop._first_step.ended = 2.0
+    summary = Trainer._summary(loop, 1.0, 10.0)
+    assert (summary.rate, summary.seconds, summary.first_step_seconds) == (16.0, 6.0, 1.0)
+
+
+def test_a_stopped_run_waits_for_its_save() -> None:
+    saver = MagicMock(saved_step=None, asynchronous=True)
+    with pytest.raises(StoppedError):
+        Checkpoints(saver, MagicMock(), MagicMock(), MagicMock()).save_and_stop(MagicMock(step=3))
+    assert saver.method_calls[-1] == call.settle()
+
+
+def test_what_is_logged_is_the_mean_over_ranks() -> None:
+    def logged(ranks: Any) -> Any:
+        rank = ranks.plan.world.rank
+        terms = {"right": dsframe.Sum(torch.tensor(1.0), 1 + rank)}
+        return step_log._means(ranks, SimpleNamespace(loss=torch.tensor(float(rank)), terms=terms))
+
+    assert Room(2).run(logged) == [(0.5, {"right": pytest.approx(2 / 3)})] * 2
+
+
+def test_passes_over_a_stream_that_differ_between_ranks_are_refused() -> None:
+    def refused(ranks: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            step_log._rows_read(ranks, SimpleNamespace(rows_read=lambda: [5, 1, 4 + ranks.plan.world.rank]))
+        return str(caught.value)
+
+    assert all("had 4 rows on rank 0, but 5 on rank 1" in said for said in Room(2).run(refused))
+
+
+def test_two_micro_batches_are_one_batch(tmp_path: Path) -> None:
+    for count in (1, 2):
+        given = file(tmp_path / str(count), per_sample_randomness=True)
+        dsframe.fit(Line(), given | {"gradient_accumulation_steps": count})
+    assert curve(tmp_path / "2", "loss") == pytest.approx(curve(tmp_path / "1", "loss"))
+
+
+def test_one_ranks_signal_stops_all() -> None:
+    def stops(ranks: Any) -> bool:
+        request = StopRequest(ranks, 0)
+        request._received = signal.SIGTERM if ranks.plan.world.rank else None
+        return request.agreed(1)
+
+    assert Room(2).run(stops) == [True, True]
+
+
+class Remembering(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.seen.append(len(targets))
+        return super().loss(outputs, targets)
+
+
+def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path: Path) -> None:
+    dsframe.fit(Remembering(), file(tmp_path, steps=3))
+    with pytest.raises(TaskError, match="a resumed run would begin with another"):
+        dsframe.fit(Remembering(), file(tmp_path), resume="auto")
+    with pytest.raises(CheckpointError, match="was saved after step 3, but the run ends at step 2"):
+        dsframe.fit(Remembering(), file(tmp_path, steps=2), resume="auto")
+
+
+class Rank(SimpleNamespace):
+    """One that can be referred to weakly."""
+
+
+def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(build, "seed_generators", seeds.append)
+    config = load(file(tmp_path))
+
+    def built(ranks: Any) -> None:
+        rank = ranks.plan.world.rank
+        spec, course = optimizers.read(config), schedules.constant(0.1)
+        plan = Plan(config, World(rank, 2, rank, 2), Line(), spec, course, config.batch(2), torch.device("cpu"))
+        build.build_model(Rank(plan=plan, sum_over_ranks=ranks.sum_over_ranks))
+
+    Room(2).run(built)
+    assert len(seeds) == 4
+    assert len(set(seeds)) == 3
