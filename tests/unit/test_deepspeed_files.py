@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dsframe.checkpoint import deepspeed_files
+from dsframe.config import load
 from dsframe.errors import CheckpointError
+from dsframe.tools import convert
 
 
 class Hostile:
@@ -80,3 +83,9 @@ def test_what_is_missing_or_not_known_is_named(tmp_path: Path) -> None:
         (folder / name).touch()
         wrong(what)
         (folder / name).unlink()
+
+
+def test_a_tag_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"global_step\xff")
+    with pytest.raises(CheckpointError, match=r"latest is not UTF-8 text; name the checkpoint with --tag"):
+        convert.convert(tmp_path, None, load({"train_batch_size": 8}), Mock(), tmp_path / "run")
