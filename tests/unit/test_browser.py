@@ -117,3 +117,6 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
     assert narrow["smallest"] > 700
     assert {colour(name) for name in ("#15171b", "#eceef2", "#0072B2", "#D55E00")} <= colours
     assert colour("#ffffff") not in colours, "pictures are dark too"
+    phone, _ = look(page, 400)
+    assert phone["wider"] <= 0
+    assert phone["smallest"] < 400, "a curve's end is not outside"
