@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 _PATIENCE_SECONDS = 10.0
+_FIRST_SPEAKS_SECONDS = 3.0
+"""By then the launcher, which may look once a second, has ended the ranks that made the same mistake as rank 0."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,6 +167,8 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
         code = 1 if passing else TaskError.exit_code
         outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
         text = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
+        if not world.is_main:
+            time.sleep(_FIRST_SPEAKS_SECONDS)
         print(shown(f"[rank {world.rank}] {text}", sys.stderr), file=sys.stderr, flush=True)
         leave_at_once(code)
     reason = str(error).strip().partition("\n")[0]

@@ -163,6 +163,7 @@ def _opened(path: Path) -> IO[bytes]:
 def refuse_damaged(pictures: Iterable[tuple[str, Callable[[], IO[bytes]]]]) -> None:
     """Raises DataError that names all of ``pictures``, each with what opens it, which are no whole images."""
     pillow()
+    pictures = list(pictures)
     with ThreadPoolExecutor(8) as pool:
         reasons = pool.map(lambda picture: _damage(picture[1]), pictures)
         damaged = [f"{name} ({why})" for (name, _), why in zip(pictures, reasons, strict=True) if why]

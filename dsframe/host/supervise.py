@@ -89,9 +89,13 @@ def run(
 
 def say_what_comes() -> None:
     """Tells who pressed Ctrl-C what it does."""
-    line = "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving"
+    from dsframe.text import shown  # late: launchers need it for nothing else
+
+    line = shown(
+        "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving", sys.stderr
+    )
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print("\n" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)  # a terminal has written ^C
 
 
 def output_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,22 @@ def factor(name: str, base: float, params: Mapping[str, Any]) -> Factor:
         return _nanogpt(base, **params)
     try:
         from transformers import get_scheduler
-    except ImportError:
-        message, remedy = f"{name} needs the package transformers", "pip install 'dsframe[transformers]'"
+    except ImportError as error:
+        message, remedy = f"{name} needs the package transformers ({error})", "pip install 'dsframe[transformers]'"
         raise ConfigError([Problem("error", "scheduler.type", message, remedy, code="not-installed")]) from None
     others = dict(params)
     warmup, total = others.pop("num_warmup_steps", 0), others.pop("num_training_steps", None)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=base)
     scheduler: Any = get_scheduler(name, optimizer, warmup, total, others)
     factors: list[Factor] = scheduler.lr_lambdas
-    return factors[0]
+    return partial(_at, factors[0])
+
+
+def _at(theirs: Factor, updates: int) -> float:
+    try:
+        return theirs(updates)
+    except ZeroDivisionError:  # polynomial, at the last step of a training that is all warm-up
+        return theirs(updates + 1)
 
 
 def _nanogpt(base: float, lr_decay_iters: int, min_lr: float, warmup_iters: int = 0) -> Factor:

@@ -59,6 +59,9 @@ def _take_call(conversion: Conversion, call: Call) -> None:
         conversion.todo(call.name, f'write it under "scheduler", with its arguments; {_PER_STEP}')
     elif call.name == "DataLoader":
         _loader_call(conversion, call)
+    elif call.name in ("train", "fit"):
+        for name in call.arguments.keys() & {"resume_from_checkpoint", "ckpt_path"}:
+            conversion.take(f"{call.name}({name})", call.arguments[name])
     elif (known := foreign.table()["calls"].get(call.name)) is not None:
         _known_call(conversion, call, known)
 

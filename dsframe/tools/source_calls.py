@@ -63,7 +63,7 @@ def _name(node: ast.AST) -> str:
 
 
 class _Reader:
-    """Finds values: literals, names that are assigned a literal once, and defaults of argparse."""
+    """Finds values: literals, names that are assigned a literal once, entries of such a dict, and defaults of argparse."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -99,9 +99,12 @@ class _Reader:
             return Unknown(tuple(zip(map(ast.unparse, parts), called, strict=True)))
 
     def _settled(self, node: ast.expr) -> ast.expr:
-        """Follows a name to its only value, and an option of argparse to its default."""
+        """Follows a name to its only value, ``config["lr"]`` into such a dict, and an option of argparse to its default."""
         if isinstance(node, ast.Name) and len(self._constants.get(node.id, ())) == 1:
             return self._constants[node.id][0]
+        if isinstance(node, ast.Subscript) and isinstance(table := self._settled(node.value), ast.Dict):
+            entries = {ast.unparse(key): value for key, value in zip(table.keys, table.values, strict=True) if key}
+            return entries.get(ast.unparse(node.slice), node)
         if isinstance(node, ast.Attribute) and _name(node.value) in ("args", "opt", "opts", "options", "hparams"):
             return self._defaults.get(node.attr, node)
         return node

@@ -14,7 +14,8 @@ from dsframe.guard import watchdog
 
 
 class BrokenTask(Task):
-    """Trains a line; on rank 1, the fifth loss raises where FAULT is "raise" and ends the process where it is "exit";
+    """Trains a line; on rank 1 (on all where FAULT is "all") the fifth loss raises where FAULT is "raise" and ends the process
+    where it is "exit";
     where it is "sleep" it sleeps, and the other rank waits for its gradients. Where it is "build", it sleeps in model()."""
 
     calls = 0
@@ -34,8 +35,8 @@ class BrokenTask(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += torch.is_grad_enabled()  # the look at the kind of loss does not count
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
-        if self.calls == 5 and self._rank() == "1":
-            if os.environ["FAULT"] == "raise":
+        if self.calls == 5 and (self._rank() == "1" or os.environ["FAULT"] == "all"):
+            if os.environ["FAULT"] in ("raise", "all"):
                 raise ValueError("a mistake of the task's own")
             if os.environ["FAULT"] == "exit":
                 os._exit(9)

@@ -69,6 +69,17 @@ def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
     assert "called by dsframe/model/forward.py, line" in finished.output
 
 
+@pytest.mark.parametrize("run", ["deepspeed", "ddp", pytest.param("horovod", marks=LONG)], indirect=True)
+def test_a_mistake_of_all_workers_is_said_once_and_last(
+    run: Callable[..., Finished], request: pytest.FixtureRequest
+) -> None:
+    finished = run("all", 1_000_000)
+    assert finished.output.count("raised ValueError") == 1, str(finished)
+    if "horovod" not in request.node.name:  # whose launcher has words of its own
+        assert finished.output.rstrip().endswith("--verbose prints the whole traceback [task]")
+        assert finished.returncode == TaskError.exit_code
+
+
 @pytest.mark.parametrize(
     "run", ["deepspeed", pytest.param("horovod", marks=LONG), pytest.param("ddp", marks=LONG)], indirect=True
 )

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from dsframe.config.schema.parameters import (
     TORCH_SCHEDULERS,
 )
 from dsframe.tools import check
+from tests.processes import free_port
 
 LEFT_OUT = frozenset(
     {"dsframe.task", "dsframe.run_dir", "dsframe.hooks", "dsframe.adapter", "dsframe.optimizers", "dsframe.parameter_groups",
@@ -35,16 +37,28 @@ LEFT_OUT = frozenset(
      "dsframe.hang_timeout_seconds", "dsframe.threads_per_rank", "wandb", "comet", "aio", "optimizer", "scheduler"}
 )  # fmt: skip
 """Keys of accounts and devices, of the task, and those that every file here has."""
-OF_THE_TASK = ("offload_activations", "activation_checkpointing", "lr_lambda", "metric", "layer_decay", "compile")
-"""Keys whose right values depend on the user's model, functions and metrics."""
-DRAWN = ("loss:min", "fp32", "auto")
+OF_THE_TASK = ("lr_lambda", "channels_last", "compile")
+"""Keys whose right values depend on the user's model and functions, or that take a compiler half a minute."""
+DRAWN = ("loss:min", "accuracy:max", "fp32", "auto", "Block")
 OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", **{name: name for name in TORCH_OPTIMIZERS}}
 SCHEDULERS = {**DEEPSPEED_SCHEDULERS, **TORCH_SCHEDULERS, **HF_SCHEDULERS}
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + nn.functional.dropout(self.linear(self.norm(inputs)), 0.1, self.training)
+
+
 class Points(dsframe.Task):
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 2))
+        return nn.Sequential(nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 2))
+
+    def metrics(self, outputs: Any, targets: Any) -> Any:
+        return {"accuracy": dsframe.Sum((outputs.argmax(1) == targets).sum(), len(targets))}
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         return nn.functional.cross_entropy(outputs, targets)
@@ -94,20 +108,24 @@ def a_file(rng: random.Random, engine: str) -> dict[str, Any]:
     params.pop("torch_adam", None)  # false compiles DeepSpeed's kernel
     drawn = a_section(rng, File, rng.choice([0.01, 0.03, 0.1]))
     ours = drawn.setdefault("dsframe", {})
-    ours.update({"engine": engine, "steps": 2, "task": {"name": "tests.unit.test_check_starts:Points"}})
+    length, batch = rng.choice([("steps", 2), ("epochs", 1)]), rng.choice([2, 4, 8])
+    if length[0] == "epochs":
+        ours.pop("profile", None)  # the check does not know how many steps there are
+    ours.update({"engine": engine, length[0]: length[1], "task": {"name": "tests.unit.test_check_starts:Points"}})
     drawn["optimizer"] = {"type": OPTIMIZERS.get(name, name), "params": params}
     if rng.random() < 0.5:
         name = rng.choice([*SCHEDULERS])
         drawn["scheduler"] = {"type": name, "params": a_section(rng, SCHEDULERS[name], 0.3)}
+        drawn["scheduler"]["params"].pop("metric", None)  # of the user's evaluation
     if rng.random() < 0.8:
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             drawn.pop(key, None)
-    return drawn | {"train_batch_size": rng.choice([2, 4, 8])}
+    return drawn | {"train_batch_size": batch if length[0] == "steps" else 32}
 
 
-def passes(document: Mapping[str, Any]) -> bool:
+def passes(document: Mapping[str, Any], processes: int) -> bool:
     """True if ``dsframe check`` has nothing but notes, or a package that this machine lacks."""
-    options = argparse.Namespace(processes=1, engine=None, overrides=())
+    options = argparse.Namespace(processes=processes, engine=None, overrides=())
     problems = check._judge(json.dumps(document), "f.json", options).problems
     return not any(each.severity == "error" or each.code == "not-installed" for each in problems)
 
@@ -123,40 +141,53 @@ def ended(document: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-def ended_apart(document: dict[str, Any], folder: Path) -> str:
-    """The same in a process of its own, for engines that leave process groups behind."""
+def ended_apart(document: dict[str, Any], folder: Path, ranks: int) -> str:
+    """The same in ranks of its own, for engines that leave process groups behind; what the first that failed ended with."""
     from transformers import get_scheduler  # noqa: F401 - once, not in each process
 
-    told = folder / "told"
-    told.write_text("the process ended without a word")
-    process = os.fork()
-    if not process:
-        told.write_text(ended(document, folder))
-        os._exit(0)
-    os.waitpid(process, 0)
-    return told.read_text()
+    port, started = str(free_port()), []
+    for rank in range(ranks):
+        said = folder / f"rank{rank}"
+        said.write_text("the process ended without a word")
+        started.append(os.fork())
+        if not started[-1]:
+            signal.alarm(60)
+            if ranks > 1:
+                for name, number in {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": ranks,
+                    "LOCAL_WORLD_SIZE": ranks,
+                }.items():
+                    os.environ[name] = str(number)
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            said.write_text(ended(document, folder))
+            os._exit(0)
+    for process in started:
+        os.waitpid(process, 0)
+    return next(filter(None, ((folder / f"rank{rank}").read_text() for rank in range(ranks))), "")
 
 
 @pytest.mark.parametrize(
-    ("engine", "seeds"),
+    ("engine", "ranks", "seeds"),
     [
-        ("single", range(250)),
-        pytest.param("single", range(250, 3000), marks=pytest.mark.long),
-        pytest.param("ddp", range(400), marks=pytest.mark.long),
-        pytest.param("deepspeed", range(400), marks=pytest.mark.long),
+        ("single", 1, range(250)),
+        pytest.param("single", 1, range(250, 3000), marks=pytest.mark.long),
+        *(pytest.param(name, 1, range(200), marks=pytest.mark.long) for name in ("ddp", "deepspeed")),
+        *(pytest.param(name, 2, range(200, 300), marks=pytest.mark.long) for name in ("ddp", "deepspeed", "horovod")),
     ],
 )
 def test_what_passes_the_check_trains(
-    engine: str, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, ranks: int, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    failed, tried, run = {}, 0, ended if engine == "single" else ended_apart
+    failed, tried = {}, 0
     for seed in seeds:
         document = a_file(random.Random(seed), engine)
-        if passes(document):
+        if passes(document, ranks):
             tried += 1
             (folder := tmp_path / str(seed)).mkdir()
-            if text := run(document, folder):
+            if text := ended(document, folder) if engine == "single" else ended_apart(document, folder, ranks):
                 failed[seed] = (text, json.dumps(document))
     assert not failed, "\n\n".join(f"{seed}: {text}\n{document}" for seed, (text, document) in failed.items())
     assert tried > len(seeds) / 20

@@ -18,6 +18,7 @@ from dsframe.errors import ConfigError
 from dsframe.tools import check
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+ADAM: dict[str, Any] = {TRAIN: 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}, "dsframe": {"task": {"name": "language"}}}
 
 
@@ -473,3 +474,17 @@ def test_addresses_open_nothing(address: str, shown: str) -> None:
 )
 def test_keys_of_accounts_are_hidden_in_commands(typed: str, shown: str) -> None:
     assert " ".join(secrets.redact(typed.split())) == shown
+
+
+def test_a_number_of_steps_that_is_known_later_is_not_missing() -> None:
+    params = {"max_lr": 0.01, "total_steps": "auto"}
+    document = ADAM | {"scheduler": {"type": "OneCycleLR", "params": params}, "dsframe": {"epochs": 3}}
+    assert load(document).is_unresolved
+    with pytest.raises(ConfigError, match="total_steps is required"):
+        load(document | {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.01}}})
+
+
+def test_a_metric_of_a_schedule_is_one_of_the_task() -> None:
+    schedule = {"type": "ReduceLROnPlateau", "params": {"metric": "f1"}}
+    with pytest.raises(ConfigError, match="no metric f1; choose one of loss, accuracy"):
+        load(ADAM | {"scheduler": schedule, "dsframe": {"task": {"name": "vision"}}})

@@ -208,8 +208,9 @@ def test_lightning_with_deepspeed(tmp_path: Path) -> None:
 
 ACCELERATOR = """
 accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="fp16", log_with="tensorboard", project_dir="x")
-set_seed(3)
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+config = {"lr": 2e-5, "seed": 3}
+set_seed(config["seed"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
 train = DataLoader(data, shuffle=True, collate_fn=c, batch_size=8)
 test = DataLoader(data, collate_fn=c, batch_size=16)
 scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3)
@@ -239,6 +240,7 @@ trainer = Trainer(model, TrainingArguments("out", load_best_model_at_end=True, m
     eval_strategy="steps", eval_steps=50), data_collator=pad, train_dataset=rows, compute_metrics=metrics,
     peft_config=LoraConfig(r=16, lora_alpha=32),
     callbacks=[EarlyStoppingCallback(early_stopping_patience=4), transformers.ProgressCallback, Mine()])
+trainer.train(resume_from_checkpoint=True)
 """
 
 
@@ -249,6 +251,7 @@ def test_the_trainers_callbacks_and_metrics(tmp_path: Path) -> None:
     assert ours["checkpoints"]["keep_best"] == "f1:max"
     assert ours["adapter"] == {"r": 16, "lora_alpha": 32}
     left = found.of("to do")
+    assert left["train(resume_from_checkpoint)"].startswith("write --resume auto")
     assert {
         "model",
         "Trainer(model)",

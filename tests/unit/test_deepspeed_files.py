@@ -6,12 +6,15 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dsframe.checkpoint import deepspeed_files
+from dsframe.config import load
 from dsframe.errors import CheckpointError
+from dsframe.tools import convert
 
 
 class Hostile:
@@ -92,3 +95,9 @@ def test_padding_is_no_weight() -> None:
     saved: Any = SimpleNamespace(optimizers=each, groups=[{"weight": (3,)}], path=Path())
     (found,) = deepspeed_files._stage_3(saved, {}, {})
     assert (found.weight.tolist(), found.moments["exp_avg"].tolist()) == ([1, 2, 3], [2, 4, 6])
+
+
+def test_a_tag_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"global_step\xff")
+    with pytest.raises(CheckpointError, match=r"latest is not UTF-8 text; name the checkpoint with --tag"):
+        convert.convert(tmp_path, None, load({"train_batch_size": 8}), Mock(), tmp_path / "run")

@@ -30,7 +30,7 @@ TWO = (Host("node1", 2), Host("node2", 2))
     [
         "node1 slots=2\nnode2 slots=2\n",
         "# ours\n\nnode1:2\nnode2:2  # the new one\n",
-        "node1 slots = 2 max_slots=4\nnode2:2",
+        "\ufeffnode1 slots = 2 max_slots=4\nnode2:2",
     ],
 )
 def test_host_files(text: str, tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_host_files(text: str, tmp_path: Path) -> None:
     assert hosts.read_file(tmp_path / "hosts") == TWO
 
 
-@pytest.mark.parametrize("text", ["node1:2\nnode2 slot=2", "node1:0", "node1:2\nnode1:2", "# nothing\n"])
+@pytest.mark.parametrize("text", ["node1:2\nnode2 slot=2", "node1:0", "node1:2\nnode1:2", "# nothing\n", "node1\xe4"])
 def test_host_files_that_are_wrong(text: str, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text(text)
+    (tmp_path / "hosts").write_text(text, encoding="latin-1")
     with pytest.raises(WorldError, match=r"hosts: \"node[12]|hosts names no host"):
         hosts.read_file(tmp_path / "hosts")
 

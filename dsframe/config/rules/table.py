@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dsframe.config.read.reader import keys
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.conditions import Row, holds, matches
 
@@ -57,5 +58,6 @@ def _holds(context: RuleContext, row: Row) -> bool:
         row.get("by_deepspeed") in (None, context.by_deepspeed)
         and (not supports or supports in context.entry.supports)
         and (not needs or context.wrote(needs))
+        and not any(keys(path) in context.findings.pending for path in row.get("with", ()))  # known later
         and holds(context.file, row)
     )

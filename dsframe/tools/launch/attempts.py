@@ -99,7 +99,8 @@ class Attempts:
             now = self._newest()
             saved = saved or (began and now is not None)
             if why := self._why_no_restart(lost=saved and now is None):
-                say(f"failed {why}")
+                if self._restarts or not failure.reason:  # else the process has said the same
+                    say(f"failed {why}")
                 return failure.code
             wait = self._first_wait if now != newest else wait
             say(f"failed {failure}; restarting in {wait:.0f} s ({len(self._failures)} of {self._restarts})")

@@ -66,7 +66,7 @@ def parse(entries: Iterable[str], source: str) -> tuple[Host, ...]:
 def read_file(path: Path) -> tuple[Host, ...]:
     """The hosts of a host file. Raises WorldError."""
     try:
-        return parse(path.read_text(encoding="utf-8").splitlines(), str(path))
+        return parse(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), str(path))
     except OSError as error:
         raise WorldError(f"the host file {path} cannot be read: {error.strerror}") from None
 

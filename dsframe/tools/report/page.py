@@ -35,12 +35,12 @@ max-width:1310px;margin:1.6em auto;padding:0 1.2em}h1{font-size:1.6em;overflow-w
 h2{font-size:1.15em;margin:1.8em 0 .3em}.note{color:var(--soft)}.wide{overflow-x:auto}
 table{border-collapse:collapse;margin:.8em 0}tr{border-bottom:1px solid var(--rule)}
 th,td{padding:.2em 0 .2em 1.6em;text-align:right;vertical-align:top}
-th:first-child{padding-left:0;text-align:left;font-weight:normal;color:var(--soft)}
-td{font-variant-numeric:tabular-nums}.origin td{text-align:left}
+th:first-child{padding-left:0;text-align:left;font-weight:normal;color:var(--soft);min-width:8em;overflow-wrap:anywhere}
+td{font-variant-numeric:tabular-nums}.origin td{text-align:left;overflow-wrap:anywhere}
 pre{background:var(--tint);padding:.8em;overflow:auto}figure{margin:0 0 .8em;overflow-x:auto}
 .columns{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:.6em 1.6em}
 @media(max-width:1050px){.columns{grid-template-columns:minmax(0,1fr)}}
-svg{display:block;width:100%;min-width:480px;max-width:760px;height:auto}svg text{fill:currentColor}
+svg{display:block;width:100%;min-width:320px;max-width:760px;height:auto}svg text{fill:currentColor}
 .mark{display:inline-block;width:.8em;height:.8em;border:1px solid var(--paper)}
 """
 _CURVES = (
