@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.evaluating import stays_gathered
@@ -50,9 +51,14 @@ class ModelEngine(Engine):
     def _settle_gathering(self, model: nn.Module) -> None:
         """**Collective.** Before the ranks of this engine shard ``model``: settles whether a step has whole weights.
 
-        Raises EngineError if it has to, and cannot.
+        Raises EngineError if it has to, and cannot, and for modules that no library can gather.
         """
         plan, task = self.plan, self.plan.task
+        if names := [name or "all of it" for name, module in model.named_modules() if isinstance(module, ScriptModule)]:
+            raise EngineError(
+                f"{type(task).__name__}.model: {names[0]} is compiled by torch.jit, and its weights cannot be gathered when it is "
+                "called; leave torch.jit out, or choose an engine that keeps whole weights on each rank"
+            )
         if plan.frozen or task.whole_weights is False:
             return
         asked = "whole_weights" if task.whole_weights else "eval_gradients" if task.eval_gradients else ""

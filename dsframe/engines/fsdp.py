@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -101,8 +101,7 @@ class FsdpEngine(ReplicaEngine):
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
-        for unit in units:
-            unit.register_forward_hook(_refuse_opaque)
+        take = output_classes.show([*units, model])
         for unit in units:
             policy = policies[unit in in_fp32]
             fully_shard(unit, **options, mp_policy=policy, reshard_after_forward=self._settings.reshard_after_forward)
@@ -114,6 +113,7 @@ class FsdpEngine(ReplicaEngine):
                 self._spill.evict()
         if model not in units:
             fully_shard(model, **options, mp_policy=policies[0])
+        take()
         for name, parameter in model.named_parameters():
             setattr(parameter, _COMPUTED_IN, self.built.dtype if name in kept else bits or self.built.dtype)
         # Else ranks that use different ones wait for ever.
@@ -381,16 +381,6 @@ def _mesh(plan: Plan) -> DeviceMesh:
     if world.size % size:
         raise EngineError(f"fsdp: {world.size} processes are not divisible by shards of {size}; set fsdp.shard_size")
     return init_device_mesh(plan.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def _refuse_opaque(module: nn.Module, _: Any, outputs: Any) -> None:
-    """torch 2.13 looks for tensors in tuples, lists, dicts and dataclasses (``_fully_shard/_fsdp_state.py``)."""
-    for output_class in output_classes.register(outputs):
-        if not is_dataclass(output_class):
-            raise EngineError(
-                f"{type(module).__name__.removeprefix('FSDP')} returns a {output_class.__name__}, "
-                "in which FSDP sees no tensors; make that class a dataclass or a named tuple"
-            )
 
 
 def _refuse_kept(model: nn.Module, kept: list[nn.Module]) -> None:

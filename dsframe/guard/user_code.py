@@ -20,7 +20,10 @@ from dsframe.host import source_files
 from dsframe.model import forward
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
-"""Where an error under the user's frames is not theirs: a hook of their model talks to other ranks there."""
+"""Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
+_ARITHMETIC = "/deepspeed/runtime/zero/linear.py"
+_HOOKS = "UserHooks._call"
+"""Where dsframe calls the methods of hooks, which run between steps."""
 _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
     "else as model(inputs); here they are {kind}"
@@ -76,8 +79,9 @@ def user_traceback(error: Exception) -> str | None:
     by = next((call for call in reversed(above) if call.ours), None)
     if by is None:
         return None
-    below = calls[(theirs[-1] if theirs else calls.index(by)) + 1 :]
-    if any(name in call.file for call in below for name in _COMMUNICATION):
+    deepest = calls[-1].file
+    in_hook = by.frame.f_code.co_qualname == _HOOKS
+    if not in_hook and _ARITHMETIC not in deepest and any(name in deepest for name in _COMMUNICATION):
         return None
     in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
     if not (theirs or in_worker or _is_model_call(by)):

@@ -1,8 +1,8 @@
-"""Objects of a model's own classes that hold tensors: torch sees into them from then on, as into tuples and dicts."""
+"""Objects of a model's own classes that hold tensors: torch and libraries see into them as into tuples and dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,33 +11,112 @@ from torch.utils import _pytree as pytree
 
 _DEPTH = 3
 """Levels of attributes that are looked at for a tensor."""
+_REGISTERED: set[type] = set()
+_TRANSPARENT = (Tensor, tuple, list, dict, type(None))
+"""What every library looks into."""
 
 
-def register(value: Any) -> set[type]:
+def register(value: Any) -> None:
     """Registers the classes of ``value``, and of what it contains, as nodes of torch's trees where they hold tensors.
 
     Casts of outputs and evaluations then treat their attributes as they treat the fields of a named tuple. For the rest of the
-    process; objects are rebuilt without calling ``__init__``. Returns the classes that are new.
+    process; objects are rebuilt without calling ``__init__``.
     """
-    classes = {type(node) for node in _objects(value, _DEPTH)}
-    for cls in classes:
+    for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED:
         pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls))
-    return classes
+        _REGISTERED.add(cls)
+
+
+def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Lets hooks see the tensors in objects that ``modules`` take and return: those that a library adds until what is returned is
+    called. Inside of objects torch's own hooks, and those of libraries, find none, and then miss a module's backward pass."""
+    shown = [(module, _Shown()) for module in modules if not _is_torchs(module)]
+    for module, of_module in shown:
+        module.register_forward_pre_hook(of_module.show_inputs)
+        module.register_forward_hook(of_module.show_outputs)
+
+    def close() -> None:
+        for module, of_module in shown:
+            module.register_forward_pre_hook(of_module.take_inputs)
+            module.register_forward_hook(of_module.take_outputs)
+
+    return close
+
+
+class _Shown:
+    """What one module takes and returns, with a list of the tensors in its objects while a library's hooks look at it."""
+
+    def __init__(self) -> None:
+        self._inputs: list[tuple[Any, str]] = []
+        self._outputs: list[tuple[Any, str]] | None = None
+
+    def show_inputs(self, _: nn.Module, args: Any) -> Any:
+        self._inputs = _places(args)
+        return (*args, _tensors(self._inputs)) if self._inputs else None
+
+    def take_inputs(self, _: nn.Module, args: Any) -> Any:
+        if not self._inputs:
+            return None
+        _put(self._inputs, args[-1])
+        return args[:-1]
+
+    def show_outputs(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        register(outputs)
+        places = _places(outputs)
+        self._outputs = None if isinstance(outputs, _TRANSPARENT) and not places else places
+        return None if self._outputs is None else (outputs, _tensors(places))
+
+    def take_outputs(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        if self._outputs is None:
+            return None
+        _put(self._outputs, outputs[1])
+        return outputs[0]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """True of a layer, which takes and returns tensors."""
+    return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
+
+
+def _places(value: Any) -> list[tuple[Any, str]]:
+    return [
+        (node, name)
+        for node in _objects(value, _DEPTH)
+        for name, part in attributes(node).items()
+        if isinstance(part, (Tensor, tuple, list, dict)) and _holds_tensors(part)
+    ]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _tensors(places: list[tuple[Any, str]]) -> list[Any]:
+    return [getattr(node, name) for node, name in places]
+
+
+def _put(places: list[tuple[Any, str]], tensors: list[Any]) -> None:
+    for (node, name), tensor in zip(places, tensors, strict=True):
+        object.__setattr__(node, name, tensor)
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
+    """Yields the objects that hold tensors, and those around them."""
     if isinstance(value, (Tensor, str, bytes, int, float, nn.Module, type, type(None))):
         return
     cls = type(value)
-    if cls in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
+    if cls not in _REGISTERED and (cls in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value)):
         parts = value.values() if isinstance(value, dict) else value
         for part in parts if isinstance(value, (dict, tuple, list)) else ():
             yield from _objects(part, depth)
-    elif depth and not cls.__module__.startswith(("torch.", "builtins")) and (held := attributes(value)):
+    elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside
-        if inside or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(held.values()))):
+        if inside or _holds_tensors(list(held.values())):
             yield value
+
+
+_FOREIGN = ("torch.nn.", "torch.utils.", "torch._", "builtins")
 
 
 def attributes(value: Any) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from dsframe.errors import TaskError
 
-_CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules")
+_CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "apply", "to")
+_LISTS = ("parameters", "named_parameters", "modules", "named_modules")
 
 
 def refuse(model: nn.Module, task: str) -> None:
@@ -28,27 +29,37 @@ def refuse(model: nn.Module, task: str) -> None:
                     f"{task}: {cls.__name__}.{name}{inspect.signature(theirs)} overrides nn.Module.{name}, and torch calls it as "
                     f"{name}{wanted}; take the same arguments"
                 )
-        overridden = (
-            cls.parameters is not nn.Module.parameters or cls.named_parameters is not nn.Module.named_parameters
-        )
-        if overridden and _ids(module.parameters()) != _ids(nn.Module.parameters(module)):
+        if any(getattr(cls, name) is not getattr(nn.Module, name) for name in _LISTS) and _leaves_out(module):
             raise TaskError(
-                f"{task}: {cls.__name__}.parameters() gives other parameters than the model has, or in another order; remove it, "
-                "freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
+                f"{task}: {cls.__name__} overrides parameters() or modules() and gives others than it has, or in another order; "
+                "remove that, freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
             )
 
 
-def _ids(parameters: Iterator[nn.Parameter]) -> list[int]:
-    return [id(parameter) for parameter in parameters]
+def _leaves_out(module: nn.Module) -> bool:
+    inside = _inside(module, set())
+    held = dict.fromkeys(id(weight) for part in inside for weight in part._parameters.values() if weight is not None)
+    return [id(weight) for weight in module.parameters()] != list(held) or list(module.modules()) != inside
+
+
+def _inside(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
+    """Returns what nn.Module.modules does, whatever methods say."""
+    if module in seen:
+        return []
+    seen.add(module)
+    children = [child for child in module._modules.values() if child is not None]
+    return [module, *(part for child in children for part in _inside(child, seen))]
 
 
 def _callable_alike(theirs: Callable[..., Any], torchs: Callable[..., Any]) -> bool:
     signature = inspect.signature(theirs)
-    _, *arguments = inspect.signature(torchs).parameters
+    _, *arguments = inspect.signature(torchs).parameters.values()
+    optional = [argument.name for argument in arguments if argument.default is not argument.empty]
+    required = [None] * (len(arguments) - len(optional) and 1)  # to() takes any number
     try:
-        signature.bind(None)
-        signature.bind(None, *[None] * len(arguments))
-        signature.bind(None, **dict.fromkeys(arguments))
+        signature.bind(None, *required)
+        signature.bind(None, *required, *[None] * len(optional))
+        signature.bind(None, *required, **dict.fromkeys(optional))
     except TypeError:
         return False
     return True

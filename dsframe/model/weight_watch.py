@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import DsframeError, EngineError, TaskError
@@ -65,6 +66,8 @@ class WeightWatch(TorchFunctionMode):
         # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
         self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
+        self._held = ""
+        """A digest of their names: ranks of another stage of a pipeline have others."""
         self._trained: list[bool] = []
         self._whole = True
         self.whole_steps = False
@@ -75,6 +78,8 @@ class WeightWatch(TorchFunctionMode):
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._versions: list[int] = []
+        self._examined = False
+        """True once the first loss of a step has been looked at."""
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since the ranks last compared what each has written."""
         self._watching = False
@@ -103,7 +108,7 @@ class WeightWatch(TorchFunctionMode):
             self._check_writes(written, "between two steps, in a hook for example")
             self._after = {}
             self._unconfirmed.clear()
-        self._losses = 0
+        self._losses, self._last = 0, {}
         self._versions = self._counted()
         if self._watching:
             self._before = self._marks()
@@ -121,6 +126,11 @@ class WeightWatch(TorchFunctionMode):
         self._check_writes(self._written, "in the forward pass or the loss")
         self._after = self._marks()
 
+    def before_update(self, *_: Any) -> None:
+        """For an engine that runs the model itself: what has changed by now was written in forward passes."""
+        if self._watching and not self._last:
+            self._last = self._marks()
+
     @property
     def _written(self) -> dict[str, Any]:
         return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
@@ -130,6 +140,7 @@ class WeightWatch(TorchFunctionMode):
         if self._parameters:
             return
         self._parameters = dict(self._model.named_parameters())
+        self._held = xxh3_64_hexdigest("\n".join(self._parameters).encode())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
@@ -210,7 +221,8 @@ class WeightWatch(TorchFunctionMode):
         if not self._watching:
             self._note_writes(self._rewritten() if self._whole else [], "in the forward pass or the loss")
             return
-        if not self._last:
+        if not self._examined:
+            self._examined = True
             self._refuse_added(f"in step {self._first}")
             self._refuse_others(loss)
             self._refuse_recomputed_twice()
@@ -231,6 +243,8 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
+        if "not support deepcopy" in str(error):
+            return EngineError(f"the model copies a module in the middle of a step: {self._shards()}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:
             return None
@@ -254,6 +268,12 @@ class WeightWatch(TorchFunctionMode):
             raise EngineError(
                 f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; "
                 f"{_WHOLE_STEPS}"
+            )
+        alone = self._whole and self._engine.updates_in_place and self._engine.plan.world.size == 1
+        if func is Tensor.backward and not alone and (line := _caller()):
+            raise EngineError(
+                f"{line} calls backward() itself, which adds to the gradients that {self._engine.description} reduces and updates "
+                "with; use torch.autograd.grad, which gives derivatives alone"
             )
         if kwargs.get("max_norm") is not None and not self._whole:
             raise EngineError(
@@ -332,14 +352,15 @@ class WeightWatch(TorchFunctionMode):
             if written:
                 raise EngineError(f"{where}: {self._shards()}")
             return
-        of_ranks = all_gather_text(engine, json.dumps(written, sort_keys=True)) if engine.plan.world.size > 1 else [""]
-        if not any(text.strip("{}") for text in of_ranks) and not written:
+        mine = self._held + json.dumps(written, sort_keys=True)
+        of_ranks = all_gather_text(engine, mine) if engine.plan.world.size > 1 else [mine]
+        if all(text.endswith("{}") for text in of_ranks):
             return
         if not engine.updates_in_place:
             self._refuse_overwritten(written, when)
-        if len(set(of_ranks)) > 1:
+        if len(set(of_ranks)) > len({text.partition("{")[0] for text in of_ranks}):
             raise TaskError(
-                f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
+                f"{where}: not the same numbers on all ranks, whose models would drift apart. "
                 "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example"
             )
         if not self._said:
@@ -348,7 +369,8 @@ class WeightWatch(TorchFunctionMode):
 
     def _where(self, written: Mapping[str, Any], when: str) -> str:
         line = next((self._writes[name] for name in written if name in self._writes), "")
-        where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"
+        names = ", ".join(sorted(written)) or "weights"
+        where = f"{names} {'was' if len(written) == 1 else 'were'} written {when}"
         return where + (f" ({line})" if line else "")
 
     def _refuse_overwritten(self, written: Mapping[str, Any], when: str) -> None:
@@ -424,8 +446,8 @@ class WeightWatch(TorchFunctionMode):
 
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex ones, and for memory that a
-    trained one shares with another."""
+    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex and sparse ones, and for memory
+    that a trained one shares with another."""
     if names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
@@ -436,6 +458,11 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
+        )
+    if names := [name for name, parameter in model.named_parameters() if parameter.layout != torch.strided]:
+        raise TaskError(
+            f"{whose}.model: {', '.join(names)} is a sparse tensor, which no engine can send; train its values() as a dense "
+            "parameter, and make the sparse tensor of them in the forward pass; a frozen one may be a buffer"
         )
     if pair := _shared_memory(model):
         raise TaskError(

@@ -13,6 +13,7 @@ from dsframe.host import phases
 from dsframe.model.build import ON_RANKS
 from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
+from dsframe.training.shared_buffers import differing, is_statistic
 
 
 class FirstStep(Listener):
@@ -33,6 +34,10 @@ class FirstStep(Listener):
         if line := self._trial.judge(resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
         self._say_draws(training)
+        if names := [name for name in differing(training.engine) if not is_statistic(name)]:
+            progress.say(
+                f"dsframe: this model's buffer {', '.join(names)} follows the samples of each rank, {ON_RANKS}"
+            )
         self.ended = time.perf_counter()
         phases.done("first step")
         if self._record:
@@ -46,10 +51,12 @@ class FirstStep(Listener):
         if trial.draws_others:
             if built.sample_draws:
                 raise TaskError(
-                    "per_sample_randomness: model or loss draws random numbers with NumPy or Python's random, which belong to no "
-                    f"sample; {REMEDY}"
+                    "per_sample_randomness: model or loss draws random numbers with NumPy, Python's random or a generator of its "
+                    f"own, which belong to no sample; {REMEDY}"
                 )
-            say(f"dsframe: model or loss draws with NumPy or Python's random, other numbers on each rank, {ON_RANKS}")
+            say(
+                f"dsframe: model or loss draws with NumPy, Python's random or a generator of its own, for no sample, {ON_RANKS}"
+            )
         known = any(dependence.on_processes for dependence in built.depends)
         if built.draws and built.draws.found and not known:
             say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")

@@ -9,10 +9,12 @@ beside the losses of its two halves, which come from the same outputs. Where out
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -41,22 +43,22 @@ class LossTrial:
         self._votes = dict.fromkeys(_KINDS, 0)
         self._state: set[str] = set()
         self._numbers: set[str] = set()
-        self._others: tuple[Any, Any] = (None, None)
+        self._others: list[Any] = []
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
         self.draws_others = False
-        """True if NumPy's or Python's generator of this rank has moved in the step."""
+        """True if NumPy's or Python's generator, or one of the task's own, has moved on this rank in the step."""
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch, with its loss to be inspected."""
-        self._others = _other_generators()
+        self._others = _other_generators(self._engine)
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
-        self.draws_others = self._others != _other_generators()
+        self.draws_others = self._others != _other_generators(self._engine)
 
     def judge(self, *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
@@ -136,13 +138,28 @@ class LossTrial:
         self._numbers |= numbers
 
 
-def _other_generators() -> tuple[Any, Any]:
+def _other_generators(engine: Engine) -> list[Any]:
+    """NumPy's and Python's, and those that the task and the model's modules hold."""
     kept = generators.capture(torch.device("cpu"))
-    return kept["numpy"], kept["python"]
+    watch = engine.built.watch
+    holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
+    own = (_state(value) for holder in holders for value in vars(holder).values())
+    return [kept["numpy"], kept["python"], *filter(None, own)]
+
+
+def _state(value: Any) -> str:
+    """Of a random generator."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes().hex()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return repr(value.getstate()) if isinstance(value, random.Random) else ""
 
 
 def _rows(part: slice, leaf: Tensor) -> Tensor:
-    return leaf[part] if leaf.ndim else leaf
+    return (leaf[part] if leaf.ndim else leaf).clone()  # a loss may write to it
 
 
 def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
@@ -152,7 +169,7 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     )
     tensors = of_outputs + [leaf for leaf in of_targets if leaf.ndim]
     if not of_outputs or any(not leaf.ndim for leaf in of_outputs) or len({len(leaf) for leaf in tensors}) != 1:
-        task.loss(outputs, targets)  # may draw, or change a state
+        task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
         return ""
     each = max(leaf[0].numel() for leaf in tensors)
     rows = min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2

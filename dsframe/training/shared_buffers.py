@@ -13,6 +13,8 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
 
 def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
@@ -22,15 +24,13 @@ def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     world = engine.plan.world
     if world.size == 1:
         return ()
-    contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
-    mine = {name: (content.numel(), xxh3_64_hexdigest(content.numpy().data)) for name, content in contents.items()}
-    places, end = _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
+    places, end = _spans(engine, kept)
     if not places:
         return ()
     row = torch.zeros(end, dtype=torch.uint8)
     for name, place in places.items():
         if place.source == world.rank:
-            row[place.bytes] = contents[name]
+            row[place.bytes] = _bytes(kept[name])
     sum_rows(engine, row)
     for name, buffer in engine.buffers().items():
         if name in places and places[name].source != world.rank:
@@ -46,6 +46,18 @@ def put(content: Tensor, buffer: Tensor) -> None:
     buffer.copy_(content)
 
 
+def differing(engine: Engine) -> Collection[str]:
+    """**Collective.** Returns the names of the buffers that differ between the ranks that hold them."""
+    if engine.plan.world.size == 1:
+        return ()
+    return _spans(engine, {name: buffer.to("cpu") for name, buffer in engine.buffers().items()})[0].keys()
+
+
+def is_statistic(name: str) -> bool:
+    """True of BatchNorm's buffers, which training does not use (``dsframe.model.build.dependences`` announces them)."""
+    return name.rpartition(".")[2] in _STATISTICS
+
+
 @dataclass(frozen=True)
 class _RowSpan:
     """Position of a buffer in the exchange row."""
@@ -53,6 +65,16 @@ class _RowSpan:
     source: int
     """The first rank that holds it."""
     bytes: slice
+
+
+def _spans(engine: Engine, kept: Mapping[str, Tensor]) -> tuple[dict[str, _RowSpan], int]:
+    """**Collective.** As :func:`_row_spans`."""
+    mine = {name: (buffer.nbytes, xxh3_64_hexdigest(_bytes(buffer).numpy().data)) for name, buffer in kept.items()}
+    return _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:

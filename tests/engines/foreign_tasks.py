@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,15 @@ class Clamped(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Clamped(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Layered(Rows):
+    """The same in the first layer of a list."""
+
+    model = dsframe.Task.model
+
+    def layers(self) -> Any:
+        return [partial(_Clamped, 8, 16), nn.Tanh, partial(nn.Linear, 16, 3)]
 
 
 class _Clipping(Hooks):
@@ -668,32 +678,52 @@ class _State:
         self.hidden, self.layers = hidden, layers
 
 
+class _Slots:
+    __slots__ = ("hidden", "layers", "never")
+
+    def __init__(self, hidden: Tensor, layers: int) -> None:
+        self.hidden, self.layers = hidden, layers
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
-    def forward(self, state: _State) -> _State:
-        return _State(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
+    def forward(self, state: Any) -> Any:
+        return type(state)(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
+
+
+class _Head(nn.Linear):
+    """Takes a tensor, and returns an object."""
+
+    kind: type
+
+    def forward(self, input: Tensor) -> Any:  # torch's name
+        return self.kind(super().forward(input), 0)
 
 
 class _Stateful(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([_Block(), _Block()]), nn.Linear(8, 3)
+        self.kind, self.blocks, self.head = kind, nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
+        self.head.kind = kind
 
-    def forward(self, inputs: Tensor) -> _State:
-        state = _State(inputs, 0)
+    def forward(self, inputs: Tensor) -> Any:
+        state = self.kind(inputs, 0)
         for block in self.blocks:
             state = block(state)
-        return _State(self.head(state.hidden), state.layers)
+        return self.head(state.hidden)
 
 
 class Classes(Rows):
     """Outputs are objects of a class of the model's."""
 
+    def __init__(self, *, slots: bool = False) -> None:
+        self.kind = _Slots if slots else _State
+
     def model(self) -> nn.Module:
-        return _Stateful()
+        return _Stateful(self.kind)
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs.hidden, targets)
@@ -701,6 +731,33 @@ class Classes(Rows):
     def eval_data(self) -> Any:
         rows = self.train_data().tensors
         return TensorDataset(*(one[:11] for one in rows))
+
+
+class Adversarial(Rows):
+    """Calls backward() in the loss, for a sample that the model finds hard (Goodfellow et al. 2015)."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return super().loss(outputs, targets)
+        samples = torch.linspace(-1.0, 1.0, 32).view(4, 8).requires_grad_()
+        self.net(samples).square().sum().backward()
+        assert samples.grad is not None
+        self.net.zero_grad()
+        return super().loss(outputs, targets) + self.net(samples.detach() + 0.1 * samples.grad.sign()).square().mean()
+
+
+class Compiled(Rows):
+    """A part of the model is compiled by torch.jit."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(torch.jit.script(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Narrow(Rows):
+    """A layer gets rows of another width than it takes."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(5, 3))
 
 
 class _Running(nn.Module):

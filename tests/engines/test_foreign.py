@@ -27,6 +27,8 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}},
     ),
+    "stages": (2, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
+    "stages of ZeRO-1": (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}),
 }
 READ = "outside of its module's forward pass"
 WRITTEN = "only to a copy|was written|were written|writes to its weight"
@@ -48,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
     ),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
     "weights in the loss, gathered for steps": ("Penalty", {"whole": True}, {}),
@@ -92,7 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a module beside the model": ("Beside", {}, {}),
     "a weight after an evaluation": ("Reported", {}, {"zero3": READ}),
     "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "changes centre, a state")),
-    "classes": ("Classes", {}, {"fsdp": "in which FSDP sees no tensors"}),
+    "classes": ("Classes", {}, {}),
+    "classes with slots": ("Classes", {"slots": True}, {}),
+    "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
+    "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "0 is compiled by torch.jit")),
 }  # fmt: skip
 LATER = {
     "a hook writes later": 3,
@@ -102,14 +108,16 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
+ENGINES = tuple(setup for setup in SETUPS if not setup.startswith("stages"))
 RIGHT = {
     "weights in the loss": ("zero2",),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
-    "clamped after a step": tuple(SETUPS),
+    "clamped after a step": ENGINES,
     "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
-    "max_norm": tuple(SETUPS),
+    "max_norm": ENGINES,
     "max_norm of a function": ("single",),
     "clamped in forward": ("ddp",),
+    "clamped in a stage": ("stages",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
     "weights in the loss, gathered for steps": ("fsdp", "zero3"),
@@ -118,22 +126,24 @@ RIGHT = {
     "hidden derivatives, gathered for steps": ("fsdp", "zero3"),
     "a masked gradient": ("fsdp", "zero2", "zero3"),
     "a clipped gradient": ("single", "ddp", "horovod", "fsdp"),
-    "derivatives": tuple(SETUPS),
-    "collectives of its own": tuple(SETUPS),
+    "derivatives": ENGINES,
+    "collectives of its own": ENGINES,
     "two weights in one tensor": ("single", "fsdp", "zero3"),
     "a buffer that backward needs": ("single",),
-    "an equation": tuple(SETUPS),
-    "consolidated": tuple(SETUPS),
+    "an equation": ENGINES,
+    "consolidated": ENGINES,
     "derivatives by a transform": ("ddp", "fsdp", "zero3"),
     "a hook writes later": ("ddp",),
     "backward writes": ("ddp",),
-    "recomputed by itself": tuple(SETUPS),
+    "recomputed by itself": ENGINES,
     "recomputed by itself, twice": ("single", "zero2"),
     "integers": ("fsdp", "zero3"),
     "a module beside the model": ("single", "fsdp"),
     "without elements": ("zero2",),
     "state of the loss": ("single",),
-    "classes": ("ddp", "zero3"),
+    "classes": ("ddp", "fsdp", "zero3"),
+    "classes with slots": ("fsdp", "zero3"),
+    "backward in the loss": ("single",),
 }
 
 
@@ -275,6 +285,16 @@ def test_recomputed_blocks_change_their_buffers_once(
         run(folder, file("buffers", setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
         found[again] = losses(folder / "run")
     assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("setup", ["ddp", "zero3"])
+def test_a_fault_of_the_model_is_the_models_on_every_engine(
+    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "narrow", ("Narrow", {}, {}))
+    finished = run(tmp_path, file("narrow", setup), SETUPS[setup][0])
+    assert finished.returncode == 5, finished
+    assert "error: the task's model raised RuntimeError: mat1 and mat2 shapes" in finished.stderr
 
 
 def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:

@@ -239,6 +239,16 @@ def test_a_sum_of_a_task_of_parts() -> None:
         dsframe.fit(task, file(2))
 
 
+def writing(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mean(outputs.mul_(2.0), targets.sub_(1.0))
+
+
+def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = dsframe.fit(Line(writing), file(1)).loss
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    assert dsframe.fit(Line(writing), file(1)).loss == looked
+
+
 class Counting(LossInside):
     """A model with a state: a number, a tensor and a buffer that each forward pass moves, and random numbers."""
 
@@ -272,12 +282,15 @@ def pythons(outputs: Tensor, targets: Tensor) -> Tensor:
     return mean(outputs, targets) * (1 + random.random())
 
 
+OTHERS = "model or loss draws with NumPy, Python's random or a generator of its own, for no sample"
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
         (with_noise, "this task's loss draws random numbers, others on each rank"),
-        (numpys, "model or loss draws with NumPy or Python's random, other numbers on each rank"),
-        (pythons, "model or loss draws with NumPy or Python's random, other numbers on each rank"),
+        (numpys, OTHERS),
+        (pythons, OTHERS),
         (mean, ""),
     ],
 )
@@ -286,6 +299,20 @@ def test_draws_of_a_loss_are_said(loss: Loss, said: str, capsys: pytest.CaptureF
     printed = capsys.readouterr().err
     assert said in printed
     assert said or "draws" not in printed
+
+
+class OwnGenerator(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.numbers = torch.Generator().manual_seed(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * torch.rand((), generator=self.numbers)
+
+
+def test_draws_of_a_generator_of_the_models_own_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Rows(mean, OwnGenerator), file(2))
+    assert OTHERS in capsys.readouterr().err
 
 
 class DrawingHook(dsframe.Hooks):
@@ -309,7 +336,7 @@ def test_draws_of_a_loss_belong_to_samples() -> None:
         return dsframe.fit(Line(loss), said).loss
 
     assert trained(with_noise, 1) == pytest.approx(trained(with_noise, 4), rel=1e-6)
-    with pytest.raises(TaskError, match="NumPy or Python's random, which belong to no sample"):
+    with pytest.raises(TaskError, match="a generator of its own, which belong to no sample"):
         trained(numpys, 1)
     with pytest.raises(TaskError, match="the loss draws random numbers inside a function"):
         trained(lambda outputs, targets: mean(outputs[torch.randperm(len(outputs))], targets), 1)

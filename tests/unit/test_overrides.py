@@ -51,11 +51,29 @@ class OtherOrder(Parts):
         return reversed(list(super().parameters(recurse)))
 
 
+class NoModules(Parts):
+    def modules(self) -> Any:
+        return iter([self])
+
+
+class NamesNothing(Parts):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([])
+
+
+class Stays(Parts):
+    def to(self) -> Any:  # type: ignore[override]
+        return self
+
+
 REFUSED = {
-    FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has, or in another order; remove",
-    OtherOrder: r"OtherOrder\.parameters\(\) gives other parameters than the model has, or in another order; remove",
+    FewParameters: r"FewParameters overrides parameters\(\) or modules\(\) and gives others than it has",
+    OtherOrder: r"OtherOrder overrides parameters\(\) or modules\(\) and gives others than it has, or in another order",
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",
     NeedsMode: r"NeedsMode\.train\(self, mode: 'bool'\) -> .* overrides nn\.Module\.train, and torch calls it as",
+    NoModules: "NoModules overrides parameters",
+    NamesNothing: "NamesNothing overrides parameters",
+    Stays: r"Stays\.to\(self\) -> .* overrides nn\.Module\.to",
     OtherName: r"OtherName\.named_parameters\(",
 }
 

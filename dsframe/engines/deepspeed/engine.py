@@ -34,7 +34,7 @@ from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
-from dsframe.model import ema, gradient_hooks, optimizers, rates, switches
+from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates, switches
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, call, outputs_of
 from dsframe.model.plan import Plan
@@ -85,7 +85,10 @@ class ZeroEngine(ModelEngine):
             refuse_scalars(self._model, shards=self._stage == 3)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
+            seen = self._stage == 3 and not plan.config.settings.model.compile
+            take = output_classes.show(module.modules() if seen else ())
             self._shares = self._initialize(module)
+            take()
         if not plan.frozen:
             self._prepare_steps(module)
         self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None

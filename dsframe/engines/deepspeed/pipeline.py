@@ -33,6 +33,7 @@ from dsframe.model.build import BuiltModel, assert_same_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
+from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sum
 
 
@@ -54,6 +55,8 @@ class PipelineEngine(ZeroEngine):
         super().__init__(plan)
         if plan.batch.tensor_parallel_size > 1:  # a stage may have nothing to cut, but not all of them
             tensor.refuse_nothing(any(all_gather_text(self, "cut" if self._shares else "")))
+        assert self.built.watch is not None
+        self._engine.basic_optimizer.register_step_pre_hook(self.built.watch.before_update)
         grid = self._engine.grid
         self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
 
@@ -62,7 +65,12 @@ class PipelineEngine(ZeroEngine):
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
-        self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups, parts=self._cut.parts)
+        self.built = BuiltModel(
+            depends=self._cut.depends,
+            groups=self._cut.groups,
+            parts=self._cut.parts,
+            watch=WeightWatch(self, self._stage_module.model),
+        )
         task = self.plan.task
         task.context = replace(task.context, ranks=weakref.proxy(self))
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
