@@ -38,14 +38,19 @@ LONGEST = (
     "test_forms",
     "test_contract",
 )
-"""Files that take minutes, long ones first. NVMe's is before all, because it compiles an op that test_equivalence.py needs too:
-that comes later, in any process, and so finds the op."""
+"""Files that take minutes, long ones first. NVMe's is the first of them: it compiles an op that test_equivalence.py needs too,
+which comes later, in any process, and so finds the op."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: none of them is left for the end, where the other processes would have nothing to do."""
-    rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    """Units first, which tell most of what there is to tell in the first minutes. Then the longest files, and the rest: none of the
+    long ones is left for the end, where the other processes would have nothing to do."""
+    rank = {name: place for place, name in enumerate(LONGEST, start=1)}
+
+    def turn(item: pytest.Item) -> int:
+        return rank.get(item.path.stem, 0 if item.path.parent.name == "unit" else len(rank) + 1)
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)
