@@ -80,10 +80,19 @@ class Drawing(Line):
         return {"drawn": dsframe.Sum(torch.randperm(9)[0], 1)}  # which belongs to no sample
 
 
-def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> None:
+class Copying(dsframe.Hooks):
+    def on_step(self, run: dsframe.RunView) -> None:
+        run.model()
+
+
+def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path: Path) -> None:
     dsframe.fit(Drawing(), file(tmp_path / "plain"))
     dsframe.fit(Drawing(), file(tmp_path / "often", eval_every_steps=1))
-    assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
+    copied = Drawing()
+    copied.hooks = [Copying()]
+    dsframe.fit(copied, file(tmp_path / "copied"))
+    for run in ("often", "copied"):
+        assert curve(tmp_path / run, "loss") == curve(tmp_path / "plain", "loss")
 
 
 class Undropped(Line):
