@@ -6,7 +6,6 @@ import atexit
 import functools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -20,9 +19,6 @@ from tests.portability import losses
 from tests.processes import Finished, Running, free_port, python, run_ranks
 
 STEPS, EVERY = 24, 4
-Attack = Callable[[Path, random.Random], str]
-"""Is given an empty folder and its chance; returns what it tried. Raises LostError, UntriedError, AssertionError where a process
-hangs or stays."""
 
 
 class LostError(AssertionError):

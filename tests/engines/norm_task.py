@@ -37,13 +37,6 @@ def rows(count: int, seed: int) -> TensorSource:
     return TensorSource(inputs, inputs.square().mean(1, keepdim=True))
 
 
-class Unseen(Normed):
-    """Without held-out samples."""
-
-    def eval_data(self) -> None:
-        return None
-
-
 class Scaled(Normed):
     """Metrics that are no sums."""
 

@@ -86,11 +86,6 @@ def leave(engine: Any) -> None:
         engine.leave()
 
 
-def steps_alone(engine: Engine) -> None:
-    for step in range(5):
-        engine.train_step(MicroBatch.of(micro_batches(engine, step)))
-
-
 def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
     """Five steps, their end kept, five more, back, the same five."""
     engine: Any = make(file, name)

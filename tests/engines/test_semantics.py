@@ -139,26 +139,6 @@ def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine: str, tmp_p
     assert "step" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_an_evaluation_before_the_first_step_changes_nothing_of_what_zero3_sends(tmp_path: Path) -> None:
-    """DeepSpeed takes a first forward pass for a training step, and would gather every parameter once more in each."""
-    file: dict[str, Any] = {
-        "train_batch_size": 16,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "comms_logger": {"enabled": True},
-    }
-    sent: dict[str, list[float]] = {}
-    for task in ("Normed", "Unseen"):
-        section = {"task": {"name": f"tests.engines.norm_task:{task}"}, "steps": 5, "log_every_steps": 1}
-        (tmp_path / f"{task}.json").write_text(json.dumps({**file, "dsframe": section}))
-        command = ["-m", "dsframe.train", "--config", f"{task}.json", "--run-dir", task]
-        run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=200).check()
-        rows = map(json.loads, (tmp_path / task / "metrics.jsonl").read_text().splitlines())
-        sent[task] = [row["sent_bytes"] for row in rows if "sent_bytes" in row]
-    assert len(sent["Unseen"]) == 5
-    assert sent["Normed"] == sent["Unseen"]
-
-
 WEIGHTED: dict[str, tuple[int, dict[str, Any]]] = {
     "alone in 8": (1, {"gradient_accumulation_steps": 8, "dsframe": {"engine": "single"}}),
     "zero1": (2, {"zero_optimization": {"stage": 1}}),

@@ -94,6 +94,14 @@ def test_the_best_stays_and_is_found(
         store.complete(Path("run"), best=True)
 
 
+def test_the_last_evaluation_may_be_the_best(folder: Path) -> None:
+    task = Told()
+    task.values = (0.0, 0.1, 0.2, 0.3)
+    dsframe.fit(task, file(steps=6))
+    assert names(folder) == ["best", "latest", "step-00000006"]
+    assert (folder / "best").read_text() == "step-00000006\n"
+
+
 def test_an_evaluation_that_is_not_a_number_is_read_again(folder: Path) -> None:
     """It joins the checkpoint, and early stopping takes it in when the run goes on."""
 

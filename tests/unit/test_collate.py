@@ -60,13 +60,6 @@ class Llama(dsframe.Task):
         return Texts(21)
 
 
-class Fixed(Llama):
-    """Padded to one size: the same numbers on any number of ranks."""
-
-    def __init__(self) -> None:
-        super().__init__(Pad(length=24))
-
-
 def fit(tmp_path: Path, task: Llama) -> tuple[float, float]:
     settings = {"engine": "single", "steps": 5, "run_dir": str(tmp_path / "run")}
     file = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "dsframe": settings}

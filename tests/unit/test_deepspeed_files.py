@@ -101,3 +101,11 @@ def test_a_tag_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"global_step\xff")
     with pytest.raises(CheckpointError, match=r"latest is not UTF-8 text; name the checkpoint with --tag"):
         convert.convert(tmp_path, None, load({"train_batch_size": 8}), Mock(), tmp_path / "run")
+
+
+def test_updates_are_steps_that_were_not_skipped(tmp_path: Path) -> None:
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": []}]}
+    states = {"dp_world_size": 1, "optimizer": optimizer, "module": {}, "global_steps": 5, "skipped_steps": 2}
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    found = deepspeed_files.read(tmp_path)
+    assert (found.step, found.updates) == (5, 3)

@@ -1,12 +1,10 @@
-"""The catalogue of codes: complete, used, true of each example, and printed by ``dsframe explain``."""
+"""The catalogue of codes: complete, true of each example, and printed by ``dsframe explain``."""
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ import pytest
 from dsframe import errors
 from dsframe.cli import main
 from dsframe.config.codes import CODES, EXITS
-from dsframe.config.rules import table
-from tests.processes import REPOSITORY
 
 STARTS = [name for name, code in CODES.items() if code.command.startswith("train ")]
 CHECKS = [name for name in CODES if name not in STARTS]
@@ -41,16 +37,6 @@ for name, arguments in json.load(sys.stdin).items():
         said[name] = error.printed
 print(json.dumps(said))
 """
-
-
-def used() -> Iterator[str]:
-    """Every ``code="..."`` of the package, and that of each class of error."""
-    for path in (REPOSITORY / "dsframe").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            given = node.value if isinstance(node, ast.keyword) and node.arg == "code" else None
-            if isinstance(given, ast.Constant) and isinstance(given.value, str):
-                yield given.value
-    yield from (row["code"] for row in table.table()["rules"] if "code" in row)
 
 
 def classes() -> list[type[errors.DsframeError]]:

@@ -16,12 +16,11 @@ from torch import nn
 import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.config.rules.report import KINDS, kind_of
-from dsframe.errors import ConfigError, StoppedError, WorldError
+from dsframe.errors import StoppedError, WorldError
 from dsframe.observe.flops import FlopsProfile
 from dsframe.observe.traffic import TrafficLog
 from dsframe.observe.utilization import Utilization, peak_flops
-from dsframe.run_dir.output import PrefixedStream, rank_output
+from dsframe.run_dir.output import rank_output
 from dsframe.tasks import Task
 from dsframe.text import amount
 from dsframe.tools.check import main as check
@@ -130,24 +129,6 @@ def test_nonsense_is_found_before_anything_starts(
     assert message in capsys.readouterr().out
 
 
-def test_names_of_collectives() -> None:
-    names = (
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-        "all_to_all_single",
-        "isend",
-        "recv",
-        "broadcast",
-        "reduce",
-    )
-    assert [kind_of(name) for name in names] == [
-        "all-gather", "reduce-scatter", "all-to-all", "send", "receive", "broadcast", "reduce",
-    ]  # fmt: skip
-    assert all(kind_of(kind.replace("-", "_")) == kind for kind in KINDS)
-    with pytest.raises(ConfigError):
-        load({**FILE, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": [3]}})
-
-
 def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -> None:
     said: list[str] = []
     section = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True, "debug": True}
@@ -233,18 +214,6 @@ def test_what_other_ranks_print_says_whose_it_is(
     log = tmp_path / "output" / "rank3.log"
     text = log.read_text() if log.exists() else ""
     assert sorted(text.replace("\n", " ").split()) == sorted(filed.split())
-
-
-def test_lines_stay_whole_and_carry_one_mark(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = PrefixedStream(sys.stdout, "[rank 1] ")
-    for piece in ("a", "b\n", "\n", "c\r", "\n", "\r 10 %", "\r 20 %", "\r100 %\n", "d"):
-        stream.write(piece)
-    assert capsys.readouterr().out == "[rank 1] ab\n\n[rank 1] c\n[rank 1] 100 %\n"
-    stream.writelines(["e", "f\n", "g\n", "d"])
-    assert capsys.readouterr().out == "[rank 1] def\n[rank 1] g\n"
-    stream.close_line()
-    assert capsys.readouterr().out == "[rank 1] d\n"
-    assert stream.isatty() == sys.stdout.isatty()
 
 
 def test_a_file_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:

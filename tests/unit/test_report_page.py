@@ -13,7 +13,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import DataError
-from dsframe.tools.report.pictures import Axis, Chart, _figure, thinned, write
+from dsframe.tools.report.pictures import Axis, Chart, thinned, write
 from dsframe.tools.report.runs import names
 
 
@@ -96,12 +96,6 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {"model", "data", "file"} <= rows.keys()
     assert main(["report", str(tmp_path / "none")]) == 6
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
-
-
-def drawn(picture: Chart) -> Any:
-    """The axes that matplotlib makes of it."""
-    (axes,) = _figure([picture]).axes
-    return axes
 
 
 def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:

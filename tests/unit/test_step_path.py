@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,49 +220,3 @@ def test_nothing_is_read_off_the_device_but_on_steps_that_log(tmp_path: Path, mo
         12,
         4,
     )  # three in the first step: the losses of the micro-batch and its halves
-
-
-def test_what_zero_3_keeps_is_gathered_at_once_and_the_rest_as_before() -> None:
-    """DeepSpeed's engine and parameters, played: every way in which DeepSpeed and dsframe call a parameter's ``all_gather``."""
-    pytest.importorskip("deepspeed")
-    from dsframe.engines.deepspeed import imports, patches
-
-    status = imports.deepspeed.runtime.zero.partition_parameters.ZeroParamStatus
-    said: list[Any] = []
-
-    def one_by_one(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> str:
-        said.append((param_list, async_op, hierarchy))
-        return "theirs"
-
-    def at_once(wanted: list[Any]) -> Any:
-        return SimpleNamespace(wait=lambda: said.append(wanted))
-
-    kept = [
-        SimpleNamespace(
-            ds_status=one,
-            ds_tensor=SimpleNamespace(),
-            ds_secondary_tensor=None,
-            all_gather=one_by_one,
-            all_gather_coalesced=at_once,
-        )
-        for one in (status.NOT_AVAILABLE, status.AVAILABLE, status.NOT_AVAILABLE)
-    ]
-    patches.coalesce_gathers(SimpleNamespace(optimizer=SimpleNamespace(persistent_parameters=kept)))
-    kept[0].all_gather(kept)
-    kept[0].all_gather(param_list=kept)
-    assert said == [[kept[0], kept[2]]] * 2
-    said.clear()
-    for call in (
-        kept[0].all_gather,
-        lambda: kept[0].all_gather(param_list=kept[:1]),
-        lambda: kept[0].all_gather(kept[:1], True),
-        lambda: kept[0].all_gather(kept[:1], async_op=True, hierarchy=1),
-    ):
-        assert call() == "theirs"
-    assert said == [(None, False, 0), (kept[:1], False, 0), (kept[:1], True, 0), (kept[:1], True, 1)]
-    said.clear()
-    kept[2].ds_secondary_tensor = object()  # hpZ's copy, of before the update
-    assert kept[0].all_gather(kept) == "theirs"
-    kept[2].ds_secondary_tensor, kept[0].ds_tensor.ds_quant_scale = None, object()
-    assert kept[0].all_gather(kept) == "theirs"
-    assert said == [(kept, False, 0)] * 2

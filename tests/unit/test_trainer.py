@@ -80,10 +80,19 @@ class Drawing(Line):
         return {"drawn": dsframe.Sum(torch.randperm(9)[0], 1)}  # which belongs to no sample
 
 
-def test_an_evaluation_leaves_the_training_s_random_numbers(tmp_path: Path) -> None:
+class Copying(dsframe.Hooks):
+    def on_step(self, run: dsframe.RunView) -> None:
+        run.model()
+
+
+def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path: Path) -> None:
     dsframe.fit(Drawing(), file(tmp_path / "plain"))
     dsframe.fit(Drawing(), file(tmp_path / "often", eval_every_steps=1))
-    assert curve(tmp_path / "often", "loss") == curve(tmp_path / "plain", "loss")
+    copied = Drawing()
+    copied.hooks = [Copying()]
+    dsframe.fit(copied, file(tmp_path / "copied"))
+    for run in ("often", "copied"):
+        assert curve(tmp_path / run, "loss") == curve(tmp_path / "plain", "loss")
 
 
 class Undropped(Line):
@@ -91,14 +100,24 @@ class Undropped(Line):
         return nn.Linear(1, 1)
 
 
+def evaluated(run: Path, task: Line) -> float:
+    """The loss of the weights that were saved."""
+    inputs, targets = task.eval_data().batch(torch.arange(4), 0)
+    with torch.no_grad():
+        return float(task.loss(dsframe.load_model(run, task).eval()(inputs), targets))
+
+
 def test_training_drops_out_and_evaluations_do_not(tmp_path: Path) -> None:
     summary = dsframe.fit(Line(), file(tmp_path))
     dsframe.fit(Undropped(), file(tmp_path / "plain"))
     assert curve(tmp_path, "loss") != curve(tmp_path / "plain", "loss")
-    inputs, targets = Line().eval_data().batch(torch.arange(4), 0)
-    with torch.no_grad():
-        loss = Line().loss(dsframe.load_model(tmp_path, Line()).eval()(inputs), targets)
-    assert summary.metrics["loss"] == pytest.approx(float(loss))
+    assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Line()))
+
+
+def test_weights_of_16_bits_follow_their_masters(tmp_path: Path) -> None:
+    summary = dsframe.fit(Undropped(), file(tmp_path) | {"bf16": {"enabled": True}})
+    assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Undropped()), rel=0.05)
+    assert curve(tmp_path, "loss")[0] > 2 * summary.metrics["loss"]
 
 
 def test_a_resume_continues_the_loss_scale(tmp_path: Path) -> None:
