@@ -271,7 +271,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     try:
         text = _text(path)
     except OSError as error:
-        raise DataError(f"{directory} holds no run: {error}") from None
+        raise DataError(f"{directory} holds no run ({path.name}: {error.strerror})") from None
     return [_object(path, line) for line in text.split("\n")[:-1]]
 
 

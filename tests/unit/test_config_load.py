@@ -484,6 +484,15 @@ def test_a_number_of_steps_that_is_known_later_is_not_missing() -> None:
         load(document | {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.01}}})
 
 
+def test_what_plain_deepspeed_lacks_is_said_where_deepspeed_trains() -> None:
+    document = ADAM | {"scheduler": {"type": "constant", "params": {}}}
+    codes = {
+        name: [each.code for each in load(document | {"dsframe": {"engine": name}}).problems]
+        for name in ("ddp", "auto")
+    }
+    assert ["portability" in found for found in codes.values()] == [False, True]
+
+
 def test_a_metric_of_a_schedule_is_one_of_the_task() -> None:
     schedule = {"type": "ReduceLROnPlateau", "params": {"metric": "f1"}}
     with pytest.raises(ConfigError, match="no metric f1; choose one of loss, accuracy"):

@@ -129,9 +129,10 @@ def _groups(context: RuleContext) -> None:
 def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
     name, params = scheduler.type, scheduler.params
     if name in HF_SCHEDULERS and "dsframe" in context.raw:
-        message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
-        remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
-        context.warn("scheduler.type", message, remedy, code="portability")
+        if context.by_deepspeed:  # else nobody thinks of it
+            message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
+            remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
+            context.warn("scheduler.type", message, remedy, code="portability")
     elif name in TORCH_SCHEDULERS:
         if context.stage:
             message = f"works in dsframe only: torch's {name} does not accept a ZeRO optimizer: plain DeepSpeed raises"

@@ -223,10 +223,12 @@ def natural(engine: str, job: Job) -> str:
 
 
 def quietly(launch: Launch) -> Launch:
-    """The launch without the launcher's own words: DeepSpeed's log of 18 lines, torchrun's 30 after a process that failed."""
+    """The launch without the launcher's own words: DeepSpeed's log of 18 lines, torchrun's 30 and mpirun's 12 after a failure."""
     name, *words = launch.command
     if name == "torchrun":
         return replace(launch, command=(sys.executable, "-m", "dsframe.tools.launch.torchrun", *words))
+    if name == "mpirun":
+        return replace(launch, command=(name, "--quiet", *words))
     if name != "deepspeed":
         return launch
     known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
