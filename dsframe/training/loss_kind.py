@@ -43,9 +43,9 @@ class LossTrial:
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
         self._votes = dict.fromkeys(_KINDS, 0)
-        self._state: set[str] = set()
-        self._numbers: set[str] = set()
-        self._buffers: set[str] = set()
+        self._state = set[str]()
+        self._numbers = set[str]()
+        self._buffers = set[str]()
         """The model's that the loss has changed."""
         self._others, self._held = _other_generators(engine), unmoved.HeldBuffers(self._engine)
         self.draws = False
