@@ -54,10 +54,10 @@ class ModelEngine(Engine):
         Raises EngineError if it has to, and cannot, and for modules that no library can gather.
         """
         plan, task = self.plan, self.plan.task
-        if names := [name or "all of it" for name, module in model.named_modules() if isinstance(module, ScriptModule)]:
+        if any(isinstance(module, ScriptModule) for module in model.modules()):
             raise EngineError(
-                f"{type(task).__name__}.model: {names[0]} is compiled by torch.jit, and its weights cannot be gathered when it is "
-                "called; leave torch.jit out, or choose an engine that keeps whole weights on each rank"
+                f"{type(task).__name__}.model: a part of it is compiled by torch.jit, and its weights cannot be gathered "
+                "when it is called; leave torch.jit out, or choose an engine that keeps whole weights on each rank"
             )
         if plan.frozen or task.whole_weights is False:
             return

@@ -21,9 +21,8 @@ from dsframe.model import forward
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
-_ARITHMETIC = "/deepspeed/runtime/zero/linear.py"
-_HOOKS = "UserHooks._call"
-"""Where dsframe calls the methods of hooks, which run between steps."""
+_OF_ONE_RANK = ("/deepspeed/runtime/zero/linear.py", "/torch/distributed/fsdp/_fully_shard/_fully_shard.py")
+"""Files of theirs that compute, or refuse to be copied."""
 _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
     "else as model(inputs); here they are {kind}"
@@ -80,8 +79,7 @@ def user_traceback(error: Exception) -> str | None:
     if by is None:
         return None
     deepest = calls[-1].file
-    in_hook = by.frame.f_code.co_qualname == _HOOKS
-    if not in_hook and _ARITHMETIC not in deepest and any(name in deepest for name in _COMMUNICATION):
+    if any(name in deepest for name in _COMMUNICATION) and not deepest.endswith(_OF_ONE_RANK):
         return None
     in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
     if not (theirs or in_worker or _is_model_call(by)):

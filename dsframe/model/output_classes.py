@@ -30,47 +30,39 @@ def register(value: Any) -> None:
 def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Lets hooks see the tensors in objects that ``modules`` take and return: those that a library adds until what is returned is
     called. Inside of objects torch's own hooks, and those of libraries, find none, and then miss a module's backward pass."""
-    shown = [(module, _Shown()) for module in modules if not _is_torchs(module)]
-    for module, of_module in shown:
-        module.register_forward_pre_hook(of_module.show_inputs)
-        module.register_forward_hook(of_module.show_outputs)
+    shown = [(module, _Shown(), _Shown()) for module in modules if not _is_torchs(module)]
+    for module, inputs, outputs in shown:
+        module.register_forward_pre_hook(inputs.show)
+        module.register_forward_hook(outputs.show)
 
     def close() -> None:
-        for module, of_module in shown:
-            module.register_forward_pre_hook(of_module.take_inputs)
-            module.register_forward_hook(of_module.take_outputs)
+        for module, inputs, outputs in shown:
+            module.register_forward_pre_hook(inputs.take)
+            module.register_forward_hook(outputs.take)
 
     return close
 
 
 class _Shown:
-    """What one module takes and returns, with a list of the tensors in its objects while a library's hooks look at it."""
+    """What a module takes, or what it returns, together with a list of the tensors in its objects."""
 
-    def __init__(self) -> None:
-        self._inputs: list[tuple[Any, str]] = []
-        self._outputs: list[tuple[Any, str]] | None = None
+    _places: list[tuple[Any, str]] | None = None
+    """Object and attribute of each; None where libraries see all by themselves."""
 
-    def show_inputs(self, _: nn.Module, args: Any) -> Any:
-        self._inputs = _places(args)
-        return (*args, _tensors(self._inputs)) if self._inputs else None
+    def show(self, _: nn.Module, *values: Any) -> Any:
+        value = values[-1]
+        register(value)
+        places = _places(value)
+        self._places = places if places or not isinstance(value, _TRANSPARENT) else None
+        return None if self._places is None else (value, [getattr(node, name) for node, name in places])
 
-    def take_inputs(self, _: nn.Module, args: Any) -> Any:
-        if not self._inputs:
+    def take(self, _: nn.Module, *values: Any) -> Any:
+        if self._places is None:
             return None
-        _put(self._inputs, args[-1])
-        return args[:-1]
-
-    def show_outputs(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        register(outputs)
-        places = _places(outputs)
-        self._outputs = None if isinstance(outputs, _TRANSPARENT) and not places else places
-        return None if self._outputs is None else (outputs, _tensors(places))
-
-    def take_outputs(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        if self._outputs is None:
-            return None
-        _put(self._outputs, outputs[1])
-        return outputs[0]
+        value, tensors = values[-1]
+        for (node, name), tensor in zip(self._places, tensors, strict=True):
+            object.__setattr__(node, name, tensor)
+        return value
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -89,15 +81,6 @@ def _places(value: Any) -> list[tuple[Any, str]]:
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _tensors(places: list[tuple[Any, str]]) -> list[Any]:
-    return [getattr(node, name) for node, name in places]
-
-
-def _put(places: list[tuple[Any, str]], tensors: list[Any]) -> None:
-    for (node, name), tensor in zip(places, tensors, strict=True):
-        object.__setattr__(node, name, tensor)
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:

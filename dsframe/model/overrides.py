@@ -11,7 +11,7 @@ from torch import nn
 from dsframe.errors import TaskError
 
 _CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "apply", "to")
-_LISTS = ("parameters", "named_parameters", "modules", "named_modules")
+_LISTS = ("parameters", "named_parameters", "named_modules")
 
 
 def refuse(model: nn.Module, task: str) -> None:
@@ -31,24 +31,14 @@ def refuse(model: nn.Module, task: str) -> None:
                 )
         if any(getattr(cls, name) is not getattr(nn.Module, name) for name in _LISTS) and _leaves_out(module):
             raise TaskError(
-                f"{task}: {cls.__name__} overrides parameters() or modules() and gives others than it has, or in another order; "
-                "remove that, freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
+                f"{task}: {cls.__name__}.parameters() gives other parameters than the model has, or in another order; remove it, "
+                "freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
             )
 
 
 def _leaves_out(module: nn.Module) -> bool:
-    inside = _inside(module, set())
-    held = dict.fromkeys(id(weight) for part in inside for weight in part._parameters.values() if weight is not None)
-    return [id(weight) for weight in module.parameters()] != list(held) or list(module.modules()) != inside
-
-
-def _inside(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
-    """Returns what nn.Module.modules does, whatever methods say."""
-    if module in seen:
-        return []
-    seen.add(module)
-    children = [child for child in module._modules.values() if child is not None]
-    return [module, *(part for child in children for part in _inside(child, seen))]
+    weights = [weight for part in module.modules() for weight in part._parameters.values() if weight is not None]
+    return list(map(id, module.parameters())) != list(dict.fromkeys(map(id, weights)))
 
 
 def _callable_alike(theirs: Callable[..., Any], torchs: Callable[..., Any]) -> bool:

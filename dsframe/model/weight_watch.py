@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -243,8 +243,6 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
-        if "not support deepcopy" in str(error):
-            return EngineError(f"the model copies a module in the middle of a step: {self._shards()}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:
             return None
@@ -445,25 +443,32 @@ class WeightWatch(TorchFunctionMode):
         )
 
 
+_UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda parameter: parameter.is_complex(),
+        "is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, nn.Parameter(torch.view_as_real(weight)), "
+        "and use torch.view_as_complex(self.weight) in the forward pass; a frozen one may be a buffer",
+    ),
+    (
+        is_lazy,
+        "have no shape before the first forward pass, and the optimizer is made before it. Call the model once in model(), or give "
+        "the layer its sizes",
+    ),
+    (
+        lambda parameter: parameter.layout != torch.strided,
+        "is a sparse tensor, which no engine can send; train its values() as a dense parameter, and make the sparse tensor of them "
+        "in the forward pass; a frozen one may be a buffer",
+    ),
+)
+"""Kinds of parameters that no engine trains, and what to do."""
+
+
 def refuse_unusual(model: nn.Module, whose: str) -> None:
     """Raises TaskError for parameters that get their shapes in the first forward pass, for complex and sparse ones, and for memory
     that a trained one shares with another."""
-    if names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
-        raise TaskError(
-            f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
-            "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in the forward pass; "
-            "a frozen one may be a buffer"
-        )
-    if names := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise TaskError(
-            f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
-            "Call the model once in model(), or give the layer its sizes"
-        )
-    if names := [name for name, parameter in model.named_parameters() if parameter.layout != torch.strided]:
-        raise TaskError(
-            f"{whose}.model: {', '.join(names)} is a sparse tensor, which no engine can send; train its values() as a dense "
-            "parameter, and make the sparse tensor of them in the forward pass; a frozen one may be a buffer"
-        )
+    for is_unusual, text in _UNUSUAL:
+        if names := [name for name, parameter in model.named_parameters() if is_unusual(parameter)]:
+            raise TaskError(f"{whose}.model: {', '.join(names)} {text}")
     if pair := _shared_memory(model):
         raise TaskError(
             f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "

@@ -22,7 +22,7 @@ from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason
 from dsframe.training import whole_set
-from dsframe.training.shared_buffers import is_statistic, put, take_over
+from dsframe.training.shared_buffers import but_statistics, put, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
 """Is given a batch that counts, the outputs and the targets."""
@@ -246,8 +246,7 @@ class Evaluation:
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
-        stateful = ", ".join(name for name in differ if not is_statistic(name))
-        if stateful:
+        if stateful := but_statistics(differ):
             self._tell(
                 f"warning: buffer {stateful} differs between ranks; results may depend on the number of processes"
             )

@@ -13,7 +13,7 @@ from dsframe.host import phases
 from dsframe.model.build import ON_RANKS
 from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
-from dsframe.training.shared_buffers import differing, is_statistic
+from dsframe.training.shared_buffers import but_statistics, differing
 
 
 class FirstStep(Listener):
@@ -31,13 +31,12 @@ class FirstStep(Listener):
         if step != training.first_step:
             return
         progress = training.progress
-        if line := self._trial.judge(resumed=step > 1):
+        differ = differing(training.engine)
+        if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
         self._say_draws(training)
-        if names := [name for name in differing(training.engine) if not is_statistic(name)]:
-            progress.say(
-                f"dsframe: this model's buffer {', '.join(names)} follows the samples of each rank, {ON_RANKS}"
-            )
+        if names := but_statistics(differ):
+            progress.say(f"dsframe: this model's buffer {names} follows the samples of each rank, {ON_RANKS}")
         self.ended = time.perf_counter()
         phases.done("first step")
         if self._record:

@@ -9,7 +9,9 @@ beside the losses of its two halves, which come from the same outputs. Where out
 from __future__ import annotations
 
 import json
+import pickle
 import random
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +31,7 @@ from dsframe.tasks.task import Task, loss_and_terms
 from dsframe.training import sample_trial, unmoved
 
 _KINDS = ("mean", "sum", "neither")
-_TOLERANCE = 1e-3
+_TOLERANCE = 3e-5
 """Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
@@ -41,9 +43,11 @@ class LossTrial:
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
         self._votes = dict.fromkeys(_KINDS, 0)
-        self._state: set[str] = set()
-        self._numbers: set[str] = set()
-        self._others: list[Any] = []
+        self._state = set[str]()
+        self._numbers = set[str]()
+        self._buffers = set[str]()
+        """The model's that the loss has changed."""
+        self._others, self._held = _other_generators(engine), unmoved.HeldBuffers(self._engine)
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
         self.draws_others = False
@@ -53,17 +57,20 @@ class LossTrial:
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch, with its loss to be inspected."""
-        self._others = _other_generators(self._engine)
+        self._others, self._held = _other_generators(self._engine), unmoved.HeldBuffers(self._engine)
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
         self.draws_others = self._others != _other_generators(self._engine)
+        self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
 
-    def judge(self, *, resumed: bool = False) -> str:
+    def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
-        where the loss has a state that ranks, or a run that is ``resumed``, would not share."""
+        where the loss has a state that ranks, or a run that is ``resumed``, would not share. ``differing``: the model's buffers
+        that are not the same on all ranks."""
         engine, task = self._engine, self._engine.plan.task
+        self._state |= self._buffers.intersection(differing)
         verdict = self._judge_state(resumed=resumed)
         kind, why = self._agreed(), ""
         if task.gathers_rows:
@@ -120,15 +127,17 @@ class LossTrial:
     def _inspect(self, outputs: Any, targets: Any) -> None:
         device, task = self._engine.plan.device, self._engine.plan.task
         kept = generators.capture(device)
-        with unmoved.unchanged_buffers(task) as changed, task.context.evaluation():
-            copied = unmoved.twin(task)
+        held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(task)
+        with task.context.evaluation():
             try:
                 kind = _kind_of(copied, outputs, targets)
             except (
                 Exception
             ):  # a loss that takes no other number of rows: the training says what is wrong, if anything is
                 kind = ""
-            self._state |= changed()
+        self._state |= held.changed()
+        self._buffers = held.changed(of_model=True)
+        held.put_back()
         self.draws = generators.capture(device) != kept
         generators.restore(kept, device)
         if kind:
@@ -138,24 +147,16 @@ class LossTrial:
         self._numbers |= numbers
 
 
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
 def _other_generators(engine: Engine) -> list[Any]:
     """NumPy's and Python's, and those that the task and the model's modules hold."""
     kept = generators.capture(torch.device("cpu"))
     watch = engine.built.watch
     holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
-    own = (_state(value) for holder in holders for value in vars(holder).values())
-    return [kept["numpy"], kept["python"], *filter(None, own)]
-
-
-def _state(value: Any) -> str:
-    """Of a random generator."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes().hex()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return repr(value.getstate()) if isinstance(value, random.Random) else ""
+    values = (value for holder in holders for value in vars(holder).values())
+    return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, _GENERATORS))]
 
 
 def _rows(part: slice, leaf: Tensor) -> Tensor:

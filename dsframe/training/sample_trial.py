@@ -13,6 +13,7 @@ from dsframe.data import Loader
 from dsframe.data.loader import StreamSource
 from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
+from dsframe.engines import precision
 from dsframe.errors import EngineError, WorldError
 from dsframe.tasks.task import Sum, Task, loss_and_terms
 from dsframe.text import reason
@@ -20,8 +21,8 @@ from dsframe.training import unmoved
 
 _SAMPLES = 4
 """At most: without gradients so many take less memory than a training step, also where that has one."""
-_TOLERANCE = 1e-2
-"""Relative. In 16 bits the same row differs by less in a batch of another size."""
+_TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
+"""Relative. The same row differs by less in a batch of another size, also in TF32."""
 
 
 def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
@@ -43,7 +44,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < samples:
         return "", unknown.format("the samples cannot be read again")
     parts = [range(samples), range(samples // 2), range(samples // 2, samples)]
-    seen = _Seen(plan.task)
+    seen = _Seen(engine)
     draws = RowDraws(plan.seed, plan.device)
     try:
         with (
@@ -53,27 +54,30 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
         ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
                 with draws.of(0, part):
-                    seen.look(engine, batch, len(part))
+                    seen.look(batch, len(part))
     except (EngineError, WorldError):
         raise
     except Exception as error:  # such as a model that takes batches of one size
         first = error.__context__ or error  # a library's hooks may raise another behind it
         return "", unknown.format(reason(first, 100))
-    kinds = {kind_of_parts(losses, seen.items, _TOLERANCE) for losses in seen.losses.values()}
+    short = plan.task.context.dtype.itemsize < 4 or precision.autocast_dtype(plan.config, plan.device)
+    tolerance = _TOLERANCE_OF_16_BITS if short else _TOLERANCE
+    kinds = {kind_of_parts(losses, seen.items, tolerance) for losses in seen.losses.values()}
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""
 
 
 class _Seen:
     """The losses of some batches, by name, and what each is over."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._task = engine, engine.plan.task
         self.losses: dict[str, list[float]] = {}
         self.items: list[float] = []
 
-    def look(self, engine: Engine, batch: tuple[Any, Any], samples: int) -> None:
+    def look(self, batch: tuple[Any, Any], samples: int) -> None:
         """**Collective.** Adds the losses of ``batch``."""
-        task, of_several = self._task, engine.built.losses
+        engine, task = self._engine, self._task
+        of_several = engine.built.losses
         weighted = type(task).loss_weight is not Task.loss_weight
         self.items.append(float(task.loss_weight(batch[1])) if weighted else samples)
         if of_several is None:
@@ -85,9 +89,9 @@ class _Seen:
         vars(task).update(state)
 
     def _measure(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
-        with unmoved.unchanged_buffers(self._task):
-            copied = unmoved.twin(self._task)
-            self.losses.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
+        self.losses.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        held.put_back()
         return {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""BatchNorm's, which training does not use (``dsframe.model.build.dependences`` announces them)."""
 
 
 def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
@@ -22,8 +23,6 @@ def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     Returns the names of those that differed.
     """
     world = engine.plan.world
-    if world.size == 1:
-        return ()
     places, end = _spans(engine, kept)
     if not places:
         return ()
@@ -46,16 +45,14 @@ def put(content: Tensor, buffer: Tensor) -> None:
     buffer.copy_(content)
 
 
+def but_statistics(names: Iterable[str]) -> str:
+    """Returns the ``names`` of buffers that are not BatchNorm's, as text."""
+    return ", ".join(name for name in names if name.rpartition(".")[2] not in _STATISTICS)
+
+
 def differing(engine: Engine) -> Collection[str]:
     """**Collective.** Returns the names of the buffers that differ between the ranks that hold them."""
-    if engine.plan.world.size == 1:
-        return ()
-    return _spans(engine, {name: buffer.to("cpu") for name, buffer in engine.buffers().items()})[0].keys()
-
-
-def is_statistic(name: str) -> bool:
-    """True of BatchNorm's buffers, which training does not use (``dsframe.model.build.dependences`` announces them)."""
-    return name.rpartition(".")[2] in _STATISTICS
+    return _spans(engine, engine.buffers())[0].keys()
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,14 @@ class _RowSpan:
 
 def _spans(engine: Engine, kept: Mapping[str, Tensor]) -> tuple[dict[str, _RowSpan], int]:
     """**Collective.** As :func:`_row_spans`."""
+    if engine.plan.world.size == 1:
+        return {}, 0
     mine = {name: (buffer.nbytes, xxh3_64_hexdigest(_bytes(buffer).numpy().data)) for name, buffer in kept.items()}
     return _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.contiguous().reshape(-1).view(torch.uint8)
+    return buffer.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
+from dsframe.engine import Engine
 from dsframe.tasks.task import Task
 
 _FEW = 1000
@@ -101,17 +102,39 @@ def _same(before: Any, after: Any) -> bool:
     return True
 
 
-@contextmanager
-def unchanged_buffers(task: Task) -> Iterator[Callable[[], set[str]]]:
-    """Puts the buffers of the modules that the task holds back; what it yields gives the names of those that have changed."""
-    held = {
-        f"{name}.{inner}": (buffer, buffer.clone())
-        for name, value in vars(task).items()
-        if isinstance(value, nn.Module)
-        for inner, buffer in value.named_buffers()
-        if buffer.layout == torch.strided
-    }
-    yield lambda: {name for name, (buffer, before) in held.items() if not torch.equal(buffer, before)}
-    for buffer, before in held.values():
-        if not torch.equal(buffer, before):  # autograd may need it as it is, and would see that it is written to
-            buffer.copy_(before)
+class HeldBuffers:
+    """The buffers of the modules that a task holds, as they were when this was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        watch, task = engine.built.watch, engine.plan.task
+        names = {module: name for name, module in watch.model.named_modules()} if watch else {}  # the task may hold it
+        self._held = [
+            (
+                f"{names.get(module, name)}.{key}".removeprefix("."),
+                module in names,
+                module._buffers,
+                key,
+                buffer,
+                buffer.clone(),
+            )
+            for attribute, value in vars(task).items()
+            if isinstance(value, nn.Module)
+            for name, module in value.named_modules(prefix=attribute)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.layout == torch.strided
+        ]
+
+    def changed(self, *, of_model: bool = False) -> set[str]:
+        """Returns the names of those that have changed since: of the task's own modules, or of the model."""
+        return {
+            name
+            for name, models, buffers, key, _, before in self._held
+            if models == of_model and not _same(before, buffers[key])
+        }
+
+    def put_back(self) -> None:
+        """Puts them back."""
+        for _, _, buffers, key, was, before in self._held:
+            buffers[key] = was
+            if not torch.equal(was, before):  # autograd may need it as it is, and would see that it is written to
+                was.copy_(before)

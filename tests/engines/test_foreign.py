@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "classes": ("Classes", {}, {}),
     "classes with slots": ("Classes", {"slots": True}, {}),
     "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
-    "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "0 is compiled by torch.jit")),
+    "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
 LATER = {
     "a hook writes later": 3,

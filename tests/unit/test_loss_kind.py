@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[Loss, str]] = {
     "sum": (total, "sum"),
     "sum by a constant": (lambda o, t: total(o, t) / 8, "sum"),
     "batch": (by_batch, "neither"),
+    "root": (lambda o, t: mean(o, t).sqrt(), "neither"),
     "sum and a constant": (lambda o, t: total(o, t) + 300, "neither"),
     "padding without loss_weight": (
         lambda o, t: functional.cross_entropy(o, t.argmax(1).masked_fill(t[:, 0] > 0, -100)),
@@ -200,6 +201,11 @@ def mixed(rows: list[Any]) -> tuple[Tensor, Tensor]:
     return (inputs + inputs.roll(1, 0)) / 2, targets
 
 
+def mixed_a_little(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, targets = default_collate(rows)
+    return 0.9 * inputs + 0.1 * inputs.flip(0), targets
+
+
 def linear() -> nn.Module:
     return nn.Linear(3, 4)
 
@@ -214,6 +220,7 @@ FORMS: dict[str, tuple[Rows, str]] = {
     "loss inside": (Rows(lambda loss, _: loss, lambda: LossInside(3, 4)), SUM),
     "loss beside": (Rows(lambda outputs, _: outputs["loss"], lambda: LossBeside(3, 4)), SUM),
     "collate mixes": (Rows(mean, linear, mixed), NEITHER),
+    "collate mixes a little": (Rows(mean, linear, mixed_a_little), NEITHER),
     "collate": (Rows(mean, linear, default_collate), ""),
     "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
 }
@@ -247,6 +254,29 @@ def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -
     looked = dsframe.fit(Line(writing), file(1)).loss
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     assert dsframe.fit(Line(writing), file(1)).loss == looked
+
+
+class Centred(Line):
+    """Its loss gives a buffer another tensor: always, or where it is trained."""
+
+    def __init__(self, always: bool) -> None:
+        self.always, self.centre = always, nn.BatchNorm1d(4, affine=False)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = mean(outputs - self.centre.running_mean, targets)
+        if self.always or outputs.requires_grad:
+            self.centre.running_mean = self.centre.running_mean + outputs.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_buffer_of_the_loss_is_said_and_looked_at_without_a_trace(
+    always: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = dsframe.fit(Centred(always), file(1)).loss
+    assert "loss changes centre.running_mean of the task" in capsys.readouterr().err
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    assert dsframe.fit(Centred(always), file(1)).loss == looked
 
 
 class Counting(LossInside):

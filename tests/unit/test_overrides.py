@@ -51,11 +51,6 @@ class OtherOrder(Parts):
         return reversed(list(super().parameters(recurse)))
 
 
-class NoModules(Parts):
-    def modules(self) -> Any:
-        return iter([self])
-
-
 class NamesNothing(Parts):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return iter([])
@@ -67,12 +62,11 @@ class Stays(Parts):
 
 
 REFUSED = {
-    FewParameters: r"FewParameters overrides parameters\(\) or modules\(\) and gives others than it has",
-    OtherOrder: r"OtherOrder overrides parameters\(\) or modules\(\) and gives others than it has, or in another order",
+    FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has, or in another order; remove",
+    OtherOrder: r"OtherOrder\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",
     NeedsMode: r"NeedsMode\.train\(self, mode: 'bool'\) -> .* overrides nn\.Module\.train, and torch calls it as",
-    NoModules: "NoModules overrides parameters",
-    NamesNothing: "NamesNothing overrides parameters",
+    NamesNothing: r"NamesNothing\.parameters\(\) gives other parameters",
     Stays: r"Stays\.to\(self\) -> .* overrides nn\.Module\.to",
     OtherName: r"OtherName\.named_parameters\(",
 }
