@@ -39,7 +39,7 @@ wheels: setup ## puts all that `make train` installs into the folder wheels, for
 launchers: setup-test ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)
 	python -m tests.launchers
 
-portability: setup-test ## the matrix: save under every engine, go on under every other (40 minutes)
+portability: setup-test ## save under every engine, go on under others (10 minutes; every pair: python -m tests.portability --whole)
 	python -m tests.portability
 
 kill-test: setup-test ## kills a random rank at a random moment, 100 times, and compares what comes out (half an hour)

@@ -1,10 +1,12 @@
 """Save under one engine, go on under another: how far the losses are from those of the run that was never interrupted.
 
-    make portability                              # the whole matrix, about seven seconds a cell
+    make portability                              # about seven seconds a cell
+    python -m tests.portability --whole           # every pair
     python -m tests.portability --of zero3@2,ddp@2  # these by these
 
 A row is the engine that saved after step 5, a column the one that went on for 20 steps; a cell the largest difference of the
-training loss of one step. 0 is equality to the last bit, and what the diagonal has to show.
+training loss of one step. 0 is equality to the last bit, and what the diagonal has to show. A checkpoint's files are the same
+whoever wrote them, so each setup goes on from its own and from the first one's, and the first one from each; ``--whole`` has all.
 """
 
 from __future__ import annotations
@@ -186,14 +188,16 @@ def difference(saved: str, name: str, folder: Path) -> float:
     return max(abs(whole[step] - rest[step]) for step in expected)
 
 
-def matrix(names: Sequence[str], folder: Path) -> None:
+def matrix(names: Sequence[str], folder: Path, *, whole: bool) -> None:
     """Prints the cells of setups of one model."""
     width = max(map(len, names)) + 1
     print(" " * width + "".join(f"{name:>{width}}" for name in names), flush=True)
     for saved in names:
         print(f"{saved:<{width}}", end="", flush=True)
         for name in names:
-            print(f"{difference(saved, name, folder):>{width}.1e}", end="", flush=True)
+            wanted = whole or saved == name or names[0] in (saved, name)
+            cell = f"{difference(saved, name, folder):.1e}" if wanted else ""
+            print(f"{cell:>{width}}", end="", flush=True)
         print(flush=True)
 
 
@@ -201,11 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints a matrix for each model."""
     parser = argparse.ArgumentParser(prog="tests.portability", description=__doc__.splitlines()[0])
     parser.add_argument("--of", default=",".join(SETUPS), help="these setups, separated by commas")
-    names = parser.parse_args(argv).of.split(",")
+    parser.add_argument("--whole", action="store_true", help="every pair")
+    options = parser.parse_args(argv)
+    names = options.of.split(",")
     with tempfile.TemporaryDirectory() as folder:
         for model in MODELS:
             if own := [name for name in names if SETUPS[name].model == model]:
-                matrix(own, Path(folder))
+                matrix(own, Path(folder), whole=options.whole)
     return 0
 
 
