@@ -20,8 +20,8 @@ EPILOG = """\
   bash, zsh:  eval "$(dsframe activate)"
   fish:       dsframe activate --shell fish | source
 
-The printed line puts two folders first on PATH: the one with dsframe's deepspeed and horovodrun, and that of this Python. It holds
-for this shell. dsframe launch and dsframe train do not need it.
+The printed line puts two folders first on PATH: the one with dsframe's deepspeed, horovodrun and torchrun, and that of this
+Python. It holds for this shell. dsframe launch and dsframe train do not need it.
 """
 
 
