@@ -535,6 +535,24 @@ class Centre(Rows):
         return found
 
 
+class ModelCentre(Rows):
+    """The loss moves a buffer of the model, by the rows of all ranks or of one."""
+
+    def __init__(self, *, all_ranks: bool = True) -> None:
+        self.all_ranks = all_ranks
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        net.register_buffer("centre", torch.zeros(3))
+        return net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        loss = super().loss(outputs - self.net.centre, targets)
+        rows = self.all_rows(outputs.detach()) if self.all_ranks else outputs.detach()
+        self.net.centre = self.net.centre.lerp(rows.mean(0), 0.5)
+        return loss
+
+
 class _Growing(_Clipping):
     def on_step(self, run: RunView) -> None:
         net: Any = self.task.net
