@@ -432,7 +432,8 @@ def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     other = launchers.quietly(launchers.plan("torchrun", job))
     assert other.command[1:3] == ("-m", "dsframe.tools.launch.torchrun")
     assert launchers.quietly(launchers.plan("mpirun", job)).command[:2] == ("mpirun", "--quiet")
-    other = launchers.plan("horovodrun", job)
+    assert launchers.quietly(launchers.plan("horovodrun", job)).command[:2] == ("horovodrun", "--mpi-args=--quiet")
+    other = launchers.plan("srun", job)
     assert launchers.quietly(other) is other
 
 

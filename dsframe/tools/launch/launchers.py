@@ -229,6 +229,8 @@ def quietly(launch: Launch) -> Launch:
         return replace(launch, command=(sys.executable, "-m", "dsframe.tools.launch.torchrun", *words))
     if name == "mpirun":
         return replace(launch, command=(name, "--quiet", *words))
+    if name == "horovodrun":  # which starts mpirun, where Horovod was built with MPI
+        return replace(launch, command=(name, "--mpi-args=--quiet", *words))
     if name != "deepspeed":
         return launch
     known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
