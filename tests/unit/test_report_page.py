@@ -13,7 +13,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import DataError
-from dsframe.tools.report.pictures import Axis, Chart, thinned, write
+from dsframe.tools.report.pictures import Axis, Chart, Line, _figure, thinned, write
 from dsframe.tools.report.runs import names
 
 
@@ -122,3 +122,9 @@ def test_without_matplotlib_there_are_tables(
 def test_a_file_of_a_kind_that_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.xyz"):
         write(tmp_path / "p.xyz", [Chart("t", Axis("x"), Axis("y"), [])])
+
+
+def test_steps_are_whole_numbers_on_the_axis() -> None:
+    lines = [Line("a", [(3, 1.0), (6, 2.0)])]
+    (axes,) = _figure([Chart("t", Axis("step"), Axis("y"), lines)]).axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())

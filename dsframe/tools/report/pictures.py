@@ -86,6 +86,8 @@ class Chart:
                 set_scale("symlog", linthresh=axis.floor)
             elif axis.log:
                 set_scale("log")
+        if not self.x.log and all(float(a).is_integer() for line in self.lines for a, _ in line.points):
+            axes.locator_params(axis="x", integer=True)  # there is no step 2.5
         axes.set_xlabel(self.x.label)
         axes.set_ylabel("\n".join(textwrap.wrap(self.y.label, 36)))
         axes.grid(color=_GRID, linewidth=0.6)
