@@ -120,7 +120,7 @@ def _cpu() -> str:
 
 
 class Record:
-    """What rank 0 writes down. An earlier run's record in the same directory is replaced."""
+    """What rank 0 writes down. The record of an earlier run in the same directory is moved into ``earlier.1`` (2, ...)."""
 
     def __init__(
         self, plan: Plan, about: Mapping[str, Any], done_steps: int = 0, *, say: Callable[[str], None]
@@ -129,6 +129,8 @@ class Record:
         directory = plan.directory
         self._directory, self._say, self._warned = directory, say, False
         with self.surviving():
+            if not done_steps and (moved := _set_aside(directory)):
+                say(f"the record of an earlier run is now in {moved}")
             (directory / _SUMMARY).unlink(missing_ok=True)
         self._about = {
             "config": str(plan.config.path),
@@ -223,6 +225,21 @@ class Record:
             _write(self._directory / _SUMMARY, content)
 
 
+def _set_aside(directory: Path) -> Path | None:
+    """Moves the record of a run that has trained, with its loggers' files. Returns where to; None where there is none."""
+    metrics = directory / _METRICS
+    if not any(_step(line) > 0 for line in _lines_until(metrics, math.inf)):
+        return None
+    number = 1
+    while (target := directory / f"earlier.{number}").exists():
+        number += 1
+    target.mkdir()
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, "logger-id", "tensorboard", "csv"):
+        if (directory / name).exists():
+            (directory / name).rename(target / name)
+    return target
+
+
 def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
     partial = _partial(path)
     try:
@@ -249,9 +266,9 @@ def _clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
+def _lines_until(path: Path, step: float) -> list[str]:
     """What was recorded up to ``step``: the steps after it are trained again."""
-    if not path.exists():
+    if not path.is_file():  # a pipe would wait
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n") and _step(line) <= step]

@@ -196,6 +196,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     # With --resolved standard output is the file that would run, and "auto" is explained in it.
     out = sys.stderr if options.resolved else sys.stdout
     by_auto = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
+    by_auto = [problem for problem in by_auto if not problem.path.endswith("16.enabled")]  # another number format
     quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
@@ -204,6 +205,9 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
+    if config is not None and not count["error"] and "task" not in config.settings.model_fields_set:
+        what = 'no "task" in "dsframe": unless a program gives its own, this trains the built-in image classifier'
+        print(shown(f'{label}: note: {what}; write "task": {{"name": "module:Class"}}', out), file=out)
     if (options.resolved or options.processes) and config is not None and not count["error"]:
         if options.resolved:
             print(resolved(config, options.processes))

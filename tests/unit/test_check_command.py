@@ -66,6 +66,12 @@ def test_wrong_usage(folder: Path, arguments: list[str], capsys: pytest.CaptureF
     assert "usage: dsframe check" in capsys.readouterr().err
 
 
+NO_TASK = (
+    'note: no "task" in "dsframe": unless a program gives its own, this trains the built-in image classifier; write '
+    '"task": {"name": "module:Class"}'
+)
+
+
 def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "wrong.json", "warns.json", "clean.json", "-np", "2"])
     assert capsys.readouterr().out.splitlines() == [
@@ -73,10 +79,12 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "wrong.json: 1 error",
         'warns.json:1:59: warning: zero_optimization.cpu_offload: deprecated; write "offload_optimizer": {"device": "cpu"} '
         "[deprecated]",
+        f"warns.json: {NO_TASK}",
         "warns.json: batch 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks); derived: gradient_accumulation_steps = 1 "
         "(DeepSpeed's default), train_micro_batch_size_per_gpu = 4 = 8 / 1 (accumulation) / 2 (ranks)",
         "warns.json: the file does not say, so inherited: gradient_clipping 1.0; DeepSpeed's defaults",
         "warns.json: 1 warning",
+        f"clean.json: {NO_TASK}",
         "clean.json: batch 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks); derived: gradient_accumulation_steps = 1 "
         "(DeepSpeed's default), train_micro_batch_size_per_gpu = 4 = 8 / 1 (accumulation) / 2 (ranks)",
         "clean.json: the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, "
@@ -271,10 +279,18 @@ def test_a_file_for_an_engine_has_an_optimizer(folder: Path, capsys: pytest.Capt
 
 
 def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    content = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}},
+    }
     (folder / "auto.json").write_text(json.dumps(content))
     main(["check", "auto.json"])
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [*lines[:3], lines[-1]] == [
+        """auto.json:1:93: note: bf16.enabled: "auto" is false: DeepSpeed's default; the Trainer would take its --bf16 [auto]""",
         'auto.json: note: 3 values are "auto"; --resolved shows what they become, and why',
+        f"auto.json: {NO_TASK}",
         "auto.json: no problems",
     ]

@@ -144,3 +144,23 @@ def test_secrets_of_the_command_line_are_not_recorded(monkeypatch: pytest.Monkey
         command = record_module.provenance()["command"]
         assert "wandb.api_key=***" in command
         assert not {"abc123", "def456"} & {word.rpartition("=")[2] for word in command}
+
+
+def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    for number in range(2):
+        current = record(tmp_path, said)
+        (tmp_path / "tensorboard").mkdir()
+        (tmp_path / "tensorboard" / f"{number}").touch()
+        current.write({"step": 1, "loss": float(number)})
+        current.finish(SUMMARY)
+    current = record(tmp_path, said)
+    current.write({"step": 1, "loss": 2.0})
+    current.close("KILLED")
+    before = [(tmp_path / f"earlier.{number + 1}") for number in range(2)]
+    assert said == [f"the record of an earlier run is now in {folder}" for folder in before]
+    assert [read_metrics(folder)[-1]["loss"] for folder in (*before, tmp_path)] == [0.0, 1.0, 2.0]
+    assert [[path.name for path in (folder / "tensorboard").iterdir()] for folder in before] == [["0"], ["1"]]
+    assert all(read_summary(folder)["steps"] == 3 for folder in before)
+    record(tmp_path, said, done_steps=1).close("KILLED")
+    assert len(said) == 2, "a run that goes on"

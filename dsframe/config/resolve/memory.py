@@ -25,7 +25,10 @@ def parse(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'"{text}" is not a size of memory; write for example 80GB or 24GiB')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if not match[2] and size < 1_000_000:
+        raise ValueError(f"{text} bytes of memory? Write {text.strip()}GB")
+    return size
 
 
 @dataclass(frozen=True)

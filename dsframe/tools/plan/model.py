@@ -110,7 +110,7 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
             if sliced:
                 given = TargetedInputs(given, wanted)
             runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, chosen))
-    return _model(module, runs, dtype, len(chosen), layers=len(layers), offloads=offloads, batch_bytes=batch_bytes)
+    return _model(module, runs, dtype, len(chosen), layers=layers, offloads=offloads, batch_bytes=batch_bytes)
 
 
 def _chosen(module: nn.Module, config: Config | None) -> tuple[list[str], bool]:
@@ -200,7 +200,7 @@ def _model(
     dtype: torch.dtype,
     parts: int,
     *,
-    layers: int,
+    layers: Sequence[Any],
     offloads: bool,
     batch_bytes: float,
 ) -> Model:
@@ -213,14 +213,16 @@ def _model(
         saved = Affine(saved.fixed + inputs.fixed, saved.each + inputs.each)
         wide = Affine(wide.fixed + inputs.fixed, wide.each + inputs.each)
     blocks = max(1, int(runs[0]["blocks"]))
-    in_layers = [sum(p.numel() for p in child.parameters()) for child in module.children()] if layers else []
+    # A model that is cut is made of its own modules; one that is given as functions is a list of what they make.
+    made = [layer for layer in layers if isinstance(layer, nn.Module)] or (list(module.children()) if layers else [])
+    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in made]
     return Model(
         parameters=trained,
         bytes_each=dtype.itemsize,
         frozen=whole - trained,
         largest=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules()),
         block=max(in_layers, default=trained // blocks),
-        layers=max(1, layers),
+        layers=max(1, len(layers)),
         blocks=blocks,
         heads=int(runs[0]["heads"]),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
