@@ -290,7 +290,7 @@ def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert [*lines[:3], lines[-1]] == [
         """auto.json:1:93: note: bf16.enabled: "auto" is false: DeepSpeed's default; the Trainer would take its --bf16 [auto]""",
-        'auto.json: note: 3 values are "auto"; --resolved shows what they become, and why',
+        'auto.json: note: 4 values are "auto"; --resolved shows what they become, and why',
         f"auto.json: {NO_TASK}",
         "auto.json: no problems",
     ]
