@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.cluster import world as worlds
@@ -77,7 +78,11 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Those of ours that match a key of the file are short for ``--set``."""
-    options = parser().parse_args(argv)
+    options, rest = parser().parse_known_args(argv)
+    if rest:
+        is_file = Path(rest[0]).suffix in (".json", ".hjson", ".yaml", ".yml", ".toml")
+        hint = f"; did you mean --config {rest[0]}?" if is_file else ""
+        parser().error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     for name in ("engine", "run_dir", "rank_output"):
         value = getattr(options, name)
         if value is not None:

@@ -79,3 +79,9 @@ def test_the_training_of_a_manifest_can_be_started(path: Path) -> None:
         training = parse(words[words.index("dsframe.train") + 1 :])
         load(training.config, overrides=training.set)
         assert training.resume == "auto"
+
+
+def test_a_file_without_its_option_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["zero3.json"])
+    assert "unrecognized arguments: zero3.json; did you mean --config zero3.json?" in capsys.readouterr().err
