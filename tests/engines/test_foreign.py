@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +202,16 @@ def by_hand(case: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "setup"), [(case, setup) for case, (_, _, refused) in CASES.items() for setup in sorted(refused)]
-)
+def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
+    """Every case on the setup that shards most; on the others in the night."""
+    return [
+        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place))
+        for case, setups in setups_of.items()
+        for place, setup in enumerate(sorted(setups, reverse=True))
+    ]
+
+
+@pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused) in CASES.items()}))
 def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) -> None:
     more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
     finished = run(tmp_path, file(case, setup, **more), SETUPS[setup][0])
@@ -220,7 +228,7 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize(("case", "setup"), [(case, setup) for case, setups in RIGHT.items() for setup in setups])
+@pytest.mark.parametrize(("case", "setup"), each(RIGHT))
 def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     run(tmp_path, file(case, setup), SETUPS[setup][0]).check()
     found = losses(tmp_path / "run")
