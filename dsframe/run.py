@@ -7,7 +7,9 @@ before.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,7 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import Config, load
 from dsframe.errors import ConfigError, WorldError
-from dsframe.host import phases
+from dsframe.host import phases, supervise
 from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
 
@@ -68,7 +70,8 @@ def fit(
     """
     loaded = load(config, overrides=overrides)
     if processes is None:
-        return execute(loaded, task=task, resume=resume)
+        with _signals_restored():
+            return execute(loaded, task=task, resume=resume)
     from dsframe import spawn
     from dsframe.results import Summary
     from dsframe.run_dir.record import read_summary
@@ -103,6 +106,21 @@ def execute(
 
 
 @contextmanager
+def _signals_restored() -> Iterator[None]:
+    """After a stop the signals that stop are ignored, for processes that leave (``guard/signals.py``). A program goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no handler was set, and none can be
+        return
+    before = {number: signal.getsignal(number) for number in (*supervise.ENDING, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                signal.signal(number, handler)
+
+
+@contextmanager
 def _process_restored() -> Iterator[None]:
     """What dsframe and its libraries set in the environment, among the filters of warnings, and as ``sys.excepthook`` goes with the
     training: the program that called it, a notebook perhaps, finds them as they were."""
@@ -132,58 +150,44 @@ def prepared(
 
     Environment variables and filters of warnings are as before when it ends.
     """
-    with _process_restored(), _prepared(config, task, world, resume, choice, verbose=verbose, quiet=quiet) as run:
-        yield run
-
-
-@contextmanager
-def _prepared(
-    config: Config,
-    task: Task | None,
-    world: World,
-    resume: str,
-    choice: tuple[str, tuple[str, ...]] | None,
-    *,
-    verbose: bool,
-    quiet: bool,
-) -> Iterator[Run]:
     began, home = time.perf_counter(), Path.cwd()
     phases.begin()
-    engine, lines = choice or choose(config, world)
-    bound = cores.bind(world) if config.settings.bind_cores else ()
-    threads = settle_threads(world, config.settings.threads_per_rank, bound)
-    output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
-    import torch  # reads OMP_NUM_THREADS
+    with _process_restored():
+        engine, lines = choice or choose(config, world)
+        bound = cores.bind(world) if config.settings.bind_cores else ()
+        threads = settle_threads(world, config.settings.threads_per_rank, bound)
+        output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
+        import torch  # reads OMP_NUM_THREADS
 
-    from dsframe.host import numerics
+        from dsframe.host import numerics
 
-    numerics.check_release(torch.__version__)
-    from dsframe import hooks, job, tasks
-    from dsframe.tasks import preparation
+        numerics.check_release(torch.__version__)
+        from dsframe import hooks, job, tasks
+        from dsframe.tasks import preparation
 
-    phases.done("imports")
-    torch.set_num_threads(threads)  # for a program that had imported torch already
-    ours = task is None
-    task = task or tasks.build(config.settings.task, config.settings.seed)
-    task.seed = config.settings.seed
+        phases.done("imports")
+        torch.set_num_threads(threads)  # for a program that had imported torch already
+        ours = task is None
+        task = task or tasks.build(config.settings.task, config.settings.seed)
+        task.seed = config.settings.seed
 
-    def say(line: str) -> None:
-        if world.is_main and not quiet:
-            with suppress(OSError):
-                print(f"dsframe: {line}\n", end="", file=sys.stderr, flush=True)
+        def say(line: str) -> None:
+            if world.is_main and not quiet:
+                with suppress(OSError):
+                    print(f"dsframe: {line}\n", end="", file=sys.stderr, flush=True)
 
-    def read() -> tuple[Any, Any]:
-        preparation.prepare(task, world, say)
-        return task.train_data(), task.eval_data()
+        def read() -> tuple[Any, Any]:
+            preparation.prepare(task, world, say)
+            return task.train_data(), task.eval_data()
 
-    data = cache(read)
-    called = hooks.all_hooks(config.settings.hooks, task.hooks)
-    settings = config.settings
-    with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
-        options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
-        host = job.HostResources(threads, bound, began, lock, home)
-        phases.done("data")
-        yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, options, host)
+        data = cache(read)
+        called = hooks.all_hooks(config.settings.hooks, task.hooks)
+        settings = config.settings
+        with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
+            options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
+            host = job.HostResources(threads, bound, began, lock, home)
+            phases.done("data")
+            yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, options, host)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

@@ -15,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whoever starts the tests in the background (nohup, a script's &) leaves them signals that are ignored, and so they would be
 # in every process that a test starts: a launcher that a test interrupts would not even notice.
-for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+for _number in STOPPING:
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
@@ -56,10 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
-    """``supervise.run`` leaves signals blocked, and what a later test starts would not hear them."""
+    """What a later test starts would inherit signals that are ignored, or blocked as ``supervise.run`` leaves them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    after = {number: signal.getsignal(number) for number in STOPPING}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert after == handlers, "the test leaves other handlers of signals than it found"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,7 +111,9 @@ def find(directory: Path, tag: str | None) -> Path:
         return directory
     if tag is None:
         try:
-            tag = (directory / "latest").read_text().strip()
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{directory / 'latest'} is not UTF-8 text; name the checkpoint with --tag") from None
         except OSError:
             raise CheckpointError(
                 f"{directory} has no file named latest and no *model_states.pt; is it DeepSpeed's save_checkpoint folder?"

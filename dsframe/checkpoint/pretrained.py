@@ -22,7 +22,7 @@ from dsframe.tasks import _transformers
 class _PretrainedRecord(BaseModel):
     """What a manifest says of the model: data, whoever wrote it."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     config: str
     tokenizer: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")] | None

@@ -193,9 +193,7 @@ class Store:
             return None
         linked = self.directory.is_symlink()
         base = self.directory / "earlier" if linked else self.directory
-        number = 1
-        while (target := base.with_name(f"{base.name}.{number}")).exists():
-            number += 1
+        target = numbered(base)
         if after is None and not linked:
             self.directory.rename(target)
             return target
@@ -301,7 +299,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
 
 _Checksum = Annotated[tuple[PositiveInt, str], Field(strict=False)]
@@ -433,6 +431,14 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
     text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     outer = {"manifest": manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def numbered(base: Path) -> Path:
+    """The first of ``base.1``, ``base.2``, ... that is not there yet."""
+    number = 1
+    while (target := base.with_name(f"{base.name}.{number}")).exists():
+        number += 1
+    return target
 
 
 def _free(path: Path) -> Path:

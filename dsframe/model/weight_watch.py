@@ -350,13 +350,14 @@ class WeightWatch(TorchFunctionMode):
             if written:
                 raise EngineError(f"{where}: {self._shards()}")
             return
-        mine = self._held + json.dumps(written, sort_keys=True)
+        mine = json.dumps([self._held, written], sort_keys=True)
         of_ranks = all_gather_text(engine, mine) if engine.plan.world.size > 1 else [mine]
-        if all(text.endswith("{}") for text in of_ranks):
+        kinds = set(of_ranks)
+        if not any(theirs for _, theirs in map(json.loads, kinds)):
             return
         if not engine.updates_in_place:
             self._refuse_overwritten(written, when)
-        if len(set(of_ranks)) > len({text.partition("{")[0] for text in of_ranks}):
+        if len(kinds) > len({held for held, _ in map(json.loads, kinds)}):
             raise TaskError(
                 f"{where}: not the same numbers on all ranks, whose models would drift apart. "
                 "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example"

@@ -36,6 +36,9 @@ _PACKAGES = {"mlflow": "mlflow-skinny"}
 """What to install, where it is called otherwise than the module."""
 _TRAINING, _EVALUATION = "train/", "eval/"
 """What the names of metrics begin with."""
+TENSORBOARD, CSV, _ID, _MLFLOW_ID = "tensorboard", "csv", "logger-id", "mlflow-run-id"
+FILES = (TENSORBOARD, CSV, _ID, _MLFLOW_ID)
+"""What loggers leave in a run's directory, unless the file names other folders."""
 
 
 def missing(config: Config) -> list[Problem]:
@@ -78,11 +81,11 @@ class Loggers:
         known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
             "tensorboard": (
                 file.tensorboard,
-                lambda: _TensorBoard(_folder(file.tensorboard, directory / "tensorboard"), directory, done_steps),
+                lambda: _TensorBoard(_folder(file.tensorboard, directory / TENSORBOARD), directory, done_steps),
             ),
             "csv_monitor": (
                 file.csv_monitor,
-                lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done_steps),
+                lambda: _Csv(_folder(file.csv_monitor, directory / CSV), directory, done_steps),
             ),
             "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
             "comet": (file.comet, lambda: _Comet(file.comet, train_batch_size)),
@@ -143,7 +146,7 @@ def _folder(section: Any, default: Path) -> Path:
 
 def _run_id(directory: Path) -> str:
     """What tells this run's files from other runs' in a folder that they share. A run that starts again keeps its own."""
-    note = directory / "logger-id"
+    note = directory / _ID
     if not note.exists():
         note.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
     return note.read_text(encoding="utf-8").strip()
@@ -295,7 +298,7 @@ class _Mlflow(Logger):
             # MLflow 3 refuses folders unless told so, and mlflow-skinny has no database: it is the one kind that needs no server.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client: Any = MlflowClient(tracking_uri=uri)
-        note = directory / "mlflow-run-id"
+        note = directory / _MLFLOW_ID
         known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
         if known:
             self._client.update_run(known, status="RUNNING")

@@ -5,7 +5,6 @@ Launchers differ: horovodrun marks every line (``[1]<stderr>:``), torchrun, deep
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -135,10 +134,6 @@ def _flush() -> None:
 def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
     """Before torch is imported: its profiler says when it begins and ends, and with ``memory`` that there was some before.
     ``quiet``: loggers' packages say nothing either."""
-    if not verbose:
-        logging.getLogger("bitsandbytes").setLevel(
-            logging.ERROR
-        )  # it has no fast kernel here, which most runs do not use
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")

@@ -28,9 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
+from dsframe.run_dir import loggers
 from dsframe.run_dir.loggers import Ending, Loggers
 from dsframe.version import __version__
 
@@ -230,11 +232,9 @@ def _set_aside(directory: Path) -> Path | None:
     metrics = directory / _METRICS
     if not any(_step(line) > 0 for line in _lines_until(metrics, math.inf)):
         return None
-    number = 1
-    while (target := directory / f"earlier.{number}").exists():
-        number += 1
+    target = numbered(directory / "earlier")
     target.mkdir()
-    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, "logger-id", "tensorboard", "csv"):
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, *loggers.FILES):
         if (directory / name).exists():
             (directory / name).rename(target / name)
     return target

@@ -191,12 +191,16 @@ def _escape(text: str, also: str = "") -> str:
     return text
 
 
+_FORMATS = ("bf16.enabled", "fp16.enabled")
+"""Keys whose "auto" chooses the number format: never counted among others."""
+
+
 def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> None:
     problems = examined.problems
     # With --resolved standard output is the file that would run, and "auto" is explained in it.
     out = sys.stderr if options.resolved else sys.stdout
     by_auto = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
-    by_auto = [problem for problem in by_auto if not problem.path.endswith("16.enabled")]  # another number format
+    by_auto = [problem for problem in by_auto if problem.path not in _FORMATS]
     quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:

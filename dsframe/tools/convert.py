@@ -76,10 +76,7 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     from dsframe.model.state import EngineState, aliases, compare, persistent_buffers
 
     task.seed = config.settings.seed
-    try:
-        checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{directory / 'latest'} is not UTF-8 text; name the checkpoint with --tag") from None
+    checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))
     model = task.model()
     asked = groups.settle_groups(config, task, model).asked
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

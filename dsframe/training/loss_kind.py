@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import sys
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -47,7 +47,9 @@ class LossTrial:
         self._numbers = set[str]()
         self._buffers = set[str]()
         """The model's that the loss has changed."""
-        self._others, self._held = _other_generators(engine), unmoved.HeldBuffers(self._engine)
+        self._others: list[Any] = []
+        self._held: unmoved.HeldBuffers | None = None
+        """The task's buffers as they were before the first step, during that."""
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
         self.draws_others = False
@@ -62,8 +64,10 @@ class LossTrial:
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
-        self.draws_others = self._others != _other_generators(self._engine)
-        self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
+        if self._held is not None:
+            self.draws_others = self._others != _other_generators(self._engine)
+            self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
+            self._held = None
 
     def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
@@ -147,16 +151,18 @@ class LossTrial:
         self._numbers |= numbers
 
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 def _other_generators(engine: Engine) -> list[Any]:
     """NumPy's and Python's, and those that the task and the model's modules hold."""
     kept = generators.capture(torch.device("cpu"))
     watch = engine.built.watch
     holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (
+        numpys := sys.modules.get("numpy.random")
+    ) is not None:  # 2.6 MiB, and who has one of its generators has imported it
+        kinds += (numpys.Generator, numpys.RandomState)
     values = (value for holder in holders for value in vars(holder).values())
-    return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, _GENERATORS))]
+    return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, kinds))]
 
 
 def _rows(part: slice, leaf: Tensor) -> Tensor:

@@ -29,12 +29,16 @@ def test_horovod_finds_no_addresses_of_the_training_before(tmp_path: Path) -> No
 
 PROGRAM = """
 import os, sys, logging, signal, warnings
-import torch, torch.utils.data, dsframe
+import torch, torch.utils.data, dsframe, dsframe.errors
 import torch.nn.functional
 class Line(dsframe.Task):
     def model(self): return torch.nn.Linear(2, 1)
     def loss(self, outputs, targets): return (outputs - targets).square().mean()
     def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+class Stopped(Line):
+    def loss(self, outputs, targets):
+        signal.raise_signal(signal.SIGTERM)
+        return super().loss(outputs, targets)
 os.environ["HOROVOD_FUSION_THRESHOLD"] = "4096"
 def state():
     return {
@@ -50,9 +54,16 @@ def state():
 before = state()
 changes = {"zero3": {"zero_optimization": {"stage": 3}}}.get(sys.argv[1]) or {"dsframe": {"engine": sys.argv[1]}}
 file = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **changes}
+def compare():
+    after = state()
+    assert after == before, {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 dsframe.fit(Line(), file, overrides=["dsframe.steps=1", "dsframe.run_dir=run"])
-after = state()
-assert after == before, {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+compare()
+try:
+    dsframe.fit(Stopped(), file, overrides=["dsframe.steps=1000000", "dsframe.run_dir=stopped"])
+except dsframe.errors.StoppedError:
+    compare()
+    print("stopped")
 """
 
 
@@ -60,4 +71,4 @@ assert after == before, {key: (before[key], after[key]) for key in before if bef
 def test_a_program_finds_its_process_as_it_was(engine: str, tmp_path: Path) -> None:
     """A notebook goes on after a training, and starts others."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    run_ranks(python(["program.py", engine]), cwd=tmp_path, timeout_seconds=120).check()
+    assert "stopped" in run_ranks(python(["program.py", engine]), cwd=tmp_path, timeout_seconds=120).check().stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -16,10 +15,7 @@ from dsframe.engines.deepspeed.internals import INTERNALS
 from dsframe.errors import EngineError
 from tests.processes import REPOSITORY
 
-spec = importlib.util.find_spec("deepspeed")
-if spec is None or spec.origin is None:
-    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
-PACKAGE = Path(spec.origin).parent
+PACKAGE = internals.package()
 TABLE = {name for names in INTERNALS.values() for name in names}
 
 

@@ -179,21 +179,25 @@ INTERNALS: dict[str, dict[str, str]] = {
 """File of DeepSpeed's package -> name -> what it must mean. Of names that several files have, one of them."""
 
 
-def missing(package: Path) -> list[str]:
-    """The names that are no more where the table says, as ``FILE: NAME``. ``package``: the folder of DeepSpeed's package."""
+def missing(folder: Path) -> list[str]:
+    """The names that are no more where the table says, as ``FILE: NAME``. ``folder``: of DeepSpeed's package."""
     gone = []
     for file, names in INTERNALS.items():
-        path = package / file
+        path = folder / file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         pattern = r"\b(?:def|class) {0}\b|\b{0}\s*(?::[^=\n]*)?=|\b{0},|hasattr\(\w+, '{0}'\)"
         gone += [f"{file}: {name}" for name in names if not re.search(pattern.format(name), text)]
     return gone
 
 
+def package() -> Path:
+    """The folder of DeepSpeed's package, which need not be imported."""
+    return Path(str(importlib.metadata.distribution("deepspeed").locate_file("deepspeed")))
+
+
 def check(version: str) -> None:
     """For a release that nobody has tried. Raises EngineError where names have gone."""
-    package = Path(str(importlib.metadata.distribution("deepspeed").locate_file("deepspeed")))
-    if gone := missing(package):
+    if gone := missing(package()):
         more = f" and {len(gone) - 3} more" * (len(gone) > 3)
         raise EngineError(
             f"DeepSpeed {version} has no longer what dsframe needs inside of it: {', '.join(gone[:3])}{more}; "
