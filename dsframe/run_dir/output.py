@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dsframe.checkpoint.store import numbered
 from dsframe.cluster.world import World
 from dsframe.config.schema.settings_report import Profile
 from dsframe.errors import WorldError
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 FOLDER = "output"
 """In the run's directory."""
-_earlier: list[tuple[int, int]] = []
-"""This rank's file (its descriptor), and how many bytes of earlier runs it begins with, until they are taken out."""
+_earlier: list[tuple[Path, int, int]] = []
+"""This rank's file, its descriptor, and how many bytes of an earlier run it begins with, until it has a file of its own."""
 
 
 class PrefixedStream:
@@ -65,7 +66,7 @@ def rank_output(world: World, how: str, directory: Path, *, append: bool) -> Ite
     """Around what this process prints. Rank 0's goes where it always went.
 
     ``how``: "prefix", "files" (in ``directory``; libraries' own lines too, which do not pass Python) or "plain". ``append``: to an
-    earlier attempt's files. Else earlier lines go with :func:`begin_anew`: the directory may still be another run's.
+    earlier attempt's files. Else :func:`begin_anew` moves those away: the directory may still be another run's.
     """
     if world.is_main or how == "plain" or (how == "prefix" and world.launcher == "horovodrun"):
         yield
@@ -104,7 +105,7 @@ def _filed(path: Path, *, append: bool) -> Iterator[None]:
     os.dup2(target, 1)
     os.dup2(target, 2)
     if not append and (size := os.fstat(target).st_size):
-        _earlier.append((target, size))
+        _earlier.append((path, target, size))
     try:
         yield
     finally:
@@ -117,13 +118,18 @@ def _filed(path: Path, *, append: bool) -> Iterator[None]:
 
 
 def begin_anew() -> None:
-    """Takes out of this rank's file what earlier runs have left there, once it is known that rank 0 has claimed the directory."""
+    """Moves this rank's file of an earlier run to ``rank1.log.1``, once rank 0 has claimed the directory."""
     while _earlier:
-        file, size = _earlier.pop()
-        with suppress(OSError):  # then they stay
-            current = os.pread(file, os.fstat(file).st_size - size, size)
-            os.ftruncate(file, 0)
+        path, earlier, size = _earlier.pop()
+        with suppress(OSError):  # then the lines stay together
+            current = os.pread(earlier, os.fstat(earlier).st_size - size, size)
+            path.rename(numbered(path))
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             os.write(file, current)
+            os.ftruncate(earlier, size)
+            for number in (1, 2):
+                os.dup2(file, number)
+            os.close(file)
 
 
 def _flush() -> None:

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         help="output for people, editors, or GitHub annotations",
     )
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
+    result.set_defaults(starts=False)  # dsframe launch sets it: the run says what it inherits
     return result
 
 
@@ -217,7 +218,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
             print(resolved(config, options.processes))
         else:
             print(shown(f"{label}: {_batch_line(config.batch(options.processes))}", out))
-    said = inherit.sentence(config.inherited) if config is not None else ""
+    said = inherit.sentence(config.inherited) if config is not None and not options.starts else ""
     if said and not options.resolved and not count["error"]:
         print(shown(f"{label}: {said}", out))
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]

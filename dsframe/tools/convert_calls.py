@@ -96,16 +96,22 @@ def _stop_call(conversion: Conversion, name: str, given: dict[str, Any]) -> None
 
 
 def _checkpoint_call(conversion: Conversion, given: dict[str, Any]) -> None:
-    """Lightning's ModelCheckpoint, which saves at each epoch's end unless it is told otherwise."""
+    """Lightning's ModelCheckpoint, which saves after each evaluation unless it is told otherwise."""
     monitor, mode = given.pop("monitor", None), given.pop("mode", "min")
     if isinstance(monitor, str):
         conversion.take_metric("ModelCheckpoint", _BEST, monitor, mode == "max")
     epochs = given.pop("every_n_epochs", 1)
     if "every_n_train_steps" not in given and isinstance(epochs, int):
-        conversion.put("ModelCheckpoint(every_n_epochs)", _EVERY, {"epochs": epochs})
-    if "save_top_k" in given:
-        kept = f"{given.pop('save_top_k')}: the best one and the newest (keep_last, 2) stay"
-        conversion.note("changed", "ModelCheckpoint(save_top_k)", kept)
+        evaluates = conversion.document["dsframe"].get("eval_every_steps") if epochs == 1 else None
+        conversion.put("ModelCheckpoint(every_n_epochs)", _EVERY, evaluates or {"epochs": epochs})
+    if (kept := given.pop("save_top_k", None)) == -1:
+        every = conversion.document["dsframe"].get("checkpoints", {}).get("every_steps")
+        conversion.put(
+            "ModelCheckpoint(save_top_k)", "dsframe.checkpoints.keep_every", given.get("every_n_train_steps", every)
+        )
+    elif kept is not None:
+        stay = f"{kept}: the best one and the newest (keep_last, 2) stay"
+        conversion.note("changed", "ModelCheckpoint(save_top_k)", stay)
 
 
 def _optimizer_call(conversion: Conversion, call: Call) -> None:

@@ -112,6 +112,7 @@ def test_another_ranks_log_begins_anew_only_where_the_run_has_the_directory(tmp_
     assert log.read_text() == "of the first\na second\n"
     start("a third")
     assert log.read_text() == "a third\nend of a third\n"
+    assert log.with_name("rank1.log.1").read_text() == "of the first\na second\n"
     start("a fourth", append=True)
     assert log.read_text() == "a third\nend of a third\na fourth\nend of a fourth\n"
 

@@ -76,13 +76,13 @@ def test_overrides_win_and_are_checked() -> None:
     assert (config.settings.steps, config.settings.epochs) == (5, None)  # the command line replaces the length
     assert isinstance(config.settings.task, LanguageTask)
     with pytest.raises(ConfigError) as caught:
-        load(base, overrides=["zero_optimization.stagee=3", "gradient_clipping=abc", "nonsense"])
+        load(base, overrides=["zero_optimization.stagee=3", "gradient_clipping=abc", "nonsense", "zero.stage=1"])
     assert sorted(messages(caught)) == [
         '--set: error: gradient_clipping: "abc" must be a number [type]',
         '--set: error: nonsense: does not have the form dotted.key=value; write for example "dsframe.steps=50" '
         "[override]",
-        '--set: error: zero_optimization.stagee: unknown key; it looks like "stage", which the file has as well; '
-        "keep one [unknown-key]",
+        '--set: error: zero: unknown key; did you mean "zero_optimization"? [unknown-key]',
+        '--set: error: zero_optimization.stagee: unknown key; did you mean "stage"? [unknown-key]',
     ]
 
 

@@ -195,6 +195,25 @@ def test_lightning_with_all_that_it_names(tmp_path: Path) -> None:
     load(found.document)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "callback", "every", "kept"),
+    [
+        ("val_check_interval=0.5", "", {"epochs": 0.5}, None),
+        ("check_val_every_n_epoch=2", "", {"epochs": 2}, None),
+        ("val_check_interval=100", "save_top_k=-1", 100, 100),
+        ("val_check_interval=0.5", "every_n_train_steps=40, save_top_k=-1", 40, 40),
+        ("", "", {"epochs": 1}, None),
+    ],
+)
+def test_lightning_saves_after_each_evaluation(
+    arguments: str, callback: str, every: Any, kept: Any, tmp_path: Path
+) -> None:
+    """So that the best evaluation has its checkpoint."""
+    text = f"t = L.Trainer(max_epochs=3, {arguments})\nc = ModelCheckpoint({callback})"
+    saves = convert(given(tmp_path, "a.py", text)).document["dsframe"]["checkpoints"]
+    assert (saves["every_steps"], saves.get("keep_every")) == (every, kept)
+
+
 def test_lightning_with_deepspeed(tmp_path: Path) -> None:
     text = "t = L.Trainer(strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True, reduce_bucket_size=1000000))"
     document = convert(given(tmp_path, "a.py", text)).document

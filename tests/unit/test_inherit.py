@@ -17,6 +17,7 @@ from dsframe.config import load
 from dsframe.config.resolve import inherit
 from dsframe.data import TensorSource
 from dsframe.model import optimizers
+from dsframe.tools.launch import command
 
 
 def file(kind: str = "Adam", inherits: str | None = None, **params: Any) -> dict[str, Any]:
@@ -112,3 +113,13 @@ def test_it_is_said_at_the_start_and_by_check(
     shown = capsys.readouterr().out
     assert '"gradient_clipping": 1.0' in shown
     assert "inherited, DeepSpeed's default" in shown
+
+
+def test_dsframe_launch_leaves_it_to_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "adam.json"
+    path.write_text(json.dumps(file(inherits="torch")))
+    assert cli.main(["check", str(path)]) == 0
+    assert "so inherited: gradient_clipping" in capsys.readouterr().out
+    options, rest = command.parser().parse_known_args(["-np", "1", "--config", str(path)])
+    assert command._check(command.read(options, rest)) == 0
+    assert "inherited" not in capsys.readouterr().err

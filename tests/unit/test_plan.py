@@ -62,7 +62,7 @@ def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixtu
         for stage in (0, 1, 2, 3):
             kind = "fp16" if stage else "bf16"  # which fills as much; fp16 at stage 0 is refused
             staged = file | {kind: {"enabled": True}, "zero_optimization": {"stage": stage}}
-            arguments = ["-np", ",".join(map(str, worlds)), "--parameters", str(size), "--gpu-memory", "32GB"]
+            arguments = ["-np", ",".join(map(str, worlds)), "--parameters", f"{size / 1e9}B", "--gpu-memory", "32GB"]
             for world in plan(tmp_path, staged, capsys, *arguments)["worlds"]:
                 found[size, world["world_size"], stage] = world["as_written"]["memory_bytes"]["states"] / 1e9
     assert found[7.5e9, 64, 0] == pytest.approx(120)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partialmethod
 from typing import Any, NamedTuple
 
-from dsframe.config.read.reader import Document, Path, keys
+from dsframe.config.read.reader import Document, Path, inside, keys
 from dsframe.config.schema.base import AUTO
 from dsframe.errors import Problem, Severity
 
@@ -95,13 +95,20 @@ class Findings:
         if path in self._answered:
             return
         file, line, column = self.file, 0, 0
-        if any(path[: len(prefix)] == prefix for prefix in self.overridden):
+        if self.is_override(path):
             file = OVERRIDE
         else:
             line, column = self.position(path, at_value=at_value, offset=offset)
         problem = Problem(severity, dotted(path), message, remedy, file, line, column, code=code)
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def is_override(self, path: Path) -> bool:
+        """True if ``--set`` gave the member, or made it around what it gave."""
+        if any(path[: len(prefix)] == prefix for prefix in self.overridden):
+            return True
+        around = any(prefix[: len(path)] == path for prefix in self.overridden)
+        return around and bool(path) and inside(self.document.root, path) is None
 
     error = partialmethod(add, "error")
     warning = partialmethod(add, "warning")

@@ -83,7 +83,7 @@ class _Repair:
             return
         meant = meant or closest(key, legal, 1)
         if meant is None and self.home(key, here, raw[key]) is None:
-            meant = closest(key, legal) or containing(key, owner.model_fields)
+            meant = closest(key, legal) or self.short_for(owner, here, raw[key])
         if meant in legal:
             self.unknown(here, remedy=f'did you mean "{meant}"?')
             raw[str(meant)] = raw.pop(key)
@@ -134,9 +134,13 @@ class _Repair:
     def guess(self, owner: type[Section], here: Path, value: Any) -> None:
         key = str(here[-1])
         home = self.home(key, here, value)
-        twin = None if home is not None else closest(key, owner.model_fields, 1)
+        twin = None
+        if home is None:
+            twin = closest(key, owner.model_fields, 1) or self.short_for(owner, here, value)
         similar = closest(key, places(), 1) if len(key) > 4 else None
-        if twin:
+        if twin and self.findings.is_override(here):
+            self.unknown(here, remedy=f'did you mean "{twin}"?')
+        elif twin:
             self.unknown(here, f'unknown key; it looks like "{twin}", which the file has as well', "keep one")
         elif home is not None:
             self.findings.error(here, f"belongs {_where(home)}", code="misplaced-key")
@@ -155,6 +159,10 @@ class _Repair:
             forward = f', or pass it on with "dsframe": {{"pass_through": ["{dotted(here)}"]}}'
             remedy = "remove it" + ("" if here[0] in MADE_HERE else forward)
             self.unknown(here, f"unknown key; {'DeepSpeed raises' if raises else 'DeepSpeed ignores it'}", remedy)
+
+    def short_for(self, owner: type[Section], here: Path, value: Any) -> str | None:
+        """Returns the only key of ``owner`` that takes such a value and has the key's words, or begins with it."""
+        return containing(str(here[-1]), [key for key in owner.model_fields if _fits(here[:-1], key, value)])
 
     def home(self, key: str, here: Path, value: Any) -> Path | None:
         """Returns the section that a key belongs to: the only one that has it, or the nearest of few. An object goes where

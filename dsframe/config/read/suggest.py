@@ -36,9 +36,14 @@ def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None,
 
 
 def containing(word: str, candidates: Iterable[str]) -> str | None:
-    """The only candidate that has every part of ``word``: ``warmup_steps`` is short for ``warmup_num_steps``."""
+    """The only candidate that has every part of ``word``: ``warmup_steps`` is short for ``warmup_num_steps``. Or that begins with
+    it: ``opt`` is short for ``optimizer``."""
     parts = _parts(word)
-    fitting = [candidate for candidate in candidates if len(parts) > 1 and parts <= _parts(candidate)]
+    fitting = [
+        candidate
+        for candidate in candidates
+        if (len(parts) > 1 and parts <= _parts(candidate)) or (len(word) > 2 and candidate.startswith(word.lower()))
+    ]
     return fitting[0] if len(fitting) == 1 else None
 
 

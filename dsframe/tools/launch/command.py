@@ -176,6 +176,7 @@ def _check(request: Request) -> int:
     where something is wrong."""
     label = str(request.config.path)
     options = check.parser().parse_args([label, "-np", str(request.job.processes), "--engine", request.engine])
+    options.starts = True
     facts = Facts(world_size=options.processes, engine=options.engine)
     examined = check.judged(request.config.examined(facts), label, options)
     wrong = any(problem.severity == "error" for problem in examined.problems)

@@ -42,10 +42,16 @@ def parser() -> argparse.ArgumentParser:
     add("-np", "--processes", default="1", metavar="N[,N...]", help="processes of the run (default 1)")
     add_overrides(result)
     add("--gpu-memory", metavar="80GB", help="plan for GPUs of this size (default: this machine)")
-    add("--parameters", type=float, metavar="N", help="only a number of parameters, such as 7.5e9")
+    add("--parameters", type=number, metavar="N", help="only a number of parameters, such as 7B or 7.5e9")
     add("--all", action="store_true", help="every strategy, and why others are not possible")
     add("--format", choices=("text", "json"), default="text", help="json holds each strategy's file")
     return result
+
+
+def number(text: str) -> float:
+    """Returns 7e9 for ``7B``. Raises ValueError for what is no number."""
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    return float(text[:-1]) * unit if unit else float(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
