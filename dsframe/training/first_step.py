@@ -34,6 +34,8 @@ class FirstStep(Listener):
         differ = differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
+        if line := self._trial.of_model.judge(resumed=step > 1):
+            progress.say(f"dsframe: this {line}")
         self._say_draws(training)
         if names := but_statistics(differ):
             progress.say(f"dsframe: this model's buffer {names} follows the samples of each rank, {ON_RANKS}")

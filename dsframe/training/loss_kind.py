@@ -29,6 +29,7 @@ from dsframe.errors import TaskError
 from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
 from dsframe.training import sample_trial, unmoved
+from dsframe.training.module_state import ModuleState
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
@@ -54,17 +55,20 @@ class LossTrial:
         """True if the loss of this rank drew random numbers of torch's."""
         self.draws_others = False
         """True if NumPy's or Python's generator, or one of the task's own, has moved on this rank in the step."""
+        self.of_model = ModuleState(engine)
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch, with its loss to be inspected."""
         self._others, self._held = _other_generators(self._engine), unmoved.HeldBuffers(self._engine)
+        self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
         if self._held is not None:
+            self.of_model.step_ended()
             self.draws_others = self._others != _other_generators(self._engine)
             self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
             self._held = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -44,30 +46,93 @@ def changes(task: Task, copied: Task) -> tuple[set[str], set[str]]:
 
 @contextmanager
 def unmoved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back the random generators, and the buffers, tensors and numbers of the modules of ``model``."""
+    """Puts back the random generators, and the buffers and attributes of the modules of ``model``."""
     kept = generators.capture(device)
-    values = [(vars(module), _plain_values(module)) for module in model.modules()]
-    tensors = [tensor for tensor in model.buffers() if tensor.layout == torch.strided]
-    tensors += [value for _, plain in values for value in plain.values() if isinstance(value, Tensor)]
-    contents = [tensor.detach().clone() for tensor in tensors]
+    attributes = Attributes(model)
+    buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
+    contents = [buffer.detach().clone() for buffer in buffers]
     try:
         yield
     finally:
-        for attributes, plain in values:
-            attributes.update(plain)
+        attributes.put_back()
         with torch.no_grad():
-            for tensor, content in zip(tensors, contents, strict=True):
-                tensor.copy_(content)
+            for buffer, content in zip(buffers, contents, strict=True):
+                buffer.copy_(content)
         generators.restore(kept, device)
 
 
-def _plain_values(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside its parameters and buffers."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, Tensor)) and not name.startswith(("_", "ds_")) and name != "training"
-    }
+class Attributes:
+    """What the modules of a model keep beside parameters and buffers, as it was when this was made: numbers, tensors, and lists or
+    dicts of few entries. Those that libraries keep there are left out: the code of the model's classes does not name them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        classes = {type(module) for module in self._modules.values()}
+        self._names = frozenset[str]().union(*map(_names, classes))
+        self._held = {
+            name: {key: (value, _copied(value)) for key, value in self._plain(module)}
+            for name, module in self._modules.items()
+        }
+
+    def changed(self) -> set[str]:
+        """Returns the names of those that have changed or come since."""
+        names = set()
+        for name, module in self._modules.items():
+            for key, value in self._plain(module):
+                before = self._held[name].get(key, (None, None))[1]
+                if type(before) is not type(value) or not _same(before, value):
+                    names.add(f"{name}.{key}".removeprefix("."))
+        return names
+
+    def put_back(self, names: Collection[str] | None = None) -> None:
+        """Puts them back, or those of these ``names``, in the same objects."""
+        for name, module in self._modules.items():
+            held = self._held[name]
+            for key in {key for key, _ in self._plain(module)} | held.keys():
+                if names is not None and f"{name}.{key}".removeprefix(".") not in names:
+                    continue
+                if key in held:
+                    value, content = held[key]
+                    _fill(value, content)
+                    module.__dict__[key] = value
+                else:
+                    del module.__dict__[key]
+
+    def _plain(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        for key in self._names & module.__dict__.keys():
+            value = module.__dict__[key]
+            few = isinstance(value, (list, tuple, deque, dict, set)) and len(value) <= _FEW
+            if few or isinstance(value, (int, float, Tensor, type(None))):
+                yield key, value
+
+
+def _names(cls: type[nn.Module]) -> frozenset[str]:
+    """Returns the names and texts in the code of a module's class, but for what each module has."""
+    codes = [
+        inspect.unwrap(function).__code__
+        for base in cls.__mro__
+        if base not in nn.Module.__mro__ and not base.__module__.startswith(("torch.distributed.", "deepspeed."))
+        for function in vars(base).values()
+        if isinstance(function, FunctionType) and isinstance(inspect.unwrap(function), FunctionType)
+    ]
+    names = set[str]()
+    while codes:
+        code = codes.pop()
+        texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+        names |= {*code.co_names} | texts
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names - vars(nn.Module()).keys())
+
+
+@torch.no_grad()
+def _fill(value: Any, content: Any) -> None:
+    """Gives a tensor, list, dict or set its former content."""
+    if isinstance(value, Tensor):
+        if value is not content and not torch.equal(value, content):
+            value.copy_(content)
+    elif isinstance(value, (list, deque, dict, set)) and not _same(content, value):
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(_copied(content))
 
 
 def _copied(value: Any, depth: int = 2) -> Any:
@@ -91,8 +156,8 @@ def _copied(value: Any, depth: int = 2) -> Any:
 def _same(before: Any, after: Any) -> bool:
     if isinstance(before, Tensor):
         return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
-    if isinstance(before, (int, float)):
-        return before is after or before == after
+    if isinstance(before, (int, float, set)):
+        return before is after or bool(before == after)
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(_same(value, after[key]) for key, value in before.items())
     if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):

@@ -44,6 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "norms after a step": ("After", {"what": "norms"}, {}),
     "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
+    "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "model keeps carried")),
+    "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "model keeps queue"}),
+    "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
     "max_norm": ("MaxNorm", {}, {}),
     "max_norm of a function": (
         "MaxNorm",
@@ -117,6 +120,7 @@ RIGHT = {
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
     "clamped after a step": ENGINES,
     "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
+    "attributes that the loss does not need": ("fsdp", "zero3"),
     "max_norm": ENGINES,
     "max_norm of a function": ("single",),
     "clamped in forward": ("ddp",),
