@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
 
 from dsframe.errors import TaskError
 
+_MODULES = ("modules", "named_modules", "children", "named_children")
 _CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "apply", "to")
-_LISTS = ("parameters", "named_parameters", "named_modules")
+_WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 
 def refuse(model: nn.Module, task: str) -> None:
@@ -19,7 +20,7 @@ def refuse(model: nn.Module, task: str) -> None:
 
     ``task``: the name of the task's class.
     """
-    for module in model.modules():
+    for module in _walk(model):
         cls = type(module)
         for name in _CALLED:
             theirs, torchs = getattr(cls, name), getattr(nn.Module, name)
@@ -29,15 +30,35 @@ def refuse(model: nn.Module, task: str) -> None:
                     f"{task}: {cls.__name__}.{name}{inspect.signature(theirs)} overrides nn.Module.{name}, and torch calls it as "
                     f"{name}{wanted}; take the same arguments"
                 )
-        if any(getattr(cls, name) is not getattr(nn.Module, name) for name in _LISTS) and _leaves_out(module):
+        if _overrides(cls, _MODULES) and _hides(module):
+            raise TaskError(
+                f"{task}: {cls.__name__}.modules() or children() gives other modules than the model has; remove it: torch and the "
+                "libraries call it"
+            )
+        if _overrides(cls, _WEIGHTS) and _leaves_out(module):
             raise TaskError(
                 f"{task}: {cls.__name__}.parameters() gives other parameters than the model has, or in another order; remove it, "
                 "freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
             )
 
 
+def _overrides(cls: type[nn.Module], names: Collection[str]) -> bool:
+    return any(getattr(cls, name) is not getattr(nn.Module, name) for name in names)
+
+
+def _walk(module: nn.Module) -> list[nn.Module]:
+    """The module and all below it, in torch's order."""
+    below = [part for child in module._modules.values() if child is not None for part in _walk(child)]
+    return list(dict.fromkeys([module, *below]))
+
+
+def _hides(module: nn.Module) -> bool:
+    children = [child for child in module._modules.values() if child is not None]
+    return list(module.modules()) != _walk(module) or list(module.children()) != list(dict.fromkeys(children))
+
+
 def _leaves_out(module: nn.Module) -> bool:
-    weights = [weight for part in module.modules() for weight in part._parameters.values() if weight is not None]
+    weights = [weight for part in _walk(module) for weight in part._parameters.values() if weight is not None]
     return list(map(id, module.parameters())) != list(dict.fromkeys(map(id, weights)))
 
 

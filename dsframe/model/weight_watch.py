@@ -69,6 +69,7 @@ class WeightWatch(TorchFunctionMode):
         self._held = ""
         """A digest of their names: ranks of another stage of a pipeline have others."""
         self._trained: list[bool] = []
+        self._dtypes: list[torch.dtype] = []
         self._whole = True
         self.whole_steps = False
         """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
@@ -100,6 +101,7 @@ class WeightWatch(TorchFunctionMode):
     def begin(self, step: int) -> None:
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
         self.note_parameters()
+        self._refuse_converted("between two steps")
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._after or (self._watching and step > self._first):
@@ -142,6 +144,7 @@ class WeightWatch(TorchFunctionMode):
         self._parameters = dict(self._model.named_parameters())
         self._held = xxh3_64_hexdigest("\n".join(self._parameters).encode())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
+        self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
         self._puts_others = any(library is not None and library.puts_others for library in libraries)
@@ -174,6 +177,7 @@ class WeightWatch(TorchFunctionMode):
             yield
         if always:
             self._refuse_added("in a hook")
+            self._refuse_converted("in a hook")
             self._note_writes(self._writes, "in a hook")
         self._writes = self._writes | before
 
@@ -234,6 +238,14 @@ class WeightWatch(TorchFunctionMode):
         if not self._engine.updates_in_place:
             self._refuse_overwritten(written, when)
         self._unconfirmed.update(written)
+
+    def _refuse_converted(self, when: str) -> None:
+        for (name, parameter), dtype in zip(self._parameters.items(), self._dtypes, strict=True):
+            if parameter.dtype != dtype:
+                raise TaskError(
+                    f"{name} was converted from {dtype} to {parameter.dtype} {when}, which optimizer and checkpoints do not "
+                    'follow; write "bf16", "fp16" or "torch_autocast" in the file'
+                )
 
     def explained(self, error: Exception) -> DsframeError | None:
         """Returns what is to be said instead of ``error`` where parameters were made meanwhile, or where weights that a library

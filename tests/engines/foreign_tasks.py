@@ -209,6 +209,21 @@ class Clipped(Rows):
         self.hooks = [_Clipping(self)]
 
 
+class _Converting(Hooks):
+    def __init__(self, task: Rows) -> None:
+        self.task = task
+
+    def on_step(self, run: RunView) -> None:
+        self.task.net.bfloat16()
+
+
+class Converted(Rows):
+    """Gives the weights another dtype after the first update."""
+
+    def __init__(self) -> None:
+        self.hooks = [_Converting(self)]
+
+
 class _Student(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
+    "converted in a hook": ("Converted", {}, dict.fromkeys(("ddp", "fsdp"), "was converted from torch.float32")),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
     "weights in the loss, gathered for steps": ("Penalty", {"whole": True}, {}),
     "prototypes": ("Prototypes", {}, {}),

@@ -56,6 +56,21 @@ class NamesNothing(Parts):
         return iter([])
 
 
+class OnePart(Parts):
+    def modules(self) -> Any:  # type: ignore[override]
+        return iter([self.first])
+
+
+class NoChildren(Parts):
+    def children(self) -> Any:
+        return iter([])
+
+
+class AllModules(Parts):
+    def modules(self) -> Any:  # type: ignore[override]
+        return super().modules()
+
+
 class Stays(Parts):
     def to(self) -> Any:  # type: ignore[override]
         return self
@@ -67,6 +82,8 @@ REFUSED = {
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",
     NeedsMode: r"NeedsMode\.train\(self, mode: 'bool'\) -> .* overrides nn\.Module\.train, and torch calls it as",
     NamesNothing: r"NamesNothing\.parameters\(\) gives other parameters",
+    OnePart: r"OnePart\.modules\(\) or children\(\) gives other modules than the model has; remove it",
+    NoChildren: r"NoChildren\.modules\(\) or children\(\) gives other modules",
     Stays: r"Stays\.to\(self\) -> .* overrides nn\.Module\.to",
     OtherName: r"OtherName\.named_parameters\(",
 }
@@ -81,4 +98,5 @@ def test_what_torch_cannot_call_is_named(cls: type[nn.Module]) -> None:
 
 def test_other_overrides_are_fine() -> None:
     overrides.refuse(Keeps(), "Mine")
+    overrides.refuse(AllModules(), "Mine")
     overrides.refuse(nn.LSTM(2, 2), "Mine")
