@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from dsframe.checkpoint import old_forms
 from dsframe.checkpoint.byte_files import damage_of, remove, sync_folder, write
+from dsframe.config.read.suggest import near_path
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.results import best_step
@@ -235,7 +236,11 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
     for folder in (path, path / "checkpoints"):
         if checkpoints := Store(folder).newest_first():
             return checkpoints
-    what = "does not exist" if not path.exists() else "is neither a checkpoint nor a folder that holds one"
+    what = (
+        f"does not exist{near_path(path)}"
+        if not path.exists()
+        else "is neither a checkpoint nor a folder that holds one"
+    )
     raise CheckpointError(f"{path} {what}")
 
 

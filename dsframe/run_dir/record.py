@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
+from dsframe.config.read.suggest import near_path
 from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
 from dsframe.run_dir import loggers
@@ -288,7 +289,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     try:
         text = _text(path)
     except OSError as error:
-        raise DataError(f"{directory} holds no run ({path.name}: {error.strerror})") from None
+        raise DataError(f"{directory} holds no run ({path.name}: {error.strerror}){near_path(directory)}") from None
     return [_object(path, line) for line in text.split("\n")[:-1]]
 
 

@@ -15,7 +15,8 @@ import pytest
 from dsframe.checkpoint import byte_files, store
 from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, combined, write
 from dsframe.checkpoint.store import Retention, Store
-from dsframe.errors import CheckpointError
+from dsframe.errors import CheckpointError, DataError
+from dsframe.run_dir.record import read_metrics
 
 
 def save(folder: Store, step: int, evaluation: dict[str, float] | None = None) -> Path:
@@ -201,8 +202,10 @@ def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder: Store, tmp_p
     assert store.locate(first) == [first]
     assert store.locate(folder.directory) == [second, first]
     assert store.locate(tmp_path / "run") == [second, first]
-    with pytest.raises(CheckpointError, match="does not exist"):
-        store.locate(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=f"does not exist; did you mean {tmp_path}/run\\?"):
+        store.locate(tmp_path / "rnu")
+    with pytest.raises(DataError, match=f"/rnu holds no run .*; did you mean {tmp_path}/run\\?"):
+        read_metrics(tmp_path / "rnu")
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a folder that holds one"):
         store.locate(tmp_path)
 

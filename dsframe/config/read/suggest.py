@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 
 def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> str | None:
@@ -33,6 +35,14 @@ def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None,
     """The question, as a remedy; ``otherwise`` where no candidate is near."""
     similar = closest(word, candidates, limit)
     return f'did you mean "{similar}"?' if similar else otherwise
+
+
+def near_path(path: Path) -> str:
+    """The question for a path that is not there; nothing where no entry of its folder is near."""
+    with suppress(OSError):
+        similar = closest(path.name, [entry.name for entry in path.parent.iterdir()])
+        return f"; did you mean {path.parent / similar}?" if similar else ""
+    return ""
 
 
 def containing(word: str, candidates: Iterable[str]) -> str | None:
