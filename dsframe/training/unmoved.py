@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
@@ -67,6 +68,12 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        tensors = [*model.parameters(), *model.buffers()]
+        # A shard of FSDP has no memory that torch shows.
+        plain = [
+            tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        ]
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in plain}
         classes = {type(module) for module in self._modules.values()}
         self._names = frozenset[str]().union(*map(_names, classes))
         self._held = {
@@ -99,11 +106,22 @@ class Attributes:
                     del module.__dict__[key]
 
     def _plain(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        for key in self._names & module.__dict__.keys():
-            value = module.__dict__[key]
-            few = isinstance(value, (list, tuple, deque, dict, set)) and len(value) <= _FEW
-            if few or isinstance(value, (int, float, Tensor, type(None))):
+        for key, value in list(module.__dict__.items()):
+            if key not in self._names:
+                continue
+            if isinstance(value, tuple) or type(value) in (list, deque, dict):
+                if len(value) <= _FEW and all(map(self._is_plain, tree_leaves(value))):
+                    yield key, value
+            elif self._is_plain(value):
                 yield key, value
+
+    def _is_plain(self, value: Any) -> bool:
+        """Whether it is a number, a text or None, or a tensor that is no weight, no buffer, and no other name for one."""
+        if not isinstance(value, Tensor):
+            return isinstance(value, (int, float, str, type(None)))
+        if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.layout != torch.strided:
+            return False
+        return value.untyped_storage().data_ptr() not in self._memory
 
 
 def _names(cls: type[nn.Module]) -> frozenset[str]:
@@ -111,7 +129,7 @@ def _names(cls: type[nn.Module]) -> frozenset[str]:
     codes = [
         inspect.unwrap(function).__code__
         for base in cls.__mro__
-        if base not in nn.Module.__mro__ and not base.__module__.startswith(("torch.distributed.", "deepspeed."))
+        if base not in nn.Module.__mro__ and not base.__module__.startswith(("torch.", "deepspeed."))
         for function in vars(base).values()
         if isinstance(function, FunctionType) and isinstance(inspect.unwrap(function), FunctionType)
     ]
@@ -126,11 +144,11 @@ def _names(cls: type[nn.Module]) -> frozenset[str]:
 
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
-    """Gives a tensor, list, dict or set its former content."""
+    """Gives a tensor, list or dict its former content."""
     if isinstance(value, Tensor):
         if value is not content and not torch.equal(value, content):
             value.copy_(content)
-    elif isinstance(value, (list, deque, dict, set)) and not _same(content, value):
+    elif type(value) in (list, deque, dict) and not _same(content, value):
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(_copied(content))
 

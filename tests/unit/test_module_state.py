@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
+from dsframe.training import unmoved
 from tests.engines.foreign_tasks import Remembers
 
 
@@ -51,3 +54,30 @@ def test_the_look_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dsframe.training.module_state.ModuleState._needed", lambda *_: set())
     fit(tmp_path / "b", "queue", 3)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+class Names(nn.LSTM):
+    """Has other names for its weights, and values of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.alias, self.weights = self.weight_ih_l0.data, [self.weight_hh_l0]
+        self.pair, self.by_name = (torch.zeros(2), 1), {"x": torch.zeros(1)}
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:  # torch's names
+        self.pair, self.by_name["x"] = (input[0, 0], 2), input.mean()
+        return super().forward(input, hx)
+
+
+def test_names_of_weights_are_no_state() -> None:
+    model = Names()
+    before = unmoved.Attributes(model)
+    model(torch.ones(3, 1, 2))[0].sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    trained = model.weight_ih_l0.clone()
+    assert before.changed() == {"pair", "by_name"}
+    before.put_back()
+    assert not before.changed()
+    assert model.pair[1] == 1
+    assert model.by_name["x"] == 0
+    assert torch.equal(model.weight_ih_l0, trained)
