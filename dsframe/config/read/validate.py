@@ -6,6 +6,7 @@ Every message is ours: what is there, what is expected, what to write.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -178,13 +179,19 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         remedy = "write 0 for dynamic loss scaling"
     elif value is None and here == ("scheduler", "params"):
         remedy = "write {}"
-    elif "device" in fields and isinstance(value, str):
-        remedy = f'write {{"device": {show(value)}}}'
-    elif "enabled" in fields and isinstance(value, bool):
-        remedy = f'write {{"enabled": {show(value)}}}'
+    elif key := _only_key(here, value, fields):
+        remedy = f'write {{"{key}": {show(value)}}}'
     elif value is None or (value is False and expected.section):
         remedy = "remove the key to get the default"
     findings.error(here, f"{shown} must be {expected.phrase}", remedy, code="type", at_value=True)
+
+
+def _only_key(here: Path, value: Any, fields: Collection[str]) -> str | None:
+    """Returns the key of an object that is written as one value: ``"optimizer": "AdamW"``."""
+    if here == ("dsframe", "task") and isinstance(value, str):
+        return "name"
+    kinds = {"device": str, "type": str, "enabled": bool, "stage": int}
+    return next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)
 
 
 def _convert(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
