@@ -138,15 +138,15 @@ def _flush() -> None:
 
 
 def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
-    """Before torch is imported: its profiler says when it begins and ends, and with ``memory`` that there was some before.
-    ``quiet``: loggers' packages say nothing either."""
+    """Before torch is imported: where another rank has ended it prints 20 lines of C++ frames, and its profiler says when it begins
+    and ends. ``quiet``: loggers' packages say nothing either."""
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
-    if profile is not None and not verbose:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # more than any message has; measured, torch 2.13
-        if profile.memory:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not verbose:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if profile is not None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # more than any message has; measured, torch 2.13
 
 
 def directory_of(config: Config, engine: str, task: str) -> Path:
