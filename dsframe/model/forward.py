@@ -134,8 +134,6 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
         detached = Sum(term.total.detach(), term.count)
         terms[name] = terms[name] + detached if name in terms else detached
     loss = tensor_of(returned, source)
-    if loss.numel() != 1:
-        raise TaskError(f"{source}: returned a tensor of shape {list(loss.shape)}, not a scalar; return its mean")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise TaskError(
             f"{source}: returned a tensor without a gradient, so nothing would be trained; compute "

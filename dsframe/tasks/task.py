@@ -521,9 +521,11 @@ def loss_and_terms(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def tensor_of(loss: Any, whose: str) -> Tensor:
-    """Returns what a task's loss gave, a tensor. Raises TaskError where it is none."""
-    if isinstance(loss, Tensor):
+    """Returns what a task's loss gave, a tensor of one number. Raises TaskError where it is none."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
+    if isinstance(loss, Tensor):
+        raise TaskError(f"{whose}: returned a tensor of shape {list(loss.shape)}, not a scalar; return its mean")
     text = f"{whose}: returned {type(loss).__name__}, not a tensor"
     if loss is None:
         raise TaskError(

@@ -1,0 +1,68 @@
+"""A mistake in the user's code has the same exit code and the same message on each engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.errors import TaskError
+from tests.processes import python, run_ranks, warm
+
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"dsframe": {"engine": "ddp"}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+    "horovod": (2, {"dsframe": {"engine": "horovod"}}),
+    "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
+}
+FAULTS = {
+    "model": "the task's model raised ValueError: a mistake in model",
+    "forward": "the task's model raised ValueError: a mistake in forward",
+    "evaluation": "the task's model raised ValueError: a mistake in evaluation",
+    "data": "the task's code raised ValueError: a mistake in data",
+    "metrics": "the task's code raised ValueError: a mistake in metrics",
+    "hook": "the task's code raised ValueError: a mistake in hook",
+    "after_step": "the task's code raised ValueError: a mistake in after_step",
+    "vector": "FaultyTask.loss: returned a tensor of shape [ROWS, 1], not a scalar; return its mean",
+    "nothing": "FaultyTask.loss: returned NoneType, not a tensor; return the mean loss of the micro-batch.",
+    "number": "FaultyTask.loss: returned float, not a tensor; return the mean loss of the micro-batch",
+    "detached": "FaultyTask.loss: returned a tensor without a gradient, so nothing would be trained;",
+}
+SHORT = {("forward", "zero3"), ("vector", "ddp"), ("after_step", "zero3"), ("metrics", "ddp")}
+"""The others in the night."""
+
+
+def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> str:
+    ours = {"task": {"name": "tests.faults.faulty_task:FaultyTask"}, "steps": 3, "run_dir": "run"}
+    document = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        **document,
+        "dsframe": {**ours, **document.get("dsframe", {})},
+    }
+    (folder / "file.json").write_text(json.dumps(document))
+    words = ["-m", "dsframe.train", "--config", "file.json"]
+    command = warm(processes, words) if processes > 1 else python(words)
+    finished = run_ranks(command, cwd=folder, timeout_seconds=150, env={"FAULT": fault})
+    assert finished.returncode == TaskError.exit_code, finished
+    (line,) = {line for line in finished.stderr.splitlines() if "error: " in line and "[rank 1]" not in line}
+    return re.sub(r"\[\d+, 1\]", "[ROWS, 1]", line.partition("error: ")[2])
+
+
+@pytest.mark.parametrize(
+    ("fault", "engine"),
+    [
+        pytest.param(fault, engine, marks=[pytest.mark.long] * ((fault, engine) not in SHORT))
+        for fault in FAULTS
+        for engine in ENGINES
+    ],
+)
+def test_it_is_the_same_on_each_engine(fault: str, engine: str, tmp_path: Path) -> None:
+    (tmp_path / "single").mkdir()
+    (tmp_path / engine).mkdir()
+    expected = said(fault, 1, {"dsframe": {"engine": "single"}}, tmp_path / "single")
+    assert FAULTS[fault] in expected
+    assert said(fault, *ENGINES[engine], tmp_path / engine) == expected
