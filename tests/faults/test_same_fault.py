@@ -19,7 +19,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
 }
 FAULTS = {
-    "model": "the task's model raised ValueError: a mistake in model",
+    "model": "the task's code raised ValueError: a mistake in model",
     "forward": "the task's model raised ValueError: a mistake in forward",
     "evaluation": "the task's model raised ValueError: a mistake in evaluation",
     "data": "the task's code raised ValueError: a mistake in data",
