@@ -210,9 +210,8 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
-    if config is not None and not count["error"] and "task" not in config.settings.model_fields_set:
-        what = 'no "task" in "dsframe": unless a program gives its own, this trains the built-in image classifier'
-        print(shown(f'{label}: note: {what}; write "task": {{"name": "module:Class"}}', out), file=out)
+    if config is not None and not count["error"] and (note := of_no_task(config)):
+        print(shown(f"{label}: {note}", out), file=out)
     if (options.resolved or options.processes) and config is not None and not count["error"]:
         if options.resolved:
             print(resolved(config, options.processes))
@@ -224,6 +223,14 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
+
+
+def of_no_task(config: Config) -> str:
+    """Returns a note where the file names no task, else nothing."""
+    if "task" in config.settings.model_fields_set:
+        return ""
+    what = 'no "task" in "dsframe": unless a program gives its own, this is the built-in image classifier'
+    return f'note: {what}; write "task": {{"name": "module:Class"}}'
 
 
 def _batch_line(batch: Batch) -> str:

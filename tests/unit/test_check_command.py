@@ -67,7 +67,7 @@ def test_wrong_usage(folder: Path, arguments: list[str], capsys: pytest.CaptureF
 
 
 NO_TASK = (
-    'note: no "task" in "dsframe": unless a program gives its own, this trains the built-in image classifier; write '
+    'note: no "task" in "dsframe": unless a program gives its own, this is the built-in image classifier; write '
     '"task": {"name": "module:Class"}'
 )
 

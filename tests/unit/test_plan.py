@@ -255,3 +255,10 @@ def test_the_plan_agrees_with_itself_on_what_init_writes(
     assert any(re.match(r"as written .* yes ", line) for line in lines), lines
     assert not any(line.startswith("nothing fits") for line in lines)
     assert any(re.match(r"DDP .* yes ", line) for line in lines), lines
+
+
+def test_a_plan_of_no_task_says_what_it_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file.json"
+    path.write_text('{"train_batch_size": 8}')
+    main(["plan", "--config", str(path)])
+    assert f'{path}: note: no "task" in "dsframe": unless a program gives its own' in capsys.readouterr().out

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(options.config, overrides=options.overrides)
 
     from dsframe import engines
+    from dsframe.tools.check import of_no_task
     from dsframe.tools.plan import choose, device
 
     model, recomputed = _models(config, options.parameters)
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         parameters, flops = _about(model).values()
         print(f"{config.path}: {memory.count(parameters)} parameters, {amount(flops, 3)}FLOP a sample")
+        if not options.parameters and (note := of_no_task(config)):
+            print(f"{config.path}: {note}")
         for plan, of_rank in planned:
             print("\n".join(_text(plan, of_rank, every=options.all)))
     return 0 if all(plan.fits for plan, _ in planned) else 1
