@@ -259,6 +259,6 @@ def test_the_plan_agrees_with_itself_on_what_init_writes(
 
 def test_a_plan_of_no_task_says_what_it_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.json"
-    path.write_text('{"train_batch_size": 8}')
+    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": ADAM}))
     main(["plan", "--config", str(path)])
     assert f'{path}: note: no "task" in "dsframe": unless a program gives its own' in capsys.readouterr().out
