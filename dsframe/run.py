@@ -111,7 +111,7 @@ def _signals_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no handler was set, and none can be
         return
-    before = {number: signal.getsignal(number) for number in (*supervise.ENDING, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in supervise.STOP_SIGNALS}
     try:
         yield
     finally:

@@ -236,12 +236,9 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
     for folder in (path, path / "checkpoints"):
         if checkpoints := Store(folder).newest_first():
             return checkpoints
-    what = (
-        f"does not exist{near_path(path)}"
-        if not path.exists()
-        else "is neither a checkpoint nor a folder that holds one"
-    )
-    raise CheckpointError(f"{path} {what}")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist{near_path(path)}")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a folder that holds one")
 
 
 def _pointed(pointer: Path) -> Path:

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Iterator
 from types import TracebackType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example. SIGINT:
-Ctrl-C."""
+from dsframe.host.supervise import STOP_SIGNALS
+
 _LOOK_SECONDS = 1.0
 
 

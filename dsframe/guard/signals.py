@@ -16,8 +16,8 @@ from types import TracebackType
 import torch
 
 from dsframe.cluster.exchange import Ranks
-from dsframe.data.workers import STOP_SIGNALS
 from dsframe.host import supervise
+from dsframe.host.supervise import STOP_SIGNALS
 
 GRACE_SECONDS = 25.0
 """Time for a rank to reach its next step boundary after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example. SIGINT: Ctrl-C."""
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 SAVING = ENDING  # of these, the first is a request to save and leave (`gentle`)
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers

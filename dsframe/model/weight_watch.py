@@ -101,7 +101,6 @@ class WeightWatch(TorchFunctionMode):
     def begin(self, step: int) -> None:
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
         self.note_parameters()
-        self._refuse_converted("between two steps")
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._after or (self._watching and step > self._first):
@@ -113,6 +112,7 @@ class WeightWatch(TorchFunctionMode):
         self._losses, self._last = 0, {}
         self._versions = self._counted()
         if self._watching:
+            self._refuse_converted("between two steps")
             self._before = self._marks()
             self._direct.clear()
             self._writes.clear()

@@ -161,9 +161,8 @@ def _other_generators(engine: Engine) -> list[Any]:
     watch = engine.built.watch
     holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if (
-        numpys := sys.modules.get("numpy.random")
-    ) is not None:  # 2.6 MiB, and who has one of its generators has imported it
+    numpys = sys.modules.get("numpy.random")  # importing it takes 2.6 MiB; who holds one of its generators has done so
+    if numpys is not None:
         kinds += (numpys.Generator, numpys.RandomState)
     values = (value for holder in holders for value in vars(holder).values())
     return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, kinds))]

@@ -8,7 +8,6 @@ depends on them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsframe.checkpoint import generators
@@ -16,13 +15,12 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model.forward import MicroBatch
-from dsframe.tasks.task import Sum, loss_and_terms
 from dsframe.training import unmoved
+from dsframe.training.sample_trial import Losses
 
 _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
-_SINGLY = 8
-"""Attributes that are tried one by one."""
+_NO, _YES, _UNKNOWN = "no", "yes", "unknown"
 
 
 class ModuleState:
@@ -36,6 +34,7 @@ class ModuleState:
         self._batch: tuple[Any, Any] | None = None
         self._before: unmoved.Attributes | None = None
         self._after: unmoved.Attributes | None = None
+        self._changed = set[str]()
 
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
@@ -46,64 +45,50 @@ class ModuleState:
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""
         watch = self._engine.built.watch
-        if watch is not None and self._before is not None and self._before.changed():
-            self._after = unmoved.Attributes(watch.model)
+        if watch is not None and self._before is not None:
+            self._changed = self._before.changed()
+            self._after = unmoved.Attributes(watch.model) if self._changed else self._before
 
     def judge(self, *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
         that is ``resumed``, would not share."""
-        changed = self._of_all(self._before.changed() if self._before and self._after else set())
-        depends = self._of_all(self._needed(sorted(changed)) if changed else set())
+        changed = self._of_all(self._changed)
+        depends = self._of_all({self._depends()}) if changed else {_NO}
         self._batch = self._before = self._after = None
-        if not depends:
-            return ""
-        said = (
-            f"model keeps {', '.join(sorted(depends))} from one forward pass to the next, and its loss depends on that"
-        )
-        if not resumed and self._engine.plan.world.size == 1:
-            return f"{said}; no checkpoint has it"
-        why = "a resumed run would begin with another" if resumed else "each rank would have its own"
-        raise TaskError(
-            f"this {said}: {why}, and no checkpoint has it. Make it a buffer (self.register_buffer), the same on all ranks "
-            "(dsframe.tasks.global_batch.all_rows), or a part of the inputs"
-        )
+        names = ", ".join(sorted(changed))
+        if _YES in depends:
+            said = f"model keeps values in attributes from one forward pass to the next, and its loss depends on them ({names})"
+            if not resumed and self._engine.plan.world.size == 1:
+                return f"{said}; no checkpoint has them"
+            raise TaskError(
+                f"this {said}: no checkpoint has them, and each rank keeps its own. Make them buffers (self.register_buffer), the "
+                "same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of the inputs"
+            )
+        if _UNKNOWN in depends:
+            return f"model changes attributes in its forward pass ({names}); whether its loss depends on them was not examined"
+        return ""
 
-    def _of_all(self, names: set[str]) -> set[str]:
-        texts = all_gather_text(self._engine, json.dumps(sorted(names)))
-        return {name for text in texts for name in json.loads(text)}
+    def _of_all(self, words: set[str]) -> set[str]:
+        texts = all_gather_text(self._engine, json.dumps(sorted(words)))
+        return {word for text in texts for word in json.loads(text)}
 
-    def _needed(self, changed: Sequence[str]) -> set[str]:
-        """**Collective.** Returns which of ``changed`` this rank's loss depends on."""
+    def _depends(self) -> str:
+        """**Collective.** Returns whether this rank's loss differs with the attributes of before the step and after it."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
-        if watch is None or self._batch is None or self._before is None:
-            return set()
-        after = self._after or self._before
+        if watch is None or self._batch is None or self._before is None or self._after is None:
+            return _NO
         kept = generators.capture(device)
-        losses: list[float] = []
-
-        def measure(outputs: Any, targets: Any) -> Mapping[str, Sum]:
-            held, task = unmoved.HeldBuffers(engine), unmoved.twin(engine.plan.task)
-            losses.append(float(loss_and_terms(task.loss(outputs, targets))[0]))
-            held.put_back()
-            return {}
-
-        singly = [[name] for name in changed[:_SINGLY]]
+        losses = Losses(engine)
         try:
             with unmoved.unmoved(watch.model, device), watch.trial(), engine.plan.task.context.evaluation():
-                for names in ([], changed, *singly, []):
+                for attributes in (self._before, self._after, self._before):
                     generators.restore(kept, device)
-                    self._before.put_back()
-                    after.put_back(names)
-                    engine.eval_step(self._batch, measure)
+                    attributes.put_back()
+                    losses.add(self._batch, samples=1)
         except (EngineError, WorldError):
             raise
-        except Exception:  # such as a state of another size: it is no state that a batch can do without
-            return {*changed}
-        finally:
-            after.put_back()
-        if not losses:
-            return set()
-        first, together, *apart, again = losses
-        noise = max(_TOLERANCE * abs(first), 10 * abs(again - first))
-        guilty = {name for (name,), loss in zip(singly, apart, strict=True) if abs(loss - first) > noise}
-        return guilty or ({*changed} if abs(together - first) > noise else set())
+        except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
+            return _UNKNOWN
+        before, after, again = losses.of[""]
+        same = abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
+        return _NO if same else _YES

@@ -44,7 +44,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < samples:
         return "", unknown.format("the samples cannot be read again")
     parts = [range(samples), range(samples // 2), range(samples // 2, samples)]
-    seen = _Seen(engine)
+    losses = Losses(engine)
     draws = RowDraws(plan.seed, plan.device)
     try:
         with (
@@ -54,7 +54,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
         ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
                 with draws.of(0, part):
-                    seen.look(batch, len(part))
+                    losses.add(batch, samples=len(part))
     except (EngineError, WorldError):
         raise
     except Exception as error:  # such as a model that takes batches of one size
@@ -62,20 +62,20 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
         return "", unknown.format(reason(first, 100))
     short = plan.task.context.dtype.itemsize < 4 or precision.autocast_dtype(plan.config, plan.device)
     tolerance = _TOLERANCE_OF_16_BITS if short else _TOLERANCE
-    kinds = {kind_of_parts(losses, seen.items, tolerance) for losses in seen.losses.values()}
+    kinds = {kind_of_parts(values, losses.items, tolerance) for values in losses.of.values()}
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""
 
 
-class _Seen:
-    """The losses of some batches, by name, and what each is over."""
+class Losses:
+    """The losses of some batches in evaluation, by name ("" of a single model), and what each is over."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._task = engine, engine.plan.task
-        self.losses: dict[str, list[float]] = {}
+        self.of: dict[str, list[float]] = {}
         self.items: list[float] = []
 
-    def look(self, batch: tuple[Any, Any], samples: int) -> None:
-        """**Collective.** Adds the losses of ``batch``."""
+    def add(self, batch: tuple[Any, Any], *, samples: int) -> None:
+        """**Collective.** Adds the losses of ``batch``, which has so many ``samples``. Leaves no trace in the task."""
         engine, task = self._engine, self._task
         of_several = engine.built.losses
         weighted = type(task).loss_weight is not Task.loss_weight
@@ -85,12 +85,12 @@ class _Seen:
             return
         state = vars(unmoved.twin(task))
         for name, loss in of_several(*batch).items():
-            self.losses.setdefault(name, []).append(float(loss))
+            self.of.setdefault(name, []).append(float(loss))
         vars(task).update(state)
 
     def _measure(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
-        self.losses.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
         held.put_back()
         return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -91,19 +91,15 @@ class Attributes:
                     names.add(f"{name}.{key}".removeprefix("."))
         return names
 
-    def put_back(self, names: Collection[str] | None = None) -> None:
-        """Puts them back, or those of these ``names``, in the same objects."""
+    def put_back(self) -> None:
+        """Puts them back, in the same objects."""
         for name, module in self._modules.items():
             held = self._held[name]
-            for key in {key for key, _ in self._plain(module)} | held.keys():
-                if names is not None and f"{name}.{key}".removeprefix(".") not in names:
-                    continue
-                if key in held:
-                    value, content = held[key]
-                    _fill(value, content)
-                    module.__dict__[key] = value
-                else:
-                    del module.__dict__[key]
+            for key in {key for key, _ in self._plain(module)} - held.keys():
+                del module.__dict__[key]
+            for key, (value, content) in held.items():
+                _fill(value, content)
+                module.__dict__[key] = value
 
     def _plain(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in list(module.__dict__.items()):

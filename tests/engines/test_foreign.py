@@ -44,8 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "norms after a step": ("After", {"what": "norms"}, {}),
     "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
-    "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "model keeps carried")),
-    "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "model keeps queue"}),
+    "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them")),
+    "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "depends on them"}),
     "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
     "max_norm": ("MaxNorm", {}, {}),
     "max_norm of a function": (

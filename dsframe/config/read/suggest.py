@@ -38,7 +38,9 @@ def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None,
 
 
 def near_path(path: Path) -> str:
-    """The question for a path that is not there; nothing where no entry of its folder is near."""
+    """The question for a path that is not there; nothing where it is, or no entry of its folder is near."""
+    if path.exists():
+        return ""
     with suppress(OSError):
         similar = closest(path.name, [entry.name for entry in path.parent.iterdir()])
         return f"; did you mean {path.parent / similar}?" if similar else ""
