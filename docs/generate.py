@@ -218,7 +218,11 @@ def _default(owner: type[Section], key: str) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
-REFUSED = ("data_efficiency", "hybrid_engine", "compile", "datastates_ckpt")
+REFUSED = (
+    *("data_efficiency", "hybrid_engine", "compile", "datastates_ckpt", "zenflow", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    *("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+)
 """Sections and keys of DeepSpeed that no engine of dsframe accepts."""
 NO_EFFECT = ("autotuning", "weight_quantization", "checkpoint", "timers", "disable_allgather")
 """Those that change nothing in a training by dsframe."""
@@ -227,7 +231,6 @@ LISTED = (
     "data_types",
     "comet",
     "expert_parallel",
-    "zero_optimization.zenflow",
     "zero_optimization.leaf_module",
     "tensor_parallel.tp",
     "tensor_parallel.partition_config",
@@ -235,10 +238,10 @@ LISTED = (
 )
 """Sections whose keys are listed without their meaning, which DeepSpeed's documentation has."""
 SELDOM = """
-allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads bf16_optimizer_states
+allgather_partitions allgather_size auto_cast
 buffer_count compute_grad_norm consecutive_hysteresis contiguous_memory_optimization
 cpuadam_cores_perc data_parallel_size detailed disable_python_gc dump_state elastic_checkpoint
-enable_sanity_checks fast_init fp16_master_weights_and_grads grad_partitioned
+enable_sanity_checks fast_init grad_partitioned
 gradient_predivide_factor hysteresis ignore_unused_parameters immediate_grad_update
 injection_policy_tuple keep_module_on_host kernel_inject legacy_fusion legacy_stage1
 load_from_fp32_weights log_level log_trace_cache_warnings lower_precision_safe_modules
@@ -250,7 +253,6 @@ stage3_allgather_sequential stage3_max_reuse_distance stage3_model_persistence_t
 stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params super_offload
 synchronize_checkpoint_boundary top_modules tp_overlap_comm use_data_before_expert_parallelism
 use_reentrant vocab_parallel_ce_backend vocabulary_size zero_force_ds_cpu_optimizer
-zero_quantized_nontrainable_weights
 """
 """Keys that are listed without their meaning, too."""
 DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"

@@ -69,27 +69,12 @@ def features(file: DeepSpeed, position: Callable[[Path], tuple[int, int]] = lamb
     return tuple(on)
 
 
-def needs_cpu_adam(file: DeepSpeed) -> Path | None:
-    """The key of what only DeepSpeed's own Adam on the CPU can do; None where the file asks for no such thing.
-
-    Source: deepspeed 0.19.8, ``runtime/base_optimizer.py`` (_configure_master_weights), ``ops/adam/zenflow_cpu_adam.py``.
-    """
-    zero = file.zero_optimization
-    if not zero.stage or zero.optimizer_device == "none":
-        return None
-    if file.fp16.enabled and file.fp16.fp16_master_weights_and_grads:
-        return ("fp16", "fp16_master_weights_and_grads")
-    if file.bf16.enabled and file.bf16.bf16_master_weights_and_grads:
-        return ("bf16", "bf16_master_weights_and_grads")
-    return None if zero.zenflow is None else ("zero_optimization", "zenflow")
-
-
 def own_adam(file: DeepSpeed) -> bool:
     """True if the file's Adam is DeepSpeed's own: on request, or because torch's cannot do what the file asks for."""
     params = file.optimizer.params if file.optimizer else {}
     by_torch = params.get("torch_adam")
     if by_torch is None:
-        return params.get("bias_correction") is False or needs_cpu_adam(file) is not None
+        return params.get("bias_correction") is False
     return not by_torch
 
 
@@ -98,7 +83,7 @@ def makes_groups(file: DeepSpeed) -> str:
     name = file.optimizer.type if file.optimizer else ""
     if name.lower() in ("muon", *MUP):
         return name
-    return "ZenFlow" if file.zero_optimization.zenflow is not None else ""
+    return ""
 
 
 def shares_activations(file: DeepSpeed, settings: Settings) -> bool:

@@ -7,7 +7,7 @@ decay is 0 when the file is silent (torch's AdamW would take 0.01).
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
 
-Where torch's cannot do what the file asks for (an Adam without bias correction, or one for 16-bit masters on the CPU), it is
+Where torch's cannot do what the file asks for (an Adam without bias correction), it is
 DeepSpeed's op as well.
 """
 
@@ -117,7 +117,7 @@ def read(config: Config) -> OptimizerSpec:
         if own_adam(config.deepspeed):
             return OptimizerSpec(section.type, None, section.params, section.legacy_fusion)
         return _adam(section.type, section.params)
-    if name == "muon" and config.deepspeed.zero_optimization.zenflow is None:  # which has an Adam of its own
+    if name == "muon":
         return OptimizerSpec(section.type, None, {"torch_adam": True, **section.params})
     if name in _DEEPSPEED_ONLY:
         return OptimizerSpec(section.type, None, section.params)

@@ -56,7 +56,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
     "zero3, compiled": zero(3, settings={"model": {"compile": "blocks"}}),
     "zero3 kept": zero(3, zero_optimization=KEEP_SOME),
-    "zero3 kept, secondary": zero(3, zero_optimization={**KEEP_SOME, "zero_hpz_partition_size": 2}),
     **{f"{engine} x {times}": of(engine, times) for engine in ("ddp", "fsdp") for times in (1, 3)},
     "ddp": of("ddp"),
     "ddp, recomputed": of("ddp", model={"activation_checkpointing": True}),

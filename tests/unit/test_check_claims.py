@@ -34,7 +34,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gradient norm off with clipping": zero(1, compute_grad_norm=False),
     "prescaling with reduce-scatter": {"prescale_gradients": True, **zero(2)},
     "predivide factor with reduce-scatter": {"gradient_predivide_factor": 2.0, **zero(3)},
-    "ZenFlow without offload": zero(2, zenflow={}),
     "SGD untested with ZeRO": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **zero(1)},
     "AMSGrad in DeepSpeed's Adam": adam(amsgrad=True),
     "an argument of torch's Adam": adam(fused=True),

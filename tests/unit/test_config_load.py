@@ -322,12 +322,6 @@ def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: 
     ("given", "world", "message"),
     [
         (
-            {MICRO: 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
-            6,
-            "error: zero_optimization.zero_hpz_partition_size: 4 does not divide 6 processes: DeepSpeed raises; write the number "
-            "of processes of a node [world]",
-        ),
-        (
             {MICRO: 1, "sequence_parallel_size": 2, "data_parallel_size": 4},
             4,
             "error: data_parallel_size: 4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2 [world]",

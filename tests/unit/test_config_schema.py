@@ -31,7 +31,6 @@ PAIRS: list[tuple[type[Section], str, str]] = [
     (zero.Zero, "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     (zero_offload.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
     (zero_offload.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
-    (zero_offload.ZenFlow, "deepspeed.runtime.zenflow.zenflow_config", "ZenFlowConfig"),
     (zero_offload.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
     (precision.Fp16, "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     (precision.Bf16, "deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
@@ -50,7 +49,6 @@ NOT_IN_A_FILE = {"TPTrainingConfig.dtype", "TPConfig.mpu", "TPConfig.tp_group"}
 # Where our type is narrower on purpose: DeepSpeed checks it in a validator, or not at all.
 NARROWER = {
     "ZeroStageEnum", "OffloadDeviceEnum", "QuantTypeEnum",
-    "ZenFlowConfig.select_strategy", "ZenFlowConfig.select_interval", "ZenFlowConfig.update_interval",
     "TPTrainingConfig.partition_config", "TPTrainingConfig.injection_policy_tuple",
 }  # fmt: skip
 

@@ -64,9 +64,6 @@ def test_deepspeeds_own_op_on_request() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        {"zero_optimization": {"zenflow": {}}},
         {"optimizer": {"bias_correction": False}},
     ],
 )

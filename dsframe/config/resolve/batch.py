@@ -154,11 +154,6 @@ def check(file: DeepSpeed, findings: Findings, ranks: int | None = None) -> bool
 
 def check_groups(file: DeepSpeed, world_size: int, findings: Findings) -> None:
     """Report groups of ranks that cannot be made of ``world_size`` processes, besides those of ``replica_size``."""
-    secondary = min(file.zero_optimization.zero_hpz_partition_size, world_size)
-    if file.zero_optimization.stage == 3 and secondary > 1 and world_size % secondary:
-        message = f"{secondary} does not divide {world_size} processes: DeepSpeed raises"
-        remedy = "write the number of processes of a node"
-        findings.error("zero_optimization.zero_hpz_partition_size", message, remedy, code="world", at_value=True)
     data, sequence = file.data_parallel_size, file.sequence_parallel_size
     if data and sequence and data * sequence != world_size:
         message = f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises"

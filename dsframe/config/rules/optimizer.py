@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dsframe.config.features import makes_groups, needs_cpu_adam, own_adam
+from dsframe.config.features import makes_groups, own_adam
 from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import did_you_mean
@@ -62,7 +62,6 @@ def _optimizer(context: RuleContext) -> None:
         return
     if context.optimizer in ("adam", "adamw"):
         _adam(context)
-    _cpu_adam(context, name)
     untested = context.optimizer in ("lamb", *MUP) or context.optimizer not in DEEPSPEED_OPTIMIZERS
     by_zero = context.stage and not (context.optimizer == "adafactor" and context.by_deepspeed)  # refused anyway
     if untested and by_zero and not context.file.zero_allow_untested_optimizer:
@@ -95,18 +94,6 @@ def _adam(context: RuleContext) -> None:
     if "set_grad_none" in context.params and context.offloads:
         message = "not an argument of DeepSpeed's CPU Adam, which raises"
         context.conflict(f"{_PARAMS}.set_grad_none", message)
-
-
-def _cpu_adam(context: RuleContext, name: str) -> None:
-    """Report keys that work only with DeepSpeed's CPU Adam; ZenFlow works with Muon too."""
-    path = needs_cpu_adam(context.file)
-    if path is None or not context.by_deepspeed or (context.optimizer == "muon" and path[-1] == "zenflow"):
-        return
-    adam = context.optimizer in ("adam", "adamw")
-    if not adam or context.params.get("torch_adam") is True:
-        chosen, remedy = ("torch's", 'remove "torch_adam"') if adam else (name, 'write "type": "AdamW"')
-        message = f"needs DeepSpeed's CPU Adam, but the optimizer is {chosen}: DeepSpeed raises"
-        context.conflict(path, message, f'{remedy} under "optimizer"')
 
 
 def _groups(context: RuleContext) -> None:

@@ -10,8 +10,7 @@ from dsframe.config.schema.zero import Zero
 ZERO = "zero_optimization"
 
 _ONLY_STAGE_3 = (
-    "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients", "leaf_module", "memory_efficient_linear", "save_muon_momentum_buffer_in_memory",
+    "sub_group_size", "leaf_module", "memory_efficient_linear", "save_muon_momentum_buffer_in_memory",
 )  # fmt: skip
 
 

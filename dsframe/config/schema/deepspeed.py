@@ -57,7 +57,7 @@ class Scalars(Section):
     gradient_predivide_factor: Positive = 1.0
     """Divide by this before the reduction, and by the rest after. No effect with ``prescale_gradients``."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    """Average or add gradients of the ranks. ``sum`` not with stage 3, ZenFlow or DeepCompile."""
+    """Average or add gradients of the ranks. ``sum`` not with stage 3 or DeepCompile."""
     gradient_clipping: NonNegative = 1.0
     """Largest global norm of the gradients. Since 0.19 DeepSpeed clips to 1.0 when the key is absent; 0 is off.
     ``"auto"`` is 1.0."""

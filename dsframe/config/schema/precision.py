@@ -39,7 +39,7 @@ class Fp16(Coerced):
     min_loss_scale: int = 1
     """The scale never falls below. More than 0 with dynamic scaling."""
     fp16_master_weights_and_grads: bool = False
-    """Keep the optimizer's weights and gradients in fp16 too. Stages 1 to 3, with DeepSpeed's CPU Adam."""
+    """Keep the optimizer's weights and gradients in fp16 too. No engine accepts it."""
 
 
 class Bf16(Coerced):
@@ -52,9 +52,9 @@ class Bf16(Coerced):
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
     bf16_master_weights_and_grads: bool = False
-    """Keep the optimizer's weights and gradients in bf16 too. Stages 1 to 3."""
+    """Keep the optimizer's weights and gradients in bf16 too. No engine accepts it."""
     bf16_optimizer_states: bool = False
-    """Keep the optimizer's moments in bf16 too. Needs ``bf16_master_weights_and_grads``."""
+    """Keep the optimizer's moments in bf16 too. No engine accepts it."""
 
 
 class TorchAutocast(Section):

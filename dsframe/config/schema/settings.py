@@ -177,7 +177,7 @@ class Settings(Section):
     where nothing else says so."""
     parameter_groups: list[ParameterGroup] = []
     """Parameters with another weight decay or learning rate, and frozen parameters. One belongs to one group at most.
-    Refused with Muon, MuP and ZenFlow, which make groups themselves. ``Task.parameter_groups`` gives the same from a
+    Refused with Muon and MuP, which make groups themselves. ``Task.parameter_groups`` gives the same from a
     program."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
     """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those

@@ -1,7 +1,7 @@
 """``zero_optimization``: what is partitioned over the data-parallel ranks and what is offloaded.
 
-Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_module_config.py`` and
-``runtime/zenflow/zenflow_config.py`` of DeepSpeed 0.19.8.
+Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py`` and ``leaf_module_config.py`` of
+DeepSpeed 0.19.8.
 """
 
 import sys
@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Coerced, Count, Size
-from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
+from dsframe.config.schema.base import Coerced, Count, Size, Unmodelled
+from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam
 
 SMALL = 1 << 23
 """Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
@@ -51,8 +51,8 @@ class Zero(Coerced):
     """Offload of the parameters. Stage 3."""
     offload_optimizer: OffloadOptimizer | None = None
     """Offload of the optimizer. Stages 1, 2 and 3."""
-    zenflow: ZenFlow | None = None
-    """ZenFlow, on top of optimizer offload to the CPU."""
+    zenflow: Unmodelled | None = None
+    """ZenFlow. No engine accepts it."""
     sub_group_size: Size = 1_000_000_000
     """Elements that one optimizer step handles at a time at stage 3."""
     cpu_offload_param: bool | None = None
@@ -91,13 +91,13 @@ class Zero(Coerced):
     parameter_alignment: bool = False
     """Start each parameter of the flat buffers at a multiple of 16 bytes. Stages 1 and 2."""
     zero_hpz_partition_size: Size = 1
-    """Ranks in a secondary partition of the parameters (ZeRO++ hpZ): usually the GPUs of one node. Stage 3."""
+    """Ranks in a secondary partition of the parameters (ZeRO++ hpZ). No engine accepts it."""
     zero_quantized_weights: bool = False
-    """All-gather int8 weights (ZeRO++ qwZ). Stage 3."""
+    """All-gather int8 weights (ZeRO++ qwZ). No engine accepts it."""
     zero_quantized_nontrainable_weights: bool = False
-    """Keep frozen weights in int8. For LoRA. Stage 3."""
+    """Keep frozen weights in int8. No engine accepts it."""
     zero_quantized_gradients: bool = False
-    """Reduce int4 gradients by all-to-all (ZeRO++ qgZ). Stage 3."""
+    """Reduce int4 gradients by all-to-all (ZeRO++ qgZ). No engine accepts it."""
     memory_efficient_linear: bool = True
     """A linear layer that keeps fewer activations. Stage 3."""
     pipeline_loading_checkpoint: bool = False
@@ -125,9 +125,7 @@ class Zero(Coerced):
         They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
         """
         written = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
-        quantized = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
-        plain = not (quantized or self.zero_hpz_partition_size > 1)
-        return self.stage == 3 and not self.model_fields_set & written and plain and elements <= SMALL
+        return self.stage == 3 and not self.model_fields_set & written and elements <= SMALL
 
     def bucket_elements(self, elements: int, *, on_cpu: bool) -> int:
         """How many of a model's ``elements`` are reduced at a time.

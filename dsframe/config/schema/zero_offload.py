@@ -1,10 +1,9 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
-"""Sections of ``zero_optimization`` that few files have: offload, ZenFlow, leaf modules. Sources: as for ``zero``."""
+"""Sections of ``zero_optimization`` that few files have: offload, leaf modules. Sources: as for ``zero``."""
 
 from typing import ClassVar, Literal
 
 from dsframe.config.schema.base import Coerced, Fraction, Size
-from dsframe.config.schema.parameters import passed
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -50,15 +49,6 @@ class OffloadOptimizer(Coerced):
     """SuperOffload: for superchips such as GH200. CUDA and stage 3 only."""
     cpuadam_cores_perc: Fraction = 0.8
     """Share of the CPU cores for SuperOffload's Adam."""
-
-
-class ZenFlow(passed("ZenFlow")):  # type: ignore[misc]  # keys from a table
-    """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
-
-    coerced: ClassVar[bool] = True
-
-    offload: bool = False
-    """Keep the selected optimizer state on the CPU too."""
 
 
 class LeafModule(Coerced):

@@ -27,7 +27,7 @@ from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
-from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
+from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_scalars
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
@@ -225,10 +225,7 @@ class ZeroEngine(ModelEngine):
         else:
             deepspeed.init_distributed(dist_init_required=False)
             in_turn = InTurn(module, lambda parameter: spill.fetch(parameter, self._dtype))
-            # hpZ's ranks, where an engine before this one has made their group.
-            known = groups._get_zero_param_intra_parallel_group()
-            settings = copy.deepcopy(document)
-            deepspeed.zero.Init(module=in_turn, config_dict_or_path=settings, zero_param_parallel_group=known)
+            deepspeed.zero.Init(module=in_turn, config_dict_or_path=copy.deepcopy(document))
             module.to(self.plan.device)  # its buffers
         spill.close()
 

@@ -70,7 +70,6 @@ INTERNALS: dict[str, dict[str, str]] = {
         "grad_partitions_flat_buffer": "this rank's gradients, all sub-groups",
         "partition_grads": "adds reduced gradients to it",
         "persistent_parameters": "parameters that every rank keeps whole between steps",
-        "invalidate_secondary_tensor": "hpZ's copies are of old values",
         "parameter_offload": "the hooks that gather and release",
         "_fp32_state_allgather": "gathers this rank's piece of a master or moment to the whole",
         "_get_param_partition_rank": "which piece of a parameter this rank has",
@@ -128,8 +127,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     "runtime/zero/partition_parameters.py": {
         "Init": "context: modules are made in pieces",
         "ds_tensor": "this rank's piece",
-        "ds_secondary_tensor": "hpZ's copy of a piece",
-        "ds_quant_scale": "the piece's scale where it is quantized",
         "ds_shape": "shape of the whole",
         "ds_numel": "elements of the whole",
         "ds_id": "number of the parameter",
@@ -154,7 +151,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     "utils/groups.py": {
         "initialize": "makes the groups",
         "_get_expert_parallel_group": "ranks that share one set of experts",
-        "_get_zero_param_intra_parallel_group": "hpZ: ranks of one node",
         "get_tensor_model_parallel_group": "ranks that cut the same layers",
     },
     "ops/op_builder/fused_adam.py": {"cxx_args": "options of the C++ compiler"},

@@ -341,8 +341,6 @@ def reduce_in_order(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "reduce_ready_partitions_and_remove_grads") or hasattr(optimizer, "fp16_groups"):
         return  # stage 0 fills in zeros, stage 3 gathers in an order of its own
-    if optimizer.zenflow:
-        return
     for name in ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"):
         _upstream("order", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
@@ -499,19 +497,11 @@ def coalesce_gathers(engine: Any) -> None:
         if param_list is not kept or more or options:
             return one_by_one(param_list, *more, **options)
         absent = [parameter for parameter in kept if parameter.ds_status is absent_status]
-        if any(_elsewhere(parameter) for parameter in absent):
-            return one_by_one(kept)
         if absent:
             first.all_gather_coalesced(absent).wait()
         return None
 
     first.all_gather = gather
-
-
-def _elsewhere(parameter: Any) -> bool:
-    """Whether the two ways of gathering read different things: a secondary copy (hpZ), which at this moment is that of before the
-    update and which only ``all_gather_coalesced`` takes; or a quantized share, which it looks for in its own way."""
-    return parameter.ds_secondary_tensor is not None or hasattr(parameter.ds_tensor, "ds_quant_scale")
 
 
 def forget_evaluation(engine: Any) -> None:

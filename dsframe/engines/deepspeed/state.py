@@ -387,8 +387,7 @@ def publish(engine: Any) -> None:
 
 
 def _gather_kept(optimizer: Any) -> None:
-    """**Collective.** Stage 3: what is kept in full shape, and hpZ's copies, are of the new values."""
-    optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old values, which the next forward pass would gather
+    """**Collective.** Stage 3: what is kept in full shape is of the new values."""
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
