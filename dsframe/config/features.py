@@ -84,10 +84,3 @@ def makes_groups(file: DeepSpeed) -> str:
     if name.lower() in ("muon", *MUP):
         return name
     return ""
-
-
-def shares_activations(file: DeepSpeed, settings: Settings) -> bool:
-    """True if ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
-    if file.tensor_parallel.autotp_size == 1:
-        return False
-    return file.activation_checkpointing.partition_activations and bool(settings.model.activation_checkpointing)

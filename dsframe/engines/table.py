@@ -23,7 +23,7 @@ DEFAULT = "deepspeed"
 
 # Features that say where state lives, not what is computed: an engine of full replicas trains the same without them, and says so.
 PLACEMENT = frozenset(
-    {"zero1", "zero2", "zero3", "partition_activations"}
+    {"zero1", "zero2", "zero3"}
     | {"offload_optimizer_cpu", "offload_optimizer_nvme", "partial_offload", "offload_param_cpu", "offload_param_nvme"}
 )
 # Keys that only a model that calls deepspeed.checkpointing itself can use. DeepSpeed's engine does not read them either.

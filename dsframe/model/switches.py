@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _UNIT = "_dsframe_unit"
 """Attribute of a module that runs as one."""
-_KEEP = "_dsframe_keep"
+_RECOMPUTED = "_dsframe_recomputed"
 """Attribute of a module that is recomputed: where its inputs wait."""
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
@@ -62,9 +62,8 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
     if again:
-        to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
         for block in _of(model, recomputed(whole, config)):
-            recompute(block, to_host=to_host)
+            recompute(block)
     if wanted.offload_activations:
         names_offloaded = offloaded(whole, config)
         for block in _of(model, names_offloaded) if device.type != "cpu" else ():
@@ -159,24 +158,20 @@ def _list(classes: Counter[str]) -> str:
 # Activation checkpointing.
 
 
-def recompute(block: nn.Module, *, to_host: bool = False) -> None:
+def recompute(block: nn.Module) -> None:
     """Keeps only the inputs of ``block`` and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
-    The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
+    The method is replaced, not the module wrapped: names stay.
     """
     forward, again = block.forward, checkpoint_function(block)
-    on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
-    keep(block, on_host if to_host else nullcontext)
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with getattr(block, _KEEP)():
-            return again(forward, *args, **kwargs)
+        return again(forward, *args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
+    setattr(block, _RECOMPUTED, True)
 
 
 def offload(block: nn.Module) -> None:
@@ -304,14 +299,9 @@ def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
             owner._buffers[name] = buffer
 
 
-def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Sets where a recomputed ``block`` keeps its inputs: ``how`` makes the hooks for saved tensors under which it is called."""
-    setattr(block, _KEEP, how)
-
-
 def is_recomputed(module: nn.Module) -> bool:
     """True if :func:`recompute` was called for it."""
-    return hasattr(module, _KEEP)
+    return hasattr(module, _RECOMPUTED)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -24,8 +23,6 @@ from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.engines.deepspeed.imports import groups
-from dsframe.engines.deepspeed.partition import Kept, Parts
-from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
 from dsframe.model.forward import MicroBatch
@@ -92,11 +89,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whole llama fsdp": ("llama", "fsdp", {}),
     "whole vit zero2": ("vit", "deepspeed", zero(2)),
 }
-RECOMPUTED = {
-    "gpt in stages zero1": ("gpt", {**CUT, **STAGES, **zero(1)}),
-    "llama zero3": ("llama", {**CUT, **zero(3)}),
-}
-"""Blocks recomputed, with the inputs that they keep whole on every rank and in parts."""
 
 
 def build(
@@ -212,42 +204,6 @@ def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) ->
     return report
 
 
-def recomputed(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Three steps with whole inputs and with parts, and the bytes that this rank would have kept and has kept of them."""
-    report: dict[str, Any] = {}
-    sizes = [0, 0]
-    pack = Parts.pack
-
-    def counted(parts: Parts, tensor: torch.Tensor) -> Kept:
-        kept = pack(parts, tensor)
-        if kept[1] is not None:
-            sizes[0] += tensor.nbytes
-            sizes[1] += kept[0].untyped_storage().nbytes()
-        return kept
-
-    for name, partition in (("whole", False), ("parts", True)):
-        wanted = {**changes, "activation_checkpointing": {"partition_activations": partition}}
-        with mock.patch.object(Parts, "pack", counted):
-            made = build(kind, wanted, "deepspeed", {"activation_checkpointing": True})
-            report[name] = list(steps(made, 0, 3))
-        groups._release_process_group_references()
-        report[f"{name}, bytes"] = list(sizes)
-    return report
-
-
-def different_inputs() -> str:
-    """What a step says where the recomputed module's inputs are themselves cut."""
-    changes = {**CUT, **zero(1), "activation_checkpointing": {"partition_activations": True}}
-    made = build("llama", changes, "deepspeed", {"activation_checkpointing": ["SiLUActivation"]})
-    try:
-        list(steps(made, 0, 1))
-    except EngineError as error:
-        return str(error)
-    finally:
-        groups._release_process_group_references()
-    return "nothing"
-
-
 def main(path: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     report = {}
@@ -255,9 +211,6 @@ def main(path: str, cases: list[str]) -> None:
         for case in cases:
             report[case] = measure(*CASES[case])
             groups._release_process_group_references()
-        for case in RECOMPUTED if cases == list(CASES) else ():
-            report[f"recomputed {case}"] = recomputed(*RECOMPUTED[case])
-        report["different inputs"] = {"says": different_inputs()}
         if torch.distributed.get_rank() == 0:
             Path(path).write_text(json.dumps(report))
 

@@ -18,7 +18,7 @@ from dsframe.errors import CheckpointError, EngineError
 from dsframe.model.state import EngineState, ParameterState
 from dsframe.tasks import _transformers
 from tests.engines.snapshot import Snapshot
-from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
+from tests.engines.tensor import CASES, LLAMA
 from tests.processes import run_ranks, warm
 
 NOISE = {"loss": 1e-5, "norm": 1e-5, "state": 5e-4}
@@ -65,22 +65,6 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     held, whole = report["elements"]
     if "whole" not in case:
         assert held < (0.95 if "moe" in case else 0.7) * whole, "experts are whole on each rank"
-
-
-@pytest.mark.parametrize("case", RECOMPUTED)
-def test_parts_of_kept_inputs_are_half_of_them_and_train_the_same(
-    case: str, reports: dict[str, dict[str, Any]]
-) -> None:
-    report = reports[f"recomputed {case}"]
-    assert len({loss for loss, _ in report["whole"]}) == 3, "it trains"
-    assert report["parts"] == report["whole"], "to the last bit"
-    assert report["whole, bytes"] == [0, 0]
-    whole, parts = report["parts, bytes"]
-    assert whole == 2 * parts > 0
-
-
-def test_inputs_that_differ_cannot_be_shared_out(reports: dict[str, dict[str, Any]]) -> None:
-    assert "different inputs to model.layers.0.mlp.act_fn; name whole blocks" in reports["different inputs"]["says"]
 
 
 # Without processes.

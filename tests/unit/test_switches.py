@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsframe import engines
 from dsframe.config import Facts, load
 from dsframe.config.resolve import auto
 from dsframe.engines import fsdp_units
@@ -322,25 +321,3 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     with pytest.raises(EngineError, match="this model has no Blok"):
         fsdp_units.named(model, ["Blok"])
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "refused", "note"),
-    [
-        ("deepspeed", 2, [], ""),
-        ("deepspeed", 1, [], "ignores activation_checkpointing.partition_activations"),
-        ("ddp", 2, [], "instead of tensor_parallel.autotp_size, activation_checkpointing.partition_activations"),
-        ("reference-model-parallel", 2, ["tensor_parallel.autotp_size"], "instead of activation_checkpointing.part"),
-    ],
-)
-def test_an_engine_says_whether_kept_inputs_are_shared_out(name: str, size: int, refused: list[str], note: str) -> None:
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {}},
-        "tensor_parallel": {"autotp_size": size},
-        "activation_checkpointing": {"partition_activations": True},
-        "dsframe": {"task": {"name": "language"}, "model": {"activation_checkpointing": True}},
-    }
-    problems, notes = engines.examine(load(file), name)
-    assert [problem.path for problem in problems] == refused
-    assert note in " ".join(notes) if note else not notes

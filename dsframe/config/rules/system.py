@@ -1,4 +1,4 @@
-"""Rules about what this machine lacks, and about DeepSpeed's activation checkpointing."""
+"""Rules about what this machine lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
 
 def check(context: RuleContext) -> None:
     """Report what this machine lacks. Without a logger's package rank 0 alone raises, and the others wait for it."""
-    file, section = context.file, context.file.activation_checkpointing
+    file = context.file
     packages = [*needed_packages(file, context.settings)]
     if file.datastates_ckpt is not False:
         packages.append((("datastates_ckpt",), "datastates"))
@@ -32,7 +32,3 @@ def check(context: RuleContext) -> None:
     if file.aio.use_gds and not NVIDIA_DRIVER.exists():
         message = "needs CUDA, which this machine does not have: DeepSpeed raises"
         context.conflict("aio.use_gds", message, "write false")
-    missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(section, key)]
-    if missing and section.contiguous_memory_optimization and not context.fails("activation_checkpointing"):
-        message = f"needs {' and '.join(missing)}, in the file or from the program: else deepspeed.checkpointing raises"
-        context.note("activation_checkpointing.contiguous_memory_optimization", message, code="conflict")

@@ -25,8 +25,7 @@ class Model(Section):
     these and which of them."""
     offload_activations: bool | list[str] = False
     """Keep activations of blocks in the host's memory until the backward pass. Names as for ``activation_checkpointing``. Nothing
-    changes where the host's memory is the device's. Refused with ``activation_checkpointing``, which has
-    ``cpu_checkpointing``, and with ``compile``."""
+    changes where the host's memory is the device's. Refused with ``activation_checkpointing`` and ``compile``."""
 
     @property
     def recomputation(self) -> Recomputation | None:

@@ -11,15 +11,15 @@ from dsframe.config.schema.parameters import passed
 
 
 class ActivationCheckpointing(Section):
-    """Settings of ``deepspeed.checkpointing``. They act only where the model calls it; in dsframe, the first two act on
-    the blocks that ``dsframe.model.activation_checkpointing`` names."""
+    """Settings of ``deepspeed.checkpointing``. They act only where the model calls it: no engine
+    reads them. ``dsframe.model.activation_checkpointing`` recomputes blocks."""
 
     partition_activations: bool = False
-    """Share out checkpoints over tensor-parallel ranks; elsewhere without effect."""
+    """Share out checkpoints over tensor-parallel ranks."""
     cpu_checkpointing: bool = False
-    """Keep checkpoints in CPU memory. Needs ``partition_activations``."""
+    """Keep checkpoints in CPU memory."""
     contiguous_memory_optimization: bool = False
-    """Keep checkpoints in one buffer. Needs ``partition_activations`` and ``number_checkpoints``."""
+    """Keep checkpoints in one buffer."""
     number_checkpoints: Count | None = None
     """Checkpoints in a forward pass, for the size of the buffer."""
     synchronize_checkpoint_boundary: bool = False

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.cluster import process_group
-from dsframe.config.features import makes_groups, shares_activations
+from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision, torch_patches
 from dsframe.engines.base import ModelEngine, without_gradients
@@ -100,11 +100,6 @@ class ZeroEngine(ModelEngine):
     def _prepare_steps(self, module: nn.Module) -> None:
         """What DeepSpeed's engine needs to take steps."""
         plan = self.plan
-        if shares_activations(plan.config.deepspeed, plan.config.settings):
-            from dsframe.engines.deepspeed import partition
-
-            to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
-            partition.share_out(module, self._tensor_group(), to_host=to_host)
         rates.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
