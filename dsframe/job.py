@@ -18,7 +18,6 @@ from dsframe.checkpoint.changes import about
 from dsframe.checkpoint.resume import Start, begin, refuse
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
-from dsframe.cluster import cores
 from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
@@ -64,8 +63,6 @@ class HostResources:
     """What this process may use of its machine."""
 
     threads: int
-    cores: tuple[int, ...]
-    """Those that it is bound to."""
     began: float
     """When the run began, by ``time.perf_counter``."""
     lock: RunLock
@@ -203,7 +200,7 @@ def _announce(job: Job) -> None:
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
     slow = precision.emulated(plan.config, plan.device)
     scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-    for line in (*run.lines, slow, scaled, cores.describe(run.host.cores), *of_data):
+    for line in (*run.lines, slow, scaled, *of_data):
         if line:
             job.say(line)
 
@@ -220,7 +217,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         engine = parts.make(make, plan)
         phases.done("engine")
         extend_limits(plan.collective_limit)
-        watchdog.connect(engine, engine.built.calls)
+        watchdog.look_at(engine.built.calls)
         if not agreed:
             assert_engines_agree(engine, facts)
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's

@@ -5,8 +5,7 @@ under any launcher, and refuses an environment that contradicts itself instead o
 Imports no torch: thread counts and device visibility have to be settled before torch is imported.
 
 Sources: the launchers' own documentation and ``facts`` measured with deepspeed 0.19.8, horovod 0.28.1, torchrun 2.13,
-Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers, those of HPE's PALS and of MVAPICH2
-from their documentation and not tried.
+Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ _OPEN_MPI = _Names(
 _MPIS = (
     _OPEN_MPI,
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra's, of MPICH and Intel MPI
-    _Names("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),  # HPE's (Cray MPICH)
-    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
 """Variables of mpirun and mpiexec. PMI_RANK alone is Slurm's too."""
 

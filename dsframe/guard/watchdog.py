@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -28,9 +27,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from dsframe.cluster.exchange import Ranks, all_gather_text
 from dsframe.cluster.process_group import meet, rendezvous_address
-from dsframe.cluster.rendezvous import addresses
 from dsframe.cluster.world import World
 from dsframe.errors import HangError, TaskError, WorldError
 from dsframe.guard import hang
@@ -69,11 +66,8 @@ class Watchdog:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def connect(self, ranks: Ranks, calls: Any = None) -> None:
-        """**Collective.** A store for ranks that could not meet before they had an engine; and what the engine knows of
-        ``calls`` (``BuiltModel.calls``)."""
-        if self._seconds and self._world.size > 1 and self._store is None:
-            self._store = _open_store(ranks)
+    def look_at(self, calls: Any) -> None:
+        """**Collective** where there are ``calls``: what the engine knows of them (``BuiltModel.calls``)."""
         self._calls = calls
         if self._calls is not None and self._store is not None:
             self._calls.connect(self._store.clone())
@@ -258,69 +252,3 @@ def _meet(world: World) -> Any:
     except WorldError:
         return None
     return meet(world, address, port, timedelta(seconds=ANSWER_SECONDS))
-
-
-def _open_store(ranks: Ranks) -> Any:
-    """**Collective.** The store that all ranks reach, listening on one address only; None on a rank that cannot reach it, and
-    on all where rank 0 cannot listen."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    world: World = ranks.plan.world
-    listening, address_text = None, ""
-    if world.is_main:
-        try:
-            listening = _listen(world)
-            address_text = json.dumps(listening.getsockname()[:2])
-        except OSError as error:
-            _warn(0, f"the watchdogs cannot talk, so each rank watches only itself: {error}")
-    address_text = all_gather_text(ranks, address_text)[0]
-    if not address_text:
-        return None
-    address, port = json.loads(address_text)
-    descriptor = listening.detach() if listening else None
-    try:
-        return TCPStore(
-            address,
-            port,
-            is_master=world.is_main,
-            timeout=timedelta(seconds=ANSWER_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-    except RuntimeError as error:
-        _warn(world.rank, f"the watchdog cannot reach rank 0: {error}")
-        return None
-
-
-def _warn(rank: int, text: str) -> None:
-    print(f"[rank {rank}] dsframe: warning: {text}", file=sys.stderr, flush=True)
-
-
-def _listen(world: World) -> socket.socket:
-    """A listening socket on the loopback interface where all ranks are on one host, else on an address that others reach."""
-    address = "127.0.0.1" if world.local_size == world.size else _own_address(world)
-    listening = socket.socket()
-    listening.bind((address, 0))
-    listening.listen(world.size)
-    return listening
-
-
-def _own_address(world: World) -> str:
-    """Rank 0's address for other hosts: of the interface that Gloo or Horovod were told, of its name, of the default route.
-
-    The name alone does not do: Debian writes 127.0.1.1 for it into /etc/hosts. Raises OSError where there is only the loopback.
-    """
-    named_interfaces = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
-    local_addresses = [(address, interface) for address, interface in addresses() if address.count(".") == 3]
-    usable = [address for address, interface in local_addresses if interface in named_interfaces.split(",")]
-    for name in filter(None, (world.master_address, os.environ.get("HOROVOD_HOSTNAME"), socket.gethostname())):
-        with contextlib.suppress(OSError):
-            usable.append(socket.gethostbyname(name))
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # RFC 5737, an address of nobody's: nothing is sent, it only asks for the route
-        usable.append(probe.getsockname()[0])
-    here = {address for address, _ in local_addresses}
-    for address in usable:
-        if address in here and not address.startswith("127."):
-            return str(address)
-    raise OSError("this host has no address but the loopback's that others could reach; set GLOO_SOCKET_IFNAME")

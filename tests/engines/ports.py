@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 import dsframe
@@ -48,95 +48,6 @@ class Port(dsframe.Task):
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return functional.mse_loss(outputs, targets)
-
-
-class Classes(Port):
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.cross_entropy(outputs, targets)
-
-
-class Cnn(Classes):
-    """Convolutions with two kinds of dropout (pytorch/examples: mnist)."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout2d(0.25), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(72, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4),
-        )  # fmt: skip
-
-    def train_data(self) -> Any:
-        return TensorSource(numbers(SAMPLES, 1, 8, 8), classes(4, SAMPLES))
-
-
-class _Siamese(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.sigmoid(self.head(torch.cat([self.body(first), self.body(second)], 1)))
-
-
-class Siamese(Port):
-    """Two inputs through the same layers, evaluated by torchmetrics (pytorch/examples: siamese_network)."""
-
-    def __init__(self) -> None:
-        from torchmetrics.classification import BinaryAUROC, BinaryF1Score
-
-        self.metric_objects = {"auroc": BinaryAUROC(), "f1": BinaryF1Score()}
-
-    def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
-        metric.update(outputs.squeeze(1), targets.long())
-
-    def eval_data(self) -> Any:  # of which one rank has fewer rows, and no row in the last batch
-        first, second = numbers(17, 10, seed=7), numbers(17, 10, seed=8)
-        return TensorSource((first, second), (first[:, 0] > second[:, 0]).float())
-
-    def model(self) -> nn.Module:
-        return _Siamese()
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        return functional.binary_cross_entropy(outputs.squeeze(1), targets)
-
-    def train_data(self) -> Any:
-        first, second = numbers(SAMPLES, 10), numbers(SAMPLES, 10, seed=2)
-        return TensorSource((first, second), (first[:, 0] > second[:, 0]).float())
-
-
-class FineTuned(Siamese):
-    """A layer that is frozen, and a head that learns ten times faster (torchvision's references: detection)."""
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
-
-    def forward(self, images: Tensor) -> Tensor:
-        return functional.relu(images + self.layers(images))
-
-
-class Resnet(Classes):
-    """Residual blocks with BatchNorm, and the accuracy of the best five (pytorch/examples: imagenet)."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 8, 3), _Block(8), _Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
-        )
-
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, dsframe.Sum]:
-        right = (outputs.topk(5, 1).indices == targets[:, None]).any(1)
-        return {**super().metrics(outputs, targets), "top5": dsframe.Sum(right.sum().float(), len(targets))}
-
-    def train_data(self) -> Any:
-        return TensorSource(numbers(SAMPLES, 3, 8, 8), classes(10, SAMPLES))
-
-    def eval_data(self) -> Any:
-        return TensorSource(numbers(20, 3, 8, 8, seed=5), classes(10, 20, seed=6))
 
 
 class _Gpt(nn.Module):
@@ -200,34 +111,6 @@ class MaskedWords(NanoGpt):
             torch.rand(SAMPLES, 12, generator=torch.Generator().manual_seed(3)) < 0.3,
         )
         return TensorSource(tokens.masked_fill(masked, 31), tokens.masked_fill(~masked, -100))
-
-
-class _Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
-        edges = (numbers(5, 5, seed=4) > 0.3).float() + torch.eye(5)
-        self.register_buffer("edges", (edges / edges.sum(1, keepdim=True)).to_sparse())
-
-    def forward(self, nodes: Tensor) -> Tensor:
-        def spread(values: Tensor) -> Tensor:
-            flat = values.transpose(0, 1).flatten(1)
-            return torch.sparse.mm(self.edges, flat).unflatten(1, (len(values), -1)).transpose(0, 1)
-
-        return spread(self.second(torch.relu(spread(self.first(nodes))))).flatten(1)
-
-
-class Graph(Port):
-    """A graph network whose edges are a sparse buffer (pytorch/examples: gcn)."""
-
-    def model(self) -> nn.Module:
-        return _Graph()
-
-    def train_data(self) -> Any:
-        return TensorSource(numbers(SAMPLES, 5, 6), numbers(SAMPLES, 15, seed=2))
-
-    def eval_data(self) -> Any:
-        return self.train_data()
 
 
 class _Vae(nn.Module):
@@ -334,8 +217,6 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
     """Whether it draws in training: on two ranks then with per_sample_randomness."""
-    by_batch: bool = False
-    """Whether rows of a micro-batch see each other: two ranks are then one with two micro-batches."""
     float64: bool = False
     """Whether it is in float64, which DeepSpeed does not keep."""
     closure: bool = False
@@ -385,17 +266,6 @@ def _matrices_decay(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-def _fine_tunes(model: nn.Module) -> torch.optim.Optimizer:
-    assert isinstance(model, _Siamese)
-    model.body[0].requires_grad_(False)
-    groups = [
-        {"params": [model.body[2].weight]},
-        {"params": [model.body[2].bias], "weight_decay": 0.0},
-        {"params": list(model.head.parameters()), "lr": 1e-2},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, fused=True)
-
-
 def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
 
@@ -403,9 +273,6 @@ def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
 
 CASES: dict[str, Case] = {
-    "cnn": Case(Cnn, _adamw, ADAMW, draws=True),
-    "siamese": Case(Siamese, _adamw, ADAMW, settings={"eval_every_steps": 15}),
-    "resnet": Case(Resnet, _sgd, SGD, settings={"eval_every_steps": 15}, by_batch=True),
     "nanogpt": Case(
         NanoGpt,
         _matrices_decay,
@@ -415,20 +282,6 @@ CASES: dict[str, Case] = {
         bound=1e-7,
     ),
     "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
-    "fine-tuned": Case(
-        FineTuned,
-        _fine_tunes,
-        _file("AdamW", 1e-3, weight_decay=0.1) | _schedule("StepLR", step_size=9, gamma=0.5),
-        rate=lambda optimizer: StepLR(optimizer, step_size=9, gamma=0.5),
-        settings={
-            "parameter_groups": [
-                {"match": ["body.0.*"], "freeze": True},
-                {"match": ["body.2.bias"], "weight_decay": 0},
-                {"match": ["head.*"], "lr_scale": 10},
-            ]
-        },
-    ),
-    "graph": Case(Graph, _adamw, ADAMW, settings={"eval_every_steps": 15}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
     "series": Case(Series, _adamw, ADAMW, float64=True),
     "series lbfgs": Case(Series, _lbfgs, _file("LBFGS", 0.5, max_iter=4, history_size=5), float64=True, closure=True),

@@ -37,13 +37,9 @@ def test_one_process_is_the_plain_loop(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """What two ranks are measured by: one process with the same rows in a micro-batch where they see each other."""
+    """What two ranks are measured by."""
     folder = tmp_path_factory.mktemp("alone")
-    return {
-        name: moved(name, "single", folder, BATCH // 2 if case.by_batch else BATCH, by_sample=case.draws)
-        for name, case in CASES.items()
-        if not case.alone
-    }
+    return {name: moved(name, "single", folder, by_sample=case.draws) for name, case in CASES.items() if not case.alone}
 
 
 def test_what_a_model_carries_is_in_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +59,6 @@ def test_two_ranks_are_one_process(engine: str, alone: dict[str, Found], tmp_pat
     ranks = horovodrun(2, command) if engine == "horovod" else warm(2, command)
     run_ranks(ranks, cwd=tmp_path, timeout_seconds=300).check()
     found = json.loads((tmp_path / f"{engine}.json").read_text())
-    distances = {name: off(found[name], alone[name]) for name in found if not CASES[name].by_batch}
-    distances |= {
-        name: farthest(found[name]["losses"], alone[name]["losses"]) for name in found if CASES[name].by_batch
-    }  # whose statistics each rank has of its own rows
+    distances = {name: off(found[name], alone[name]) for name in found}
     assert found.keys() == {name for name, case in CASES.items() if case.runs_on(engine)}
     assert {name: distance for name, distance in distances.items() if distance > BOUND} == {}, distances

@@ -92,25 +92,9 @@ def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pyte
         jit.prepare(("cpu_adam",), World())
 
 
-def nvcc(folder: Path, release: str) -> None:
-    program = folder / "bin" / "nvcc"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
-    program.chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("op", "release", "message"),
-    [
-        ("fused_adam", None, r"asks for fused_adam, .* there is no .*nvcc; install .* CUDA 12 .*\"torch_adam\": false"),
-        ("async_io", None, r"asks for async_io, .* there is no .*nvcc; install the toolkit of CUDA 12"),
-        ("fused_adam", "13.0", r"nvcc is of CUDA 13 while torch is built for 12"),
-        ("fused_adam", "12.4", ""),
-        ("cpu_adam", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("op", "toolkit"), [("fused_adam", False), ("async_io", False), ("fused_adam", True)])
 def test_what_cudas_compiler_is_needed_for(
-    op: str, release: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    op: str, toolkit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed 0.19.8 ends in a TypeError without CUDA_HOME."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
@@ -118,9 +102,11 @@ def test_what_cudas_compiler_is_needed_for(
     monkeypatch.setattr("torch.version.cuda", "12.8")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(jit, "_has_libaio", lambda: True)
-    if release:
-        nvcc(tmp_path, release)
-    with pytest.raises(EngineError, match=message) if message else nullcontext():
+    if toolkit:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+    says = rf"asks for {op}, .* there is no .*nvcc; install the toolkit of CUDA 12"
+    with nullcontext() if toolkit else pytest.raises(EngineError, match=says):
         jit.prepare((op,), World())
 
 
@@ -154,20 +140,3 @@ def test_hosts_that_share_a_home_compile_each_for_itself(tmp_path: Path, monkeyp
     assert jit.remove_stale_locks(local / "another-host") == [], "its owner may be alive there"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(own))
     assert jit.extensions_directory() == own, "as it is set for DeepSpeed, and may be asked for again"
-
-
-def test_a_lock_in_a_folder_that_hosts_share_stays_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    on_nfs(tmp_path, monkeypatch)
-    (tmp_path / "async_io").mkdir()
-    (tmp_path / "async_io" / "async_io.so").touch()
-    lock = tmp_path / "async_io" / "lock"
-    lock.touch()
-    jit.prepare(("async_io",), World(0, 2, 0, 2))
-    assert lock.exists()
-    said = capsys.readouterr().err
-    assert (
-        said == f"dsframe: waiting for another process to compile async_io; if none does on any host, remove {lock}\n"
-    )

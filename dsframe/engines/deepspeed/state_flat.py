@@ -28,7 +28,7 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     common: dict[str, float] | None = None
     for name, start, size, first in pieces:
         parameter = saved.part(name, first, size)
-        _make_moments(optimizer, held, parameter, flat)
+        _make_moments(held, parameter, flat)
         if parameter.moments or parameter.scalars:
             common = dict(parameter.scalars) if common is None else common
             same_step(parameter.name, common, parameter.scalars)
@@ -40,15 +40,11 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     _set_scalars(optimizer, flat, common)
 
 
-def _make_moments(
-    optimizer: torch.optim.Optimizer, held: dict[str, Any], parameter: ParameterState, flat: Tensor
-) -> None:
+def _make_moments(held: dict[str, Any], parameter: ParameterState, flat: Tensor) -> None:
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
-    # DeepSpeed's CPU Adam keeps moments in fp32 with masters of 16 bits, unless it is told not to.
-    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
     for key in parameter.moments:
         if not isinstance(held.get(key), Tensor):
-            held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
+            held[key] = torch.zeros_like(flat.detach())
 
 
 def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
