@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
-def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()) -> int:
+def settle_threads(world: World, wanted: int | None) -> int:
     """Threads of this rank: ``wanted``, else OMP_NUM_THREADS, else this host's usable cores shared among its ranks.
-
-    ``bound``: the cores that this rank has to itself, if it was bound to some.
 
     Sets OMP_NUM_THREADS, so it has to run before torch is imported. ``deepspeed`` and ``horovodrun`` set none, and ranks that
     each take every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises WorldError where
@@ -47,7 +45,7 @@ def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
         raise WorldError(f"OMP_NUM_THREADS={given!r} is not a number of threads")
-    threads = wanted or int(given or 0) or len(bound) or cores.available(world)
+    threads = wanted or int(given or 0) or cores.available(world)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 
@@ -154,8 +152,7 @@ def prepared(
     phases.begin()
     with _process_restored():
         engine, lines = choice or choose(config, world)
-        bound = cores.bind(world) if config.settings.bind_cores else ()
-        threads = settle_threads(world, config.settings.threads_per_rank, bound)
+        threads = settle_threads(world, config.settings.threads_per_rank)
         output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
         import torch  # reads OMP_NUM_THREADS
 
@@ -185,7 +182,7 @@ def prepared(
         settings = config.settings
         with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
             options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
-            host = job.HostResources(threads, bound, began, lock, home)
+            host = job.HostResources(threads, began, lock, home)
             phases.done("data")
             yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, options, host)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LATER = {
     "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
     "zenflow": "updates parameters between steps: it is another training than on any other engine",
+    "seed_layers": "draws other dropout than any other engine",
     "hpz": "is for several nodes of GPUs, where dsframe was never measured; engine fsdp has hybrid shards",
     "zero_quantized": "rounds what is sent to 4 or 8 bits: it is another training than on any other engine",
     "low_precision_masters": "rounds each update to 16 bits: it is another training than with fp32 masters",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -12,11 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.cluster import process_group
-from dsframe.engine import StepResult
 from dsframe.engines import torch_patches
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
-from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
 
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -48,47 +45,33 @@ class DdpEngine(ReplicaEngine):
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # DDP averages
-        self._graph_known = not plan.config.settings.ddp.static_graph
         super().__init__(plan)
 
     @property
     def description(self) -> str:
-        settings = self.plan.config.settings.ddp
-        if settings.communication == "none":
-            return "PyTorch DDP"
-        return f"PyTorch DDP, gradients sent by {settings.communication}"
+        communication = self.plan.config.settings.ddp.communication
+        return "PyTorch DDP" if communication == "none" else f"PyTorch DDP, gradients sent by {communication}"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        settings = self.plan.config.settings.ddp
+        communication = self.plan.config.settings.ddp.communication
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         whole = sum(parameter.nbytes for parameter in trained)
-        # DDP's own look for unused parameters says of the same ones that they are ready: twice is an error.
-        self._reached = [] if settings.find_unused_parameters else trained
+        self._reached = trained
         torch_patches.skip_sparse_buffers(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
-            bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
-            static_graph=settings.static_graph,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            find_unused_parameters=settings.find_unused_parameters,
+            bucket_cap_mb=usual_bytes(whole) / 2**20,
+            gradient_as_bucket_view=True,
         )
         # Each rank's buffers are its own from now on, as on every other engine; an evaluation sends rank 0's.
         wrapped.broadcast_buffers = False
-        # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
-        if not (settings.static_graph or settings.find_unused_parameters):
-            torch_patches.settle_buckets(wrapped, self.plan.device)
+        torch_patches.settle_buckets(wrapped, self.plan.device)
         if self._masters:
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
-        if settings.communication in _HOOKS:
-            wrapped.register_comm_hook(None, torch_patches.by_another_name(_HOOKS[settings.communication]))
+        if communication in _HOOKS:
+            wrapped.register_comm_hook(None, torch_patches.by_another_name(_HOOKS[communication]))
         return wrapped
-
-    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** As for every replica."""
-        result = super().train_step(micro_batches)
-        self._graph_known = True
-        return result
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
         # A pass inside of the backward pass would say of its parameters that they are ready, and this one again.
@@ -99,9 +82,7 @@ class DdpEngine(ReplicaEngine):
         return cast(Tensor, reached.apply(loss, *self._reached))
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        # torch 2.13 learns a static graph from the first backward pass, and fails where that pass sends nothing. Sending more
-        # often changes nothing: what was averaged stays as it is when it is averaged again.
-        return cast(DistributedDataParallel, self.module).no_sync() if self._graph_known else nullcontext()
+        return cast(DistributedDataParallel, self.module).no_sync()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""

@@ -80,7 +80,7 @@ class FsdpEngine(ReplicaEngine):
     def _place(self, model: nn.Module) -> MasterWeights | None:
         """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
         _refuse_scalars(model)
-        large = fsdp_units.elements(model) > LARGE
+        large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._settle_gathering(model)
         units = self._find_units(model)
         self._units = Counter(type(unit).__name__ for unit in units)
@@ -137,7 +137,7 @@ class FsdpEngine(ReplicaEngine):
         _refuse_kept(model, kept)
         if self.gathers_steps:
             return []
-        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.default_units(self, model, self._shards.size())
+        units = fsdp_units.named(model, wrap)
         chosen = {*units, *kept}
         return [module for module in reversed(list(model.modules())) if module in chosen] if kept else units
 
@@ -197,7 +197,7 @@ class FsdpEngine(ReplicaEngine):
             unit.set_requires_gradient_sync(True, recurse=False)
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
+        return self._whole_gradients()
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
         if self._calls is not None:

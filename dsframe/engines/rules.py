@@ -6,16 +6,6 @@ from dsframe.config.resolve.batch import divisors
 from dsframe.config.rules.context import RuleContext
 
 
-def ddp(context: RuleContext) -> None:
-    """Report buckets that torch.compile refuses."""
-    settings = context.file.dsframe
-    if settings.model.compile and (settings.ddp.bucket_cap_megabytes or 1) < 1:
-        context.conflict(
-            ("dsframe", "ddp", "bucket_cap_megabytes"), "torch.compile wants DDP's buckets to have 1 MiB at least",
-            "write 1 or more, or leave out model.compile",
-        )  # fmt: skip
-
-
 def fsdp(context: RuleContext) -> None:
     """Report groups that the processes do not make."""
     wanted, processes = context.file.dsframe.fsdp, context.world_size

@@ -123,7 +123,6 @@ BUILT_IN: dict[str, Entry] = {
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
-        rules="dsframe.engines.rules:ddp",
         several=SEVERAL,
         supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,

@@ -1,6 +1,6 @@
 """Models of which not every parameter takes part in every loss, on one engine after another, in one process group.
 
-    torchrun --nproc-per-node 2 -m tests.engines.branches FOLDER CASE ...        a case: ENGINE[:STAGE[:whole]]
+    torchrun --nproc-per-node 2 -m tests.engines.branches FOLDER CASE ...        a case: ENGINE[:STAGE]
 
 leaves the losses and the last weights of each training in FOLDER/CASE.json. tests/engines/test_branches.py compares them.
 """
@@ -67,8 +67,7 @@ class Branches(dsframe.Task):
 
 
 def file(case: str, way: str, accumulation: int) -> dict[str, Any]:
-    engine, _, how = case.partition(":")
-    stage, _, whole = how.partition(":")
+    engine, _, stage = case.partition(":")
     return {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": accumulation,
@@ -81,7 +80,6 @@ def file(case: str, way: str, accumulation: int) -> dict[str, Any]:
         "dsframe": {
             "engine": engine,
             "task": {"name": "tests.engines.branches:Branches", "options": {"way": way}},
-            **({"deepspeed": {"accumulate": "whole"}} if whole else {}),
         },
     }
 

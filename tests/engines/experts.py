@@ -54,13 +54,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3 recomputed": ("mixtral", {**spread(), **zero(3, **WHOLE)}),
     "zero1 groups": ("mixtral", {**spread(), **zero(1)}),
     "zero3 groups": ("mixtral", {**spread(), **zero(3)}),
-    "zero2 accumulated whole": ("mixtral", {**spread(), **zero(2)}),
-    "zero3 accumulated whole": ("mixtral", {**spread(), **zero(3)}),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"model": {"activation_checkpointing": True, "loss_chunk_tokens": 24}},
     "groups": GROUPS,
-    "whole": {"deepspeed": {"accumulate": "whole"}},
 }
 """In the section "dsframe", by the last word of a case's name."""
 

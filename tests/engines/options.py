@@ -144,13 +144,12 @@ def refusal(task: Task, **settings: object) -> str:
 
 
 def check_fsdp() -> None:
-    ddp = make(Next(Parts, False), "ddp", find_unused_parameters=True)
+    ddp = make(Next(Parts, False), "ddp")
     before, expected, after = Snapshot(ddp.state()), steps(ddp), Snapshot(ddp.state())
-    counts = []
     for settings in (
         {},
         {"wrap": ["Block", "Embedding", "Idle"], "offload": "cpu", "reshard_after_forward": False},
-        {"sharding": "hybrid", "shard_size": 1, "accumulate": "shards"},
+        {"sharding": "hybrid", "shard_size": 1},
     ):
         fsdp = make(Next(Parts, False), "fsdp", **settings)
         model = fsdp.model  # type: ignore[attr-defined]
@@ -163,13 +162,11 @@ def check_fsdp() -> None:
             assert (own.parameter(name).weight - after.parameter(name).weight).abs().max() < 2e-6, name
         frozen = "blocks.1.norm.weight"
         assert own.parameter(frozen).weight.equal(before.parameter(frozen).weight)
-        counts.append(traffic(fsdp)[0])
         if "sharding" not in settings:
             held = [(p.numel(), p.to_local().numel(), p.shape[0]) for p in model.parameters()]
             assert all(
                 local in (whole // rows * (rows // 2), whole // rows * -(-rows // 2)) for whole, local, rows in held
             )
-    assert counts[2] > 1.5 * counts[0], "reduced after each micro-batch"
     assert refusal(Next(Parts, False), wrap=["Blok"]).startswith(
         "fsdp.wrap: this model has no Blok; it has Linear (8), "
     )
@@ -184,30 +181,11 @@ def check_ddp() -> None:
     engine, expected = plain()
     calls, payload = traffic(engine)
     assert calls == 1
-    wide = [make(Next(Wide), "ddp", **settings) for settings in ({}, {"bucket_cap_megabytes": 25})]
-    assert far(*map(steps, wide)) < 2e-6
-    assert [traffic(engine)[0] for engine in wide] == [4, 1], "by default most leave while the backward pass runs"
-    small, losses = plain(bucket_cap_megabytes=0.002)
-    assert far(losses, expected) < 2e-6
-    assert traffic(small) == (3, payload), traffic(small)
-    assert far(plain(static_graph=True)[1], expected) < 2e-6
-    for view in (True, False):
-        engine, losses = plain(gradient_as_bucket_view=view)
-        assert far(losses, expected) < 2e-6
-        storages: set[int] = set()
-        with mock.patch.object(engine, "_pieces", lambda engine=engine, seen=storages: spy(engine, seen)):
-            engine.train_step(MicroBatch.of(batches(0)))
-        assert (len(storages) == 1) == view, "gradients lie in the bucket"
+    assert traffic(make(Next(Wide), "ddp"))[0] == 4, "most leave while the backward pass runs"
     for kind in ("fp16", "bf16"):
         engine, losses = plain(communication=kind)
         assert 1e-7 < far(losses, expected) < 2e-3, kind
         assert traffic(engine) == (1, payload / 2), kind
-
-
-def spy(engine: Engine, seen: set[int]) -> list[Tensor]:
-    gradients: list[Tensor] = type(engine)._pieces(engine)  # type: ignore[attr-defined]
-    seen |= {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    return gradients
 
 
 def main() -> None:

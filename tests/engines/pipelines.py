@@ -45,7 +45,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "every layer recomputed": ({"activation_checkpoint_interval": 1}, {}),
     "every second layer recomputed": ({"activation_checkpoint_interval": 2}, {}),
     "blocks recomputed": ({}, {"model": {"activation_checkpointing": True}}),
-    "layers with seeds": ({"seed_layers": True}, {}),
 }
 """Keys of "pipeline" and of "dsframe" that change where and when, and not what is computed."""
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -170,22 +169,6 @@ def recomputed() -> dict[str, Any]:
     return report
 
 
-def seeded() -> dict[str, list[float]]:
-    """The losses of three steps with ``seed_layers``: in one go, with an evaluation between, and resumed after the second."""
-    straight, other, fresh = (_normed({}, seed_layers=True) for _ in range(3))
-    report: dict[str, list[float]] = {"straight": [], "evaluated": []}
-    for step in range(3):
-        if step == 2:
-            fresh.load_state(Snapshot(straight.state()))
-        report["straight"].append(float(straight.train_step(MicroBatch.of(micro_batches(straight, step))).loss))
-        other.eval_step(next(micro_batches(other, 0)), other.plan.task.metrics)
-        report["evaluated"].append(float(other.train_step(MicroBatch.of(micro_batches(other, step))).loss))
-    report["resumed"] = [float(fresh.train_step(MicroBatch.of(micro_batches(fresh, 2))).loss)]
-    for engine in (straight, other, fresh):
-        engine._engine.destroy()
-    return report
-
-
 def _normed(more: dict[str, Any], **pipeline: Any) -> Any:
     """The engine of :class:`Normed`."""
     section = {"stages": 2, "partition": "uniform", **pipeline}
@@ -279,7 +262,6 @@ def main(path: str) -> None:
         report["built"] = built()
         report["torchvision"] = names_and_weights()
         report["recomputed"] = recomputed()
-        report["seeded"] = seeded()
         report["not finite"] = not_finite()
         report["sizes"] = sizes()
         speaks = torch.distributed.get_rank() == 0

@@ -48,10 +48,8 @@ def of(engine: str, accumulation: int = 2, **settings: Any) -> dict[str, Any]:
 PIPELINE = {"stages": 2}
 SOME = {"modules": ["Block", "*.expand"], "every": 2}
 """The first of two blocks."""
-WHOLE = {"deepspeed": {"accumulate": "whole"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage} x {times}": zero(stage, times) for stage in range(4) for times in (1, 3)},
-    **{f"zero{stage} x 3, whole": zero(stage, 3, WHOLE) for stage in (2, 3)},
     "zero3": zero(3),
     "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
     "zero3, compiled": zero(3, settings={"model": {"compile": "blocks"}}),

@@ -83,12 +83,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ddp fp16": ("ddp", 2, FP16),
     "ddp autocast fp16": ("ddp", 2, AUTOCAST_FP16),
     "fsdp": ("fsdp", 2, {}),
-    "fsdp fp16, hybrid, in shards": (
+    "fsdp fp16, hybrid": (
         "fsdp",
         4,
         {
             **FP16,
-            "dsframe": {"fsdp": {"sharding": "hybrid", "shard_size": 2, "accumulate": "shards", "wrap": ["Linear"]}},
+            "dsframe": {"fsdp": {"sharding": "hybrid", "shard_size": 2, "wrap": ["Linear"]}},
         },
     ),
     "single": ("single", 1, {}),

@@ -55,16 +55,10 @@ def test_accumulation_reduces_once_in_a_step(found: dict[str, Any], engine: str)
     assert found[f"{engine} x 3"]["collectives"] == found[f"{engine} x 1"]["collectives"]
 
 
-def test_sharded_gradients_are_reduced_each_time_unless_the_file_says_otherwise(found: dict[str, Any]) -> None:
+def test_deepspeed_reduces_sharded_gradients_each_time_and_fsdp_once_a_step(found: dict[str, Any]) -> None:
     def counts(name: str, kind: str) -> int:
         return int(found[name]["collectives"].get(kind, 0))
 
     assert counts("zero2 x 3", "all-reduce") - counts("zero2 x 1", "all-reduce") == 2
-    assert found["zero2 x 3, whole"]["collectives"] == found["zero2 x 1"]["collectives"]
     assert counts("zero3 x 3", "reduce-scatter") == 3 * counts("zero3 x 1", "reduce-scatter")
-    assert counts("zero3 x 3, whole", "reduce-scatter") == counts("zero3 x 1", "reduce-scatter")
     assert counts("fsdp x 3", "reduce-scatter") == counts("fsdp x 1", "reduce-scatter")
-    for stage in (2, 3):
-        plain, whole = found[f"zero{stage} x 3"], found[f"zero{stage} x 3, whole"]
-        assert whole["losses"] == pytest.approx(plain["losses"], abs=5e-6)
-        assert whole["distance"] < 1e-5

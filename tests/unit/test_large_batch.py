@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsframe.cluster import cores
-from dsframe.cluster.world import World
 from dsframe.config.load import examine
 from dsframe.config.resolve.scaling import factor, sentence
 from dsframe.config.schema.settings_model import LargeBatch
-from dsframe.errors import WorldError
 from dsframe.model import schedules
-from tests.processes import REPOSITORY
 
 LINEAR = LargeBatch(lr_scaling="linear", reference_batch_size=256)
 
@@ -75,54 +69,6 @@ def test_what_the_check_says() -> None:
     )
     warmup = {"type": "WarmupLR", "params": {}}
     assert any("the two ramps multiply" in line for line in problems(good, scheduler=warmup))
-
-
-def test_cores_are_shared_out() -> None:
-    assert [cores.share((0, 1, 2, 3, 4), rank, 2) for rank in range(2)] == [(0, 1), (2, 3, 4)]
-    assert [cores.share((3, 7), rank, 2) for rank in range(2)] == [(3,), (7,)]
-    with pytest.raises(WorldError, match=r"3 ranks on this host, but only 2 usable core\(s\); start fewer ranks"):
-        cores.share((0, 1), 0, 3)
-    usable = os.sched_getaffinity(0)
-    assert set(cores.by_core(usable)) == usable
-
-
-def test_binding_and_what_was_bound_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[Any] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, chosen: bound.append(tuple(chosen)))
-    affinity = {0: {0, 1, 2, 3}, os.getppid(): {0, 1, 2, 3}}
-    monkeypatch.setattr(os, "sched_getaffinity", affinity.__getitem__)
-    monkeypatch.setattr(cores, "by_core", lambda usable: tuple(sorted(usable)))
-    second = World(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")
-    assert cores.bind(second) == (2, 3)
-    affinity[0] = {1}  # the launcher has bound this rank
-    assert cores.bind(second) == (1,)
-    assert bound == [(2, 3)]
-
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one usable core: nothing to share out")
-def test_a_process_is_bound() -> None:
-    code = (
-        "import os; from dsframe.cluster import cores, world; "
-        "from dsframe.run import settle_threads; here = world.here(); "
-        "bound = cores.bind(here); assert tuple(sorted(os.sched_getaffinity(0))) == tuple(sorted(bound)); "
-        "print(*bound, settle_threads(here, None, bound))"
-    )
-    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, **TORCHRUN},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=REPOSITORY,
-    )
-    usable = cores.by_core(os.sched_getaffinity(0))
-    expected = cores.share(usable, 1, 2)
-    assert done.stdout.split() == [*map(str, expected), str(len(expected))]
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,6 @@ def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
         "pipeline": {"stages": 2},
         "dsframe": {"task": {"name": "language", "layers": 2, "width": 64, "tie_embeddings": False}},
     }
-    file["dsframe"]["ddp"] = {"bucket_cap_megabytes": 0.1}
     config = load(file)
     known = traced(config, tasks.build(config.settings.task, 0))
     ddp, ring = (predict(config, engine, known, GPU, 2) for engine in ("ddp", "reference-ring"))

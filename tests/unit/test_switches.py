@@ -159,16 +159,6 @@ def test_what_excludes_offloaded_activations_is_refused(model: dict[str, Any], m
         load({"train_batch_size": 4, "dsframe": {"model": {"offload_activations": True, **model}}})
 
 
-def test_inputs_may_wait_in_the_hosts_memory() -> None:
-    plain = language_model()
-    frugal = copy.deepcopy(plain)
-    for block in frugal.children():
-        if type(block).__name__ == "Block":
-            switches.recompute(block, to_host=True)
-    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

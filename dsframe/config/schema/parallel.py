@@ -23,7 +23,7 @@ class Pipeline(Section):
     """How layers are shared out: ``parameters``, ``uniform`` or ``type:REGEX`` (class names). ``best`` is
     ``parameters``."""
     seed_layers: bool = False
-    """Seed each layer's random numbers (dropout) by its index at each forward pass. Weights never depend on the stages."""
+    """Seed each layer's dropout by its index. No engine accepts it. Weights never depend on the stages."""
     activation_checkpoint_interval: Size = 0
     """Layers between two activation checkpoints, the rest is recomputed. 0: none."""
     pipe_partitioned: bool = True

@@ -14,7 +14,7 @@ from dsframe.config.schema.settings_checkpoints import Checkpoints
 from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
 from dsframe.config.schema.settings_images import ImageData as ImageData
-from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
+from dsframe.config.schema.settings_model import LargeBatch, Model
 from dsframe.config.schema.settings_report import Mlflow, Profile
 from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
 from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
@@ -172,9 +172,6 @@ class Settings(Section):
     """The longest time without a sign of life (a micro-batch, an evaluation batch, a parameter saved) before the run is ended
     and says which rank is missing; three times as long until the first step has ended, and at least 15 minutes for setting up the
     engine, reading a checkpoint and trying the evaluation. 0: wait for ever."""
-    bind_cores: bool = False
-    """Bind each rank to its share of the host's cores, under every launcher. Then ``threads_per_rank`` is that share's size
-    where nothing else says so."""
     parameter_groups: list[ParameterGroup] = []
     """Parameters with another weight decay or learning rate, and frozen parameters. One belongs to one group at most.
     Refused with Muon and MuP, which make groups themselves. ``Task.parameter_groups`` gives the same from a
@@ -196,8 +193,6 @@ class Settings(Section):
     """Switches that save memory or time."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)
     """Options of the Horovod engine."""
-    deepspeed: DeepSpeedEngine = Field(default_factory=DeepSpeedEngine.model_construct)
-    """Options of the DeepSpeed engine that are no keys of DeepSpeed's."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)
     """Options of the DDP engine."""
     fsdp: Fsdp = Field(default_factory=Fsdp.model_construct)

@@ -65,12 +65,3 @@ class LargeBatch(Section):
     """Batch size that the file's learning rates are for."""
     warmup_steps: StepsOrNone = 0
     """Steps over which that factor grows from 1, multiplied with the schedule."""
-
-
-class DeepSpeedEngine(Section):
-    """Options of the DeepSpeed engine that are no keys of DeepSpeed's."""
-
-    accumulate: Literal["shards", "whole"] = "shards"
-    """Gradients between micro-batches at ZeRO stages 2 and 3: reduced each time and kept in ``shards``, as DeepSpeed does
-    it, or ``whole`` on every rank and reduced once a step: more memory, less communication; in 16 bits the sum of the
-    micro-batches is rounded."""

@@ -58,11 +58,6 @@ class ZeroEngine(ModelEngine):
         self.plan = plan
         self._stage = plan.config.deepspeed.zero_optimization.stage
         self.reduces_repeatedly = self._stage < 3
-        self._whole = (
-            plan.config.settings.deepspeed.accumulate == "whole"
-            and self._stage >= 2
-            and plan.batch.accumulation_steps > 1
-        )
         self._spill: Spill | None = None
         self._slices: Slices | None = None
         self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
@@ -285,7 +280,7 @@ class ZeroEngine(ModelEngine):
         rates.apply(self._engine.basic_optimizer.param_groups)
         if self._slices is not None:
             micro_batches = map(self._slices.cut_micro_batch, micro_batches)
-        total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
+        total = self._accumulate(micro_batches)
         if self._calls is not None:
             self._calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
@@ -310,23 +305,7 @@ class ZeroEngine(ModelEngine):
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
-    def _accumulate_whole(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
-        """Reduces once in a step at stages 2 and 3 too. DeepSpeed has no key for it, and leaves it to us to say when to step."""
-        losses = []
-        with self._engine.coalesce_grad_reduction():
-            for batch in micro_batches:
-                with self._whole_weights():
-                    loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
-                    self._backward(loss)
-                losses.append(loss.detach())
-        if self._calls is not None:
-            self._calls.compare()
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
-        self._engine.set_gradient_accumulation_boundary(None)
-        return sum(losses[1:], losses[0])
-
-    def _backward(self, loss: Tensor, *, last: bool = False) -> None:
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
         if self._calls is not None:
             self._calls.backward(loss)
         loss.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]

@@ -401,11 +401,7 @@ def zero_unused(engine: Any) -> None:
 
     def close() -> None:
         finish()
-        unused = (
-            []
-            if optimizer._coalesce_grad_reduction
-            else [parameter for parameter in trained if parameter.ds_id not in arrived]
-        )
+        unused = [parameter for parameter in trained if parameter.ds_id not in arrived]
         if unused:  # a gradient that comes later in this pass takes the place of the zeros
             dtype = optimizer.gradient_accumulation_dtype
             partition(

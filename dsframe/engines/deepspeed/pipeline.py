@@ -116,8 +116,6 @@ class PipelineEngine(ZeroEngine):
         self._begin_step()
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
-        # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
-        self._stage_module.micro_offset = self._updates * self.plan.batch.accumulation_steps
         # All of them on every stage, before anybody waits for anybody: each rank sees what is wrong, and what sizes will be sent.
         batches = [self._micro_batch(batch) for batch in micro_batches]
         self._settle_sizes({inputs.shape for inputs, _ in batches})

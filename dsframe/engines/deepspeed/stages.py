@@ -184,11 +184,6 @@ class Cut:
             loss_fn=loss,
             partition_method=self.bounds,
             activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
-            # DeepSpeed's meaning: at each forward pass, a layer's random numbers follow from its index. Its own default
-            # for the function fails on Python 3.11, where random.seed takes no NumPy integers.
-            seed_layers=pipeline.seed_layers,
-            seed_fn=lambda seed: seed_generators(int(seed)),
-            base_seed=plan.seed + 1 + plan.data_rank,
         )
         switches.apply(module, plan.config, plan.device, self._probes)
         if plan.batch.tensor_parallel_size > 1:

@@ -70,7 +70,7 @@ class HorovodEngine(ReplicaEngine):
         self._joins = not process_group.open_process_group(world, plan.device, plan.collective_limit)
         if not self._joins:
             _initialise(plan.world)
-        self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
+        self._op = plan.config.deepspeed.gradient_allreduce_op
         super().__init__(plan)
 
     def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
@@ -109,11 +109,11 @@ class HorovodEngine(ReplicaEngine):
     def _reduce(self, name: str, flat: Tensor) -> Callable[[], None]:
         """Starts the reduction of a bucket; what is returned waits for it."""
         sent = flat.half() if self.plan.config.settings.horovod.compression == "fp16" else flat
-        predivided = self.plan.config.deepspeed.gradient_predivide_factor if self._op == "average" else 1.0
+        predivided = self.plan.config.deepspeed.gradient_predivide_factor if self._op == "mean" else 1.0
         handle = hvd.allreduce_async_(
             sent,
             name=f"dsframe.{name}" if not self.plan.part else f"dsframe.{self.plan.part}.{name}",
-            op=hvd.Average if self._op == "average" else hvd.Sum,
+            op=hvd.Average if self._op == "mean" else hvd.Sum,
             prescale_factor=1.0 / predivided,
             postscale_factor=predivided,
         )

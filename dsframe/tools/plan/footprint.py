@@ -177,9 +177,7 @@ class _Rank:
     def states(self) -> Cost:
         """Bytes of each parameter from the end of a backward pass to the update."""
         cost = _states(self.file, self.settings, self.engine, self.data)
-        section = self.settings.fsdp if self.engine == "fsdp" else self.settings.deepspeed
-        whole = self.stage >= 2 and section.accumulate == "whole"
-        if whole and self.batch.accumulation_steps > 1:
+        if self.engine == "fsdp" and self.batch.accumulation_steps > 1:
             return replace(cost, gradient=cost.gradient * self.data)
         return cost
 
@@ -217,8 +215,7 @@ class _Rank:
         if self.engine == "ddp":
             # A first micro-batch of several makes gradients of its own; of 16-bit ones the fp32
             # copies are next to the buckets.
-            views = self.settings.ddp.gradient_as_bucket_view
-            copies = self.batch.accumulation_steps > 1 or self.width == 2 or not views
+            copies = self.batch.accumulation_steps > 1 or self.width == 2
             return self.trained * self.width if copies else 0.0
         if self.engine == "horovod":
             from dsframe.engines.buckets import usual_bytes  # imports torch
@@ -241,7 +238,7 @@ class _Rank:
             if self.device.on_cpu and not self.gives_back:
                 return self.trained * (3 * self.width + 4)
             # The next unit is on its way while one computes; gradients of one are whole, then in fp32.
-            return min(self.trained, 2 * self.fsdp_unit()) * (self.width + 4)
+            return min(self.trained, 2 * self.model.block) * (self.width + 4)
         unit = self.module()
         live = min(held, max(self.zero.stage3_max_live_parameters, unit)) * self.width
         if self.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
@@ -256,12 +253,6 @@ class _Rank:
         if switched.activation_checkpointing or switched.compile == "blocks":
             return max(self.model.block, self.model.largest)
         return self.model.largest
-
-    def fsdp_unit(self) -> int:
-        """Elements that FSDP gathers as one: a block, or where that is large its largest module."""
-        block, whole = self.model.block, self.model.parameters + self.model.frozen
-        small = self.settings.fsdp.splits(block, whole, self.data, on_cpu=self.device.on_cpu)
-        return min(block, self.module()) if small else block
 
     def reduced(self) -> float:
         """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py:
