@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("dsframe.tools.export:main", "a checkpoint for other programs, transformers and DeepSpeed among them"),
     "convert": (
         "dsframe.tools.convert_config:main",
-        "a file from Accelerate's, the HF Trainer's or Lightning's settings",
+        "a file from settings of Accelerate or the HF Trainer",
     ),
     "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to continue from"),
     "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),

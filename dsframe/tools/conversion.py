@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsframe.config.read import foreign
-from dsframe.tools.source_calls import Unknown
 
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "none", "None", [], {})
 _ITSELF = "dsframe does so by itself, or has nothing like it to switch"
-
-
-def bare(argument: str) -> str:
-    """Returns the name of an argument: ``patience`` of ``EarlyStopping(patience)``."""
-    return argument.partition("(")[2].rstrip(")") or argument
 
 
 class Conversion:
@@ -26,8 +20,6 @@ class Conversion:
         self.document: dict[str, Any] = dict(ds_config or {})
         self.entries: list[tuple[str, str, str]] = []
         self.processes: int | None = None
-        self.metric = "loss"
-        self.greater: bool | None = None
 
     def of(self, kind: str) -> dict[str, str]:
         """Returns what became of the arguments of one kind."""
@@ -57,34 +49,17 @@ class Conversion:
         """Says what is left to the user."""
         self.note("to do", name, text)
 
-    def take(self, argument: str, value: Any, special: Mapping[str, str] | None = None) -> None:
-        """Takes one argument by the table, or says what is to be done. ``argument``: ``name`` or ``Call(name)``."""
-        name = bare(argument)
-        path = (special or {}).get(name) or foreign.target(name)
-        words = foreign.advice(name) or "no counterpart is known"
-        if isinstance(value, Unknown):
-            self._unknown(argument, value, path, words)
-        elif name in foreign.table()["nothing to do"] and not path:
-            self.note("nothing to do", argument, _ITSELF)
+    def take(self, name: str, value: Any, special: Mapping[str, str]) -> None:
+        """Takes one argument by the table, or says what is to be done."""
+        path = special.get(name) or foreign.target(name)
+        if name in foreign.table()["nothing to do"] and not path:
+            self.note("nothing to do", name, _ITSELF)
         elif (isinstance(value, (bool, str, list, dict, type(None))) and value in _OFF) or value == "auto":
-            self.note("nothing to do", argument, f"{json.dumps(value)}, as without it")
+            self.note("nothing to do", name, f"{json.dumps(value)}, as without it")
         elif path:
-            self.put(argument, path, value)
+            self.put(name, path, value)
         else:
-            self.todo(argument, words)
-
-    def _unknown(self, argument: str, value: Unknown, path: str | None, words: str) -> None:
-        """Says of a value that only the running program has, or of each element of it, what to write."""
-        if path:
-            self.todo(argument, f"its value is not written in the call; write {path}")
-            return
-        for source, called in value.parts:
-            if called in foreign.table()["calls"]:
-                self.note("nothing to do", argument, f"{called} is listed by itself")
-            elif bare(argument) in foreign.table()["nothing to do"]:
-                self.note("nothing to do", argument, _ITSELF)
-            else:
-                self.todo(argument, f"{source}: {words}")
+            self.todo(name, foreign.advice(name) or "no counterpart is known")
 
     def take_precision(self, name: str, value: str) -> None:
         """Takes a number format, by its name in any of the libraries."""
@@ -99,12 +74,3 @@ class Conversion:
         else:
             self.put(name, "torch_autocast.enabled", True)
             self.document["torch_autocast"]["dtype"] = "bfloat16" if short == "bf16" else "float16"
-
-    def take_metric(self, name: str, path: str, metric: str, greater: bool | None) -> None:
-        """Takes a metric, such as ``val_loss``, and whether more is better."""
-        short = metric
-        for prefix in ("eval_", "val_", "val/", "valid_", "validation_"):
-            short = short.removeprefix(prefix)
-        better = "max" if greater or (greater is None and not short.endswith("loss")) else "min"
-        changed = "" if short == "loss" else f"{short} has to be a name that metrics() of the task returns"
-        self.put(name, path, f"{short}:{better}", changed)

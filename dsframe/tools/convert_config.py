@@ -1,8 +1,7 @@
-"""``dsframe convert``: settings of Accelerate, the Hugging Face Trainer or Lightning as a dsframe file.
+"""``dsframe convert``: settings of Accelerate or the Hugging Face Trainer as a dsframe file.
 
-Each argument and callback that is met is taken, changed, or listed as still to be done. Nothing is imported or run: of
-a Python file the calls are read, and only what stands there as a value is known. What has a counterpart is in the table
-``config/read/foreign.json``; the functions here are for values that have another form.
+Each setting is taken, changed, or listed as still to be done. What has a counterpart is in the table
+``config/read/foreign.json``; ``convert_settings`` is for values that have another form.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 from dsframe.errors import ConfigError, Problem
 from dsframe.tools.commands import command
 from dsframe.tools.conversion import Conversion
-from dsframe.tools.convert_calls import accelerate, from_calls, trainer
-from dsframe.tools.source_calls import Unknown, calls_of, notebook_code
+from dsframe.tools.convert_settings import accelerate, trainer
 
 _TAG = "tag:yaml.org,2002:"
 TASK = "my_module:MyTask"
@@ -31,8 +29,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command(
         "convert",
-        "Write a dsframe file from a script, a notebook, TrainingArguments or Accelerate's YAML; JSON from a ds_config in "
-        "YAML or TOML.",
+        "Write a dsframe file from Accelerate's YAML or a file of TrainingArguments; JSON from a ds_config in YAML or TOML.",
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
@@ -77,10 +74,6 @@ def convert(path: Path) -> Conversion:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(path, f"cannot be read: {error}", "give a text file") from None
-    if path.suffix == ".py":
-        return _from_source(path, text)
-    if path.suffix == ".ipynb":
-        return _from_source(path, notebook_code(_mapping(path, text)))
     given = _mapping(path, text)
     if "distributed_type" in given or "compute_environment" in given:
         return accelerate(given, lambda named: _ds_config(path, named))
@@ -153,8 +146,8 @@ def _yaml(text: str) -> Any:
 
 def _ds_config(path: Path, named: Any) -> dict[str, Any] | None:
     """A ds_config that a file names, or holds."""
-    if named is None or isinstance(named, (dict, Unknown)):
-        return named if isinstance(named, dict) else None
+    if named is None or isinstance(named, dict):
+        return named
     for candidate in (path.parent / str(named), Path(str(named))):
         if candidate.is_file():
             return _mapping(candidate, candidate.read_text(encoding="utf-8-sig"))
@@ -165,15 +158,3 @@ def _ds_config(path: Path, named: Any) -> dict[str, Any] | None:
 
 def _wrong(path: Path, message: str, remedy: str) -> ConfigError:
     return ConfigError([Problem("error", "", message, remedy, str(path), code="convert")])
-
-
-def _from_source(path: Path, text: str) -> Conversion:
-    try:
-        calls = calls_of(text)
-    except SyntaxError as error:
-        raise _wrong(path, f"is not Python: {error}", "correct the file") from None
-    converted = from_calls(calls, lambda named: _ds_config(path, named))
-    if converted is None:
-        message = "has no call of TrainingArguments, Trainer, Fabric or Accelerator"
-        raise _wrong(path, message, "give the file that has it")
-    return converted

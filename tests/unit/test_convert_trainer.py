@@ -1,4 +1,4 @@
-"""Scripts of the Hugging Face Trainer, converted, have the Trainer's rates in all steps, its weight decay and its losses."""
+"""Arguments of the Hugging Face Trainer, converted, have the Trainer's rates in all steps, its weight decay and its losses."""
 
 from __future__ import annotations
 
@@ -34,43 +34,30 @@ FILES = {
     },
 }
 """ds_configs as the Trainer's users have them; their schedule is DeepSpeed's."""
-SCRIPTS = [
-    'TrainingArguments("out")',
-    'TrainingArguments(output_dir="out", num_train_epochs=1)',
-    'TrainingArguments("out", per_device_train_batch_size=16, learning_rate=2e-5, weight_decay=0.01)',
-    'TrainingArguments("out", learning_rate=2e-5, per_device_train_batch_size=16, num_train_epochs=5, warmup_ratio=0.1)',
-    'TrainingArguments("out", learning_rate=5e-5, num_train_epochs=3, warmup_steps=500, weight_decay=0.01)',
-    'TrainingArguments("out", per_device_train_batch_size=4, gradient_accumulation_steps=8, num_train_epochs=3, '
-    'learning_rate=2e-5, weight_decay=0., warmup_ratio=0.03, lr_scheduler_type="cosine", logging_steps=1)',
-    'TrainingArguments("out", max_steps=60, warmup_ratio=0.1)',
-    'TrainingArguments("out", max_steps=100, warmup_steps=0.07)',
-    'TrainingArguments("out", max_steps=1875, warmup_steps=100, lr_scheduler_type="linear")',
-    'TrainingArguments("out", max_steps=50, lr_scheduler_type="constant", learning_rate=2e-4, max_grad_norm=0.3)',
-    'TrainingArguments("out", max_steps=50, lr_scheduler_type="constant_with_warmup", warmup_ratio=0.03)',
-    'TrainingArguments("out", max_steps=50, lr_scheduler_type="constant", warmup_steps=10)',
-    'TrainingArguments("out", max_steps=77, lr_scheduler_type="cosine", warmup_steps=7)',
-    'TrainingArguments("out", max_steps=77, lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3})',
-    'TrainingArguments("out", max_steps=77, lr_scheduler_type="polynomial", warmup_steps=5)',
-    'TrainingArguments("out", max_steps=77, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2.0, "lr_end": 1e-8})',
-    'TrainingArguments("out", max_steps=40, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6})',
-    'TrainingArguments("out", max_steps=40, lr_scheduler_type="warmup_stable_decay", warmup_steps=4, '
-    'lr_scheduler_kwargs={"num_decay_steps": 10})',
-    'TrainingArguments("out", max_steps=40, lr_scheduler_type=SchedulerType.COSINE, warmup_steps=4)',
-    'TrainingArguments("out", max_steps=30, optim="sgd", learning_rate=0.1)',
-    'TrainingArguments("out", max_steps=30, optim="adamw_torch", adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1)',
-    'TrainingArguments("out", max_steps=30, optim="adafactor", learning_rate=1e-3)',
-    'Seq2SeqTrainingArguments("out", learning_rate=2e-5, per_device_train_batch_size=16, weight_decay=0.01, '
-    "save_total_limit=3, num_train_epochs=4, predict_with_generate=True)",
-    'LR = 3e-4\nSTEPS = 64\nTrainingArguments("out", learning_rate=LR, max_steps=STEPS, warmup_ratio=0.06)',
-    'TrainingArguments("out", eval_strategy=IntervalStrategy.EPOCH, save_strategy="epoch", load_best_model_at_end=True, '
-    "num_train_epochs=2, learning_rate=1e-4, warmup_ratio=0.2)",
-    'TrainingArguments("out", gradient_accumulation_steps=2, per_device_train_batch_size=8, num_train_epochs=10, warmup_ratio=0.1)',
-    'TrainingArguments("out", deepspeed="ds_zero2.json", warmup_steps=10, learning_rate=3e-5, weight_decay=0.01)',
-    'TrainingArguments("out", deepspeed="ds_warmup.json", max_steps=50, warmup_steps=10, learning_rate=3e-4)',
-    'TrainingArguments("out", deepspeed="ds_warmup.json", max_steps=50, warmup_ratio=0.1, learning_rate=3e-4)',
-    'TrainingArguments("out", deepspeed="ds_decay.json", max_steps=50, warmup_steps=10, learning_rate=3e-4)',
-    'TrainingArguments("out", deepspeed="ds_decay.json", num_train_epochs=5, warmup_ratio=0.1, weight_decay=0.1)',
-]
+CASES: list[dict[str, Any]] = [
+    {},
+    {"per_device_train_batch_size": 16, "learning_rate": 2e-5, "num_train_epochs": 5, "warmup_ratio": 0.1},
+    {"learning_rate": 5e-5, "num_train_epochs": 3, "warmup_steps": 500, "weight_decay": 0.01},
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 3, "warmup_ratio": 0.03,
+     "lr_scheduler_type": "cosine", "weight_decay": 0.0},
+    {"max_steps": 100, "warmup_steps": 0.07},
+    {"max_steps": 50, "lr_scheduler_type": "constant", "warmup_steps": 10, "max_grad_norm": 0.3},
+    {"max_steps": 50, "lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.03},
+    {"max_steps": 77, "lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}},
+    {"max_steps": 77, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-8}},
+    {"max_steps": 40, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+    {"max_steps": 40, "lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 4,
+     "lr_scheduler_kwargs": {"num_decay_steps": 10}},
+    {"max_steps": 30, "optim": "sgd", "learning_rate": 0.1},
+    {"max_steps": 30, "optim": "adamw_torch", "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1},
+    {"max_steps": 30, "optim": "adafactor", "learning_rate": 1e-3},
+    {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 2},
+    {"deepspeed": "ds_zero2.json", "warmup_steps": 10, "learning_rate": 3e-5, "weight_decay": 0.01},
+    {"deepspeed": "ds_warmup.json", "max_steps": 50, "warmup_steps": 10, "learning_rate": 3e-4},
+    {"deepspeed": "ds_warmup.json", "max_steps": 50, "warmup_ratio": 0.1, "learning_rate": 3e-4},
+    {"deepspeed": "ds_decay.json", "num_train_epochs": 5, "warmup_ratio": 0.1, "weight_decay": 0.1},
+]  # fmt: skip
+"""Arguments as users have them."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -92,33 +79,29 @@ class Small(nn.Module):
         return outputs if labels is None else {"loss": nn.functional.mse_loss(outputs, labels), "logits": outputs}
 
 
-def converted(folder: Path, script: str) -> Config:
-    for name, document in FILES.items():
+def converted(folder: Path, given: dict[str, Any]) -> Config:
+    for name, document in {**FILES, "training_args.json": {"output_dir": "out", **given}}.items():
         (folder / name).write_text(json.dumps(document))
-    (folder / "train.py").write_text(script)
-    document = convert(folder / "train.py").document
+    document = convert(folder / "training_args.json").document
     document.setdefault("dsframe", {})["task"] = {"name": "tests.faults.slow_task:SlowTask"}
     return load(document)
 
 
-def trainers(script: str) -> tuple[Any, int]:
-    """The Trainer of a script, and how many steps it makes; DeepSpeed's file is kept from it."""
-    for name in FILES:
-        script = script.replace(f'deepspeed="{name}", ', "")
-    *lines, call = script.replace("warmup_ratio", "warmup_steps").split("\n")  # as transformers 5 spells it
-    found = ("TrainingArguments", "Seq2SeqTrainingArguments", "IntervalStrategy", "SchedulerType")
-    names = {name: getattr(transformers, name) for name in found}
-    exec("\n".join([*lines, f'arguments = {call[:-1]}, use_cpu=True, report_to="none")']), names)
-    arguments = names["arguments"]
+def trainers(given: dict[str, Any]) -> tuple[Any, int]:
+    """The Trainer of the arguments, and how many steps it makes; DeepSpeed's file is kept from it."""
+    given = {key: value for key, value in given.items() if key != "deepspeed"}
+    if "warmup_ratio" in given:
+        given["warmup_steps"] = given.pop("warmup_ratio")  # as transformers 5 spells it
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to="none", **given)
     trainer = transformers.Trainer(Small(), arguments, train_dataset=Rows(), eval_dataset=Rows())
     return trainer, trainer.set_initial_training_values(arguments, trainer.get_train_dataloader())[-1]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_all_rates_and_the_weight_decay_are_the_trainers(script: str, tmp_path: Path) -> None:
-    trainer, steps = trainers(script)
+@pytest.mark.parametrize("given", CASES, ids=str)
+def test_all_rates_and_the_weight_decay_are_the_trainers(given: dict[str, Any], tmp_path: Path) -> None:
+    trainer, steps = trainers(given)
     trainer.create_optimizer_and_scheduler(steps)
-    config = converted(tmp_path, script)
+    config = converted(tmp_path, given)
     batch = config.batch(1)
     sampler = Sampler(SAMPLES, batch.train_batch_size, 0, drop_last=False)
     assert (config.settings.steps or sampler.total_steps(config.settings.epochs or 1)) == steps
