@@ -47,7 +47,7 @@ class RunView:
     """Receives what :meth:`log_image` is given."""
 
     def log_image(self, name: str, image: Tensor) -> None:
-        """Sends an image to TensorBoard, Weights & Biases, Comet and MLflow, as far as the file switches them on. Not collective;
+        """Sends an image to TensorBoard, Weights & Biases and Comet, as far as the file switches them on. Not collective;
         on ranks other than 0 nothing happens.
 
         ``image``: ``[channels, height, width]`` with 1 or 3 channels, uint8, or floating point from 0 to 1.

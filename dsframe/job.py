@@ -119,7 +119,6 @@ def train(run: Run, world: World) -> Summary:
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
     observers = Observers(ObserverContext(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
-    facts |= observers.start(engine)
     record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
@@ -351,7 +350,7 @@ def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
             outputs.saver.outlast()
         job.progress.close()
         if outputs.record:
-            outputs.record.close("KILLED" if isinstance(error, StoppedError) else "FAILED")
+            outputs.record.close(finished=False)
         if together:
             engine.close()
         raise

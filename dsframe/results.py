@@ -46,8 +46,6 @@ class Summary:
     """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
     skipped_steps: int
     """Updates left out because gradients were not finite."""
-    mfu: float | None = None
-    """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
     stopped: str = ""
     """Why training ended before the last step of the file, where it did."""
     directory: str = ""
@@ -55,9 +53,8 @@ class Summary:
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
-        share = "" if self.mfu is None else f"  {self.mfu:.1%} MFU"
         return (
-            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s{share}"
+            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s"
             f"  last training loss {self.loss:.4f}"
             f"{'  evaluation:' + figures if figures else ''}  peak {max(self.peak_memory_bytes) / 2**20:,.0f} MiB a rank"
         )

@@ -238,7 +238,6 @@ class Trainer:
             metrics=training.metrics,
             peak_memory_bytes=memory,
             skipped_steps=training.skipped_steps,
-            mfu=self._observers.results(rate).get("mfu"),
             stopped=plan.stop.reached if plan.stop else "",
             directory=str(plan.directory),
         )

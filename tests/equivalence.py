@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint import export, store
+from dsframe.checkpoint import store
+from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun
 

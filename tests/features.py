@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint import export, store
+from dsframe.checkpoint import store
+from dsframe.tools import export
 from tests.engines.parts import GROUPS, SGD, SMOOTH
 from tests.equivalence import EARLY, EARLY_BOUND, NOISE_FACTOR, STEPS, pipeline, zero
 from tests.processes import run_ranks, warm

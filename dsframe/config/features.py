@@ -30,8 +30,6 @@ def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path,
     for section, package in LOGGERS.items():
         if package and file.on(section):
             yield (section, "enabled"), package
-    if settings.on("mlflow"):
-        yield ("dsframe", "mlflow", "enabled"), "mlflow"
     if file.optimizer is not None and file.optimizer.type.lower() in MUP:
         yield ("optimizer", "type"), "mup"
 

@@ -131,7 +131,6 @@ def problems_with_several_models(config: Config, name: str) -> list[Problem]:
         (tuple(feature.path.split(".")), feature.description) for feature in config.features if feature.name in apart
     ]
     for key, on in (
-        ("mfu", settings.mfu),
         ("per_sample_randomness", settings.per_sample_randomness),
         ("model.compile", wanted.compile is True),
         # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.

@@ -1,1 +1,1 @@
-"""Observers that a file switches on: profiler traces, FLOPs, bytes sent, MFU."""
+"""Observers that a file switches on: profiler traces, FLOPs, bytes sent."""

@@ -1,4 +1,4 @@
-"""``flops_profiler``: what each module of the model computes in one step, on every engine.
+"""``flops_profiler``: what the model computes in one step, on every engine.
 
 Counted are the operations that are run: products of matrices, convolutions and attention, as torch
 dispatches them, in forward and backward pass, on this rank. (DeepSpeed's own profiler replaces torch's
@@ -8,16 +8,12 @@ functions, sees the forward pass only and prints nothing for pipelines.) Times a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -79,53 +75,6 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For subclasses: what else is to be known of an operation."""
 
 
-@dataclass
-class _Part:
-    """A module, with all in it."""
-
-    name: str
-    kind: str
-    parameters: int
-    flops: float = 0.0
-
-    @property
-    def depth(self) -> int:
-        return self.name.count(".") + 1 if self.name else 0
-
-
-class _ModuleCounter(OperationCounter):  # type: ignore[no-untyped-call]
-    """FLOPs of the forward pass by module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: dict[int, _Part] = {}
-        self._inside: list[int] = []
-        self._names: dict[int, str] = {}
-
-    def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
-        if flops and not in_backward():
-            for part in self._inside:
-                self.parts[part].flops += flops
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
-        """A hook before a module's forward pass."""
-        if in_backward():
-            return  # recomputed, for the backward pass
-        if not self._inside:
-            self._names = {id(inner): name for name, inner in module.named_modules()}
-        self._inside.append(id(module))
-        if id(module) not in self.parts:
-            # Without what engines wrap around a model: depths mean the same on each.
-            name = re.sub(r"^(module(\.|$))+", "", self._names.get(id(module), ""))
-            size = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
-            self.parts[id(module)] = _Part(name, type(module).__name__, size)
-
-    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """A hook after it, which also closes modules that an error left open."""
-        if not in_backward() and id(module) in self._inside:
-            del self._inside[self._inside.index(id(module)) :]
-
-
 class FlopsProfile(Observer):
     """One rank's, of one step."""
 
@@ -141,7 +90,7 @@ class FlopsProfile(Observer):
         takes the report where the section names no file."""
         self._section, self._micro_batches, self._say = section, micro_batches, say
         self._step = done_steps + section.profile_step + 1  # DeepSpeed counts the steps before
-        self._count = _ModuleCounter()
+        self._count = OperationCounter()
         if self._step > last_step:
             when = f"it would be of step {self._step}, and the run ends after step {last_step}"
             say(f"dsframe: no flops profile: {when}")
@@ -161,14 +110,8 @@ class FlopsProfile(Observer):
         if step != self._step:
             yield
             return
-        entering = register_module_forward_pre_hook(self._count.enter)
-        leaving = register_module_forward_hook(self._count.leave, always_call=True)
-        try:
-            with self._count:
-                yield
-        finally:
-            entering.remove()
-            leaving.remove()
+        with self._count:
+            yield
         target = self._section.output_file
         try:
             if target:
@@ -182,29 +125,12 @@ class FlopsProfile(Observer):
 
     def text(self) -> str:
         """The report, for one micro-batch of this rank."""
-        count, section = self._micro_batches, self._section
+        count = self._micro_batches
         forward, backward = self.forward / count, self.backward / count
-        # Of wrappers and the model, which have the same name, the model stays.
-        parts = list({part.name or "": part for part in self._count.parts.values()}.values())
-        outer = [part for part in parts if part.depth == min(part.depth for part in parts)]
         lines = [
             f"flops profile of rank 0, step {self._step}",
-            f"  parameters of its modules  {sum(part.parameters for part in outer):,}",
             f"  forward, a micro-batch     {amount(forward)}FLOP ({amount(forward / 2)}MAC)",
             f"  backward, a micro-batch    {amount(backward)}FLOP",
             f"  a step of {count:>3} micro-batches {amount(self.forward + self.backward)}FLOP",
         ]
-        deepest = max((part.depth for part in parts), default=0)
-        shown = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
-        for depth in range(shown + 1):
-            level = sorted((part for part in parts if part.depth == depth), key=lambda part: -part.flops)
-            largest = (f"{part.name or part.kind} {amount(part.flops / count)}FLOP" for part in level)
-            lines.append(f"  most at depth {depth}: {', '.join(list(largest)[: section.top_modules])}")
-        if section.detailed:
-            lines.append(f"  {'module':<44} {'parameters':>12} {'forward FLOP':>13} {'share':>6}")
-            for part in (part for part in parts if part.depth <= shown):
-                name = f"{'  ' * part.depth}{part.name.rpartition('.')[2] or part.kind} ({part.kind})"
-                share = part.flops / self.forward if self.forward else 0.0
-                numbers = f"{part.parameters:>12,} {amount(part.flops / count):>12} {share:>7.1%}"
-                lines.append(f"  {name:<44} {numbers}")
         return "\n".join(lines)

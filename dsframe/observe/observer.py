@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dsframe.checkpoint import generators
 from dsframe.events import Listener, LogEntry, Training
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.engine import Engine, StepResult
+    from dsframe.engine import StepResult
     from dsframe.model.plan import Plan
 
 
@@ -33,16 +32,8 @@ class ObserverContext:
 class Observer(Listener):
     """A listener that measures on one rank; the training depends on none of it."""
 
-    def start(self, engine: Engine) -> Mapping[str, Any]:
-        """**Collective.** Before the first step. Returns what the run's record should say of the run."""
-        return {}
-
-    def figures(self, rate: float) -> Mapping[str, float]:
-        """At a logged step: what happened since the last such step. ``rate``: units a second, or 0."""
-        return {}
-
-    def results(self, rate: float) -> Mapping[str, Any]:
-        """After a training that was finished: what ``summary.json`` should say. ``rate``: of the run."""
+    def figures(self) -> Mapping[str, float]:
+        """At a logged step: what happened since the last such step."""
         return {}
 
 
@@ -54,7 +45,6 @@ def wanted(config: Config) -> list[str]:
         "traces": config.settings.profile is not None,
         "traffic": logger is not None and logger.enabled,
         "flops": config.deepspeed.flops_profiler.enabled,
-        "utilization": config.settings.mfu,
     }
     return [module for module, on in switches.items() if on]
 
@@ -72,16 +62,6 @@ class Observers(Observer):
         """True if the file switches one on."""
         return bool(self._all)
 
-    def start(self, engine: Engine) -> Mapping[str, Any]:
-        """**Collective.** What all of them say of the run. Random generators stay where they are."""
-        if not self._all:
-            return {}
-        device = engine.plan.device
-        kept = generators.capture(device)
-        record = _merged(observer.start(engine) for observer in self._all)
-        generators.restore(kept, device)
-        return record
-
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
@@ -97,17 +77,10 @@ class Observers(Observer):
         training.pause(time.perf_counter() - began)
 
     def on_log(self, training: Training, entry: LogEntry) -> None:
-        entry.details |= _merged(observer.figures(entry.rate) for observer in self._all)
+        for observer in self._all:
+            entry.details |= observer.figures()
 
     def on_finish(self, training: Training) -> None:
         """**Collective.** Ends all of them."""
         for observer in self._all:
             observer.on_finish(training)
-
-    def results(self, rate: float) -> Mapping[str, Any]:
-        """Results of all of them."""
-        return _merged(observer.results(rate) for observer in self._all)
-
-
-def _merged(mappings: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for mapping in mappings for name, value in mapping.items()}

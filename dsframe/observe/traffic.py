@@ -68,7 +68,7 @@ class TrafficLog(Observer):
             yield
         self._steps += 1
 
-    def figures(self, rate: float) -> Mapping[str, float]:
+    def figures(self) -> Mapping[str, float]:
         """Bytes that this rank sent in a step, the mean since the last call."""
         steps, sent = self._reported
         self._reported = (self._steps, self._counter.bytes_sent)

@@ -137,9 +137,8 @@ _COUNTS = ("_steps", "_iters", "T_max", "step_size")
 
 def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | None) -> list[tuple[str, str]]:
     """Returns what the training came to. ``best``: metric, value and step of the best evaluation."""
-    share = "" if summary.mfu is None else f", {summary.mfu:.1%} MFU"
     peak = max(summary.peak_memory_bytes) / 2**20
-    speed = f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.rate:,.0f} {summary.unit}/s{share}"
+    speed = f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.rate:,.0f} {summary.unit}/s"
     folder = directory / "checkpoints"
     checkpoint, pointer = folder / f"step-{summary.steps:08}", folder / "best"
     saved = folder / pointer.read_text().strip() if pointer.is_file() else None

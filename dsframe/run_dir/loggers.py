@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, and MLflow: the same on every engine.
+"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, the same on every engine.
 
 DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
 before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, ``train/loss`` and ``eval/accuracy``, over optimizer
@@ -15,13 +15,12 @@ import importlib.util
 import math
 import os
 import sys
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dsframe.config import Config
 from dsframe.config.features import needed_packages
@@ -30,14 +29,10 @@ from dsframe.config.read.secrets import anonymous, redact
 from dsframe.errors import Problem
 from dsframe.text import reason
 
-Ending = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in MLflow's words; "KILLED": by a signal, with its state saved."""
-_PACKAGES = {"mlflow": "mlflow-skinny"}
-"""What to install, where it is called otherwise than the module."""
 _TRAINING, _EVALUATION = "train/", "eval/"
 """What the names of metrics begin with."""
-TENSORBOARD, CSV, _ID, _MLFLOW_ID = "tensorboard", "csv", "logger-id", "mlflow-run-id"
-FILES = (TENSORBOARD, CSV, _ID, _MLFLOW_ID)
+TENSORBOARD, CSV, _ID = "tensorboard", "csv", "logger-id"
+FILES = (TENSORBOARD, CSV, _ID)
 """What loggers leave in a run's directory, unless the file names other folders."""
 
 
@@ -47,7 +42,7 @@ def missing(config: Config) -> list[Problem]:
     for path, package in needed_packages(config.deepspeed, config.settings):
         if importlib.util.find_spec(package) is None:
             message = f"needs the package {package}, which is not installed"
-            remedy = f"pip install {_PACKAGES.get(package, package)}, or take it out"
+            remedy = f"pip install {package}, or take it out"
             problem = config.error(path, message, remedy, code="not-installed")
             problems.append(replace(problem, path=dotted(path[:-1])))
     return problems
@@ -64,8 +59,8 @@ class Logger(ABC):
         """``pixels``: a uint8 array ``[height, width, channels]``."""
 
     @abstractmethod
-    def close(self, ending: Ending) -> None:
-        """Sends what is still held."""
+    def close(self, *, finished: bool) -> None:
+        """Sends what is still held. ``finished``: the training was not stopped, and has not failed."""
 
 
 class Loggers:
@@ -75,9 +70,8 @@ class Loggers:
         self, config: Config, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
     ) -> None:
         """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose metrics stay."""
-        file, mlflow = config.deepspeed, config.settings.mlflow
+        file = config.deepspeed
         self._batch = train_batch_size
-        resumed = done_steps > 0
         known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
             "tensorboard": (
                 file.tensorboard,
@@ -87,9 +81,8 @@ class Loggers:
                 file.csv_monitor,
                 lambda: _Csv(_folder(file.csv_monitor, directory / CSV), directory, done_steps),
             ),
-            "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
+            "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=done_steps > 0)),
             "comet": (file.comet, lambda: _Comet(file.comet, train_batch_size)),
-            "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
         }
         self._all: dict[str, Logger] = {}
         self._failed: set[str] = set()
@@ -121,11 +114,11 @@ class Loggers:
             with _survived(logger_name):
                 logger.log_image(name, pixels, step)
 
-    def close(self, ending: Ending = "FINISHED") -> None:
+    def close(self, *, finished: bool = True) -> None:
         """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
         for name, logger in self._all.items():
             with contextlib.suppress(Exception) if name in self._failed else _survived(name):
-                logger.close(ending)
+                logger.close(finished=finished)
 
 
 @contextlib.contextmanager
@@ -172,7 +165,7 @@ class _TensorBoard(Logger):
         self._writer.add_image(name, pixels, step, dataformats="HWC")
         self._writer.flush()
 
-    def close(self, ending: Ending) -> None:
+    def close(self, *, finished: bool) -> None:
         self._writer.close()
 
 
@@ -204,7 +197,7 @@ class _Csv(Logger):
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([*head, (step, value)])
 
-    def close(self, ending: Ending) -> None:
+    def close(self, *, finished: bool) -> None:
         pass
 
 
@@ -252,13 +245,13 @@ class _Wandb(Logger):
 
         self._run.log({name: wandb.Image(pixels)}, step=step)
 
-    def close(self, ending: Ending) -> None:
-        self._run.finish(exit_code=int(ending != "FINISHED"))
+    def close(self, *, finished: bool) -> None:
+        self._run.finish(exit_code=int(not finished))
 
 
 class _Comet(Logger):
     def __init__(self, section: Any, batch: int) -> None:
-        # It would log what goes to TensorBoard and MLflow once more, or warn that it came too late, and print a summary.
+        # It would log what goes to TensorBoard once more, or warn that it came too late, and print a summary.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")
         import comet_ml
@@ -280,46 +273,5 @@ class _Comet(Logger):
     def log_image(self, name: str, pixels: Any, step: int) -> None:
         self._run.log_image(pixels, name=name, step=step)
 
-    def close(self, ending: Ending) -> None:
+    def close(self, *, finished: bool) -> None:
         self._run.end()
-
-
-class _Mlflow(Logger):
-    """A resumed run continues the run that it had there; MLflow cannot take back what was written after the checkpoint."""
-
-    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
-        # Figures are sent while the training waits: not, as MLflow has it, up to 7 times with 120 s each.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        from mlflow import MlflowClient
-
-        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
-        if "://" not in uri or uri.startswith("file:"):
-            # MLflow 3 refuses folders unless told so, and mlflow-skinny has no database: it is the one kind that needs no server.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client: Any = MlflowClient(tracking_uri=uri)
-        note = directory / _MLFLOW_ID
-        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
-        if known:
-            self._client.update_run(known, status="RUNNING")
-        else:
-            there = self._client.get_experiment_by_name(section.experiment)
-            experiment = there.experiment_id if there else self._client.create_experiment(section.experiment)
-            run = self._client.create_run(experiment, run_name=section.run_name or directory.resolve().name)
-            known = str(run.info.run_id)
-            for name, value in about.items():
-                self._client.log_param(known, name, value)
-        self._run: str = known
-        note.write_text(f"{known}\n", encoding="utf-8")
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
-
-    def log_image(self, name: str, pixels: Any, step: int) -> None:
-        self._client.log_image(self._run, pixels, key=name, step=step)
-
-    def close(self, ending: Ending) -> None:
-        self._client.set_terminated(self._run, ending)

@@ -103,7 +103,7 @@ class Progress:
         step, then = self._mark
         self._mark = (step, then + seconds)
 
-    def log(self, step: int, values: Mapping[str, float], rate: float, memory: int, mfu: float | None = None) -> None:
+    def log(self, step: int, values: Mapping[str, float], rate: float, memory: int) -> None:
         """The state of training at ``step``: a line that stays. The moving line, where there is one, has the time that is left.
 
         ``rate``: 0 where it is not known yet, after the first step. ``memory``: bytes.
@@ -112,7 +112,7 @@ class Progress:
             return
         parts = [f"{name} {value:.5g}" for name, value in values.items()]
         if rate:
-            parts += [f"{rate:,.0f} {self._unit}/s", *([] if mfu is None else [f"{mfu:.1%} MFU"])]
+            parts.append(f"{rate:,.0f} {self._unit}/s")
         parts.append(mebibytes(memory))
         if rate and self._bar is None:
             parts.append(f"{clock(self._pace * (self._total - step))} left")

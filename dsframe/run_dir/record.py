@@ -34,7 +34,7 @@ from dsframe.config.read.suggest import near_path
 from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
 from dsframe.run_dir import loggers
-from dsframe.run_dir.loggers import Ending, Loggers
+from dsframe.run_dir.loggers import Loggers
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Record:
             self._begun = True
         self._warned = False
 
-    def close(self, ending: Ending) -> None:
+    def close(self, *, finished: bool) -> None:
         """The run ends; what was written stays."""
         self._warned = False  # what does not get there now never does
         with self.surviving():
@@ -204,7 +204,7 @@ class Record:
         if self._file:
             with self.surviving():
                 self._file.close()
-        self._loggers.close(ending)
+        self._loggers.close(finished=finished)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ class Record:
 
     def finish(self, summary: Summary) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end."""
-        self.close("FINISHED")
+        self.close(finished=True)
         content = {**self._about, **asdict(summary)}
         del content["directory"]  # which may be moved
         with self.surviving():

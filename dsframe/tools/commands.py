@@ -28,8 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
     "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
-    "chat": ("dsframe.tools.generate:chat", "a conversation with a checkpoint of a language model"),
-    "export": ("dsframe.tools.export:main", "a checkpoint for other programs, transformers and DeepSpeed among them"),
+    "export": ("dsframe.tools.export:main", "a checkpoint's weights for other programs, transformers among them"),
     "convert": (
         "dsframe.tools.convert_config:main",
         "a file from settings of Accelerate or the HF Trainer",

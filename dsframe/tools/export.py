@@ -1,16 +1,23 @@
-"""``dsframe export``: the command."""
+"""``dsframe export``: a checkpoint's weights for other programs.
+
+One file that needs no dsframe, or a folder of transformers or peft. The file holds every name of the model's
+``state_dict``: parameters, buffers, and shared parameters under each of their names.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, export_adapter, say_aloud
+from dsframe.errors import CheckpointError
 from dsframe.tools.commands import command
 
 if TYPE_CHECKING:
@@ -18,17 +25,200 @@ if TYPE_CHECKING:
 
     from dsframe.model.spill import Spill
 
+SUFFIX = {
+    "safetensors": ".safetensors",
+    "torch": ".pt",
+    "huggingface": "-huggingface",
+    "peft": "-peft",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+_WINDOW_BYTES = 8 << 20
+"""Of a model that is loaded to be compared, memory holds the newest parameters up to so many bytes."""
+
+
+Weights = Callable[[Path, str, "Spill | None"], "dict[str, Tensor]"]
+"""Gives the weights of a checkpoint in a dtype; as :func:`read`."""
+Adapted = Callable[[Path], "tuple[nn.Module, nn.Module]"]
+"""Gives a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
+
+
+def say_aloud(line: str) -> None:
+    """Writes a line on standard error."""
+    print(line, file=sys.stderr)
+
+
+def export(
+    path: Path,
+    to: str = "safetensors",
+    dtype: str = "float32",
+    out: Path | None = None,
+    *,
+    shard_size: str = "5GB",
+    weights: Weights | None = None,
+    say: Callable[[str], None] = say_aloud,
+) -> Path:
+    """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. For "peft": :func:`export_adapter`.
+
+    What was written is loaded again, by the library that it is for, and has its name only where it has every tensor of the
+    checkpoint.
+
+    They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
+    more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
+
+    ``weights``: gives others, such as the averages, or an adapter's with the model's.
+    ``say`` hears what could not be taken along.
+
+    Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
+    loaded as something else; TaskError where transformers is missing.
+    """
+    from dsframe.model.spill import on_disk
+
+    checkpoint = store.complete(path)
+    if weights in (None, averages) and "adapter" in store.read_manifest(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} has only an adapter, not the model that it was trained with: write --to peft, "
+            "or --merge to add it to that model, which is built again"
+        )
+    target = out or checkpoint.with_name(checkpoint.name + SUFFIX[to])
+    spill = on_disk(target.parent)
+    try:
+        with _whole(target) as unfinished:
+            tensors = (weights or read)(checkpoint, dtype, spill)
+            _write(checkpoint, to, dtype, unfinished, tensors, shard_size, say)
+            _verify(to, unfinished, tensors)
+    finally:
+        spill.close()
+    return target
+
+
+def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -> Path:
+    """Writes the adapter of the newest whole checkpoint that ``path`` means as a folder of peft's; returns the folder.
+
+    peft loads it again, and has it to be the same model. Raises CheckpointError as :func:`export`, and where there is no adapter.
+    """
+    import torch
+
+    from dsframe.model import adapter
+
+    checkpoint = store.complete(path)
+    if "adapter" not in store.read_manifest(checkpoint):
+        raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
+    target = out or checkpoint.with_name(checkpoint.name + SUFFIX["peft"])
+    with _whole(target) as unfinished:
+        adapter.write(*adapted(checkpoint), getattr(torch, dtype), unfinished)
+    return target
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Gives a name to write to, which becomes ``target`` when all is done. Raises CheckpointError where it cannot be written."""
+    from safetensors import SafetensorError
+
+    _check(target)
+    unfinished = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        yield unfinished
+        unfinished.rename(target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(f"{target} cannot be written: {why}") from None
+    finally:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+
+
+def _write(
+    checkpoint: Path,
+    to: str,
+    dtype: str,
+    out: Path,
+    weights: dict[str, Tensor],
+    shard_size: str,
+    say: Callable[[str], None],
+) -> None:
+    import torch
+
+    from dsframe.checkpoint import pretrained
+    from dsframe.checkpoint.writer import write_tensors
+
+    if to == "huggingface":
+        pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)
+    elif to == "torch":
+        torch.save(weights, out)
+    else:
+        write_tensors(out, weights, {"format": "pt"})
+
+
+def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
+    """Loads what was written as its readers do. Raises CheckpointError where a tensor is another one."""
+    import torch
+    from safetensors.torch import load_file
+
+    from dsframe.model.adapter import difference
+    from dsframe.model.spill import on_disk
+    from dsframe.tasks import _transformers
+
+    if to == "huggingface":
+        spill = on_disk(out.parent, window_bytes=_WINDOW_BYTES)
+        with spill.building():
+            loaded = _transformers.load(out).state_dict()
+        spill.close()
+    else:
+        loaded = torch.load(out, mmap=True) if to == "torch" else load_file(out)
+    if name := difference(weights, loaded):
+        library = {"huggingface": "transformers"}.get(to, to)
+        raise CheckpointError(
+            f"{library}, which has loaded what was written, has another {name}: the export is not kept"
+        )
+
+
+def _check(target: Path) -> None:
+    """Raises CheckpointError where ``target`` cannot be written."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists already")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
+
+
+def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> dict[str, Tensor]:
+    """A checkpoint's weights as a ``state_dict``; shared parameters are one tensor. Raises CheckpointError.
+
+    ``key``: among a parameter's tensors. ``spill``: where weights of another format than the checkpoint's lie, not in memory.
+    """
+    import torch
+    from torch import Tensor
+
+    from dsframe.checkpoint.reader import Checkpoint
+
+    checkpoint = Checkpoint(path)
+    wanted = getattr(torch, dtype)
+    convert = spill.converted if spill is not None else Tensor.to
+    tensors = {
+        name: convert(tensor, wanted) if tensor.is_floating_point() else tensor
+        for name, tensor in checkpoint.weights(key)
+    }
+    checkpoint.close()
+    return tensors | {alias: tensors[name] for alias, name in checkpoint.manifest["aliases"].items()}
+
+
+def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> dict[str, Tensor]:
+    """As :func:`read`: the averages of the weights. Raises CheckpointError where there are none."""
+    from dsframe.checkpoint.reader import Checkpoint
+    from dsframe.model import ema
+
+    if not Checkpoint(path).keeps(ema.KEY):
+        raise CheckpointError(f'{path} has no averages: its training had no "ema"; leave out --average')
+    return read(path, dtype, spill, ema.KEY)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
     options = parser().parse_args(argv)
     to = options.to
-    if options.merge and to in ("peft", "universal"):
-        parser().error(f"--merge: {to} holds no merged model; choose huggingface, safetensors or torch")
+    if options.merge and to == "peft":
+        parser().error("--merge: peft holds no merged model; choose huggingface, safetensors or torch")
     if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
         parser().error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
-    if options.average and options.to == "universal":
-        parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
     path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
     if to == "peft":
@@ -42,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = command("export", "Write a checkpoint's weights into one file, or all of it for DeepSpeed.")
+    parser = command("export", "Write a checkpoint's weights for other programs.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
@@ -51,14 +241,13 @@ def parser() -> argparse.ArgumentParser:
         choices=sorted(SUFFIX),
         default="safetensors",
         help="format; huggingface: a folder for transformers' from_pretrained, with configuration and tokenizer; peft: a "
-        "folder with the adapter alone, for peft's from_pretrained; universal: a "
-        "folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
+        "folder with the adapter alone, for peft's from_pretrained (default: %(default)s)",
     )
     add(
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="dtype of floating-point tensors; universal: of the model's copy, the rest is float32 (default: %(default)s)",
+        help="dtype of floating-point tensors (default: %(default)s)",
     )
     add(
         "--shard-size",
@@ -66,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
     )
-    add("--average", action="store_true", help='the average of the weights ("ema") instead of them; not for universal')
+    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
     add(
         "--merge",
         action="store_true",

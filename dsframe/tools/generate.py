@@ -1,4 +1,4 @@
-"""``dsframe generate`` and ``dsframe chat``: text from a checkpoint of a language model, in one process.
+"""``dsframe generate``: text from a checkpoint of a language model, in one process.
 
 Models of transformers generate by their own ``generate``, with its cache; the built-in GPT token by token.
 """
@@ -6,7 +6,6 @@ Models of transformers generate by their own ``generate``, with its cache; the b
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,74 +18,34 @@ from dsframe.tools.commands import command
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command("generate", "Text from a checkpoint of a language model.")
-    parser.add_argument(
-        "--prompt", action="append", required=True, help="text to go on from; may be given several times"
-    )
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, in the chat template")
-    _add_options(parser, tokens=64)
-    return parser
-
-
-def chat_parser() -> argparse.ArgumentParser:
-    """The command line of ``dsframe chat``."""
-    parser = command(
-        "chat", "A conversation with a checkpoint, a line each; an empty line begins anew, Ctrl-D ends it."
-    )
-    parser.add_argument("--system", help="the system prompt")
-    _add_options(parser, tokens=512)
-    return parser
-
-
-def _add_options(parser: argparse.ArgumentParser, tokens: int) -> None:
     add = parser.add_argument
+    add("--prompt", action="append", required=True, help="text to go on from; may be given several times")
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
-    add("--tokens", type=int, default=tokens, help="tokens to add, at most (default: %(default)s)")
+    add("--tokens", type=int, default=64, help="tokens to add, at most (default: %(default)s)")
     add("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
     add("--temperature", type=float, default=1.0, help="with --sample (default: %(default)s)")
     add("--top-k", type=int, default=0, help="with --sample: draw from the K likeliest tokens only; 0: from all tokens")
     add("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
     add("--config", help="the file (default: that of the run)")
     add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints each prompt with its continuation and returns 0. Raises TaskError where the checkpoint is no language model's."""
     options = parser().parse_args(argv)
-    task, model = _loaded(options, parser())
+    task, model = _loaded(options)
     for prompt in options.prompt:
-        message = [{"role": "user", "content": prompt}]
-        words = _of_chat(task, message) if options.chat else _of_text(task, prompt)
-        added = generated(task, model, words, options)
-        print(_text(task, added, skip=True) if options.chat else _text(task, [*words, *added]))
+        words = _of_text(task, prompt)
+        print(_text(task, [*words, *generated(task, model, words, options)]))
     return 0
 
 
-def chat(argv: Sequence[str] | None = None) -> int:
-    """Answers the lines of standard input until it ends, and returns 0. Raises TaskError as :func:`main`."""
-    options = chat_parser().parse_args(argv)
-    task, model = _loaded(options, chat_parser())
-    begin = [{"role": "system", "content": options.system}] if options.system else []
-    messages = list(begin)
-    _of_chat(task, [*begin, {"role": "user", "content": "?"}])  # what cannot be written is said before anybody types
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return 0
-        if not line:
-            messages = list(begin)
-            continue
-        messages.append({"role": "user", "content": line})
-        answer = _text(task, generated(task, model, _of_chat(task, messages), options), skip=True)
-        messages.append({"role": "assistant", "content": answer})
-        print(answer, flush=True)
-
-
-def _loaded(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Any, Any]:
+def _loaded(options: argparse.Namespace) -> tuple[Any, Any]:
     """The task and the model of a checkpoint. Raises TaskError where it is no language model's."""
     if options.tokens < 1 or not options.temperature > 0 or options.top_k < 0:
-        parser.error("--tokens is at least 1, --temperature above 0, --top-k at least 0")
+        parser().error("--tokens is at least 1, --temperature above 0, --top-k at least 0")
     from dsframe import tasks
     from dsframe.checkpoint import store
     from dsframe.inference import load_model
@@ -98,7 +57,7 @@ def _loaded(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tup
     task = tasks.build(config.settings.task, config.settings.seed)
     if not isinstance(task, (LanguageTask, CausalLanguageModelTask)):
         known, name = "language, causal-language-model", config.settings.task.name
-        raise TaskError(f"{path} is of the task {name}, which makes no text; {parser.prog} is for {known}")
+        raise TaskError(f"{path} is of the task {name}, which makes no text; dsframe generate is for {known}")
     return task, load_model(path, task, averages=options.average)
 
 
@@ -113,28 +72,11 @@ def _of_text(task: Any, prompt: str) -> list[int]:
     return words
 
 
-def _of_chat(task: Any, messages: list[Any]) -> list[int]:
-    """The tokens of a conversation up to where the answer begins. Raises TaskError, DataError where there is no chat template."""
-    from dsframe.data.encoders import template_of
-
-    tokenizer, files = getattr(task, "tokenizer", None), getattr(task.settings, "data", None)
-    template = template_of(files.chat_template) if files and files.chat_template else None
-    if tokenizer is None or not (template or tokenizer.chat_template):
-        raise TaskError("the model has no chat template; dsframe generate --prompt goes on from a text")
-    try:
-        written = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, return_dict=True
-        )
-    except Exception as error:  # a template is a program, and raises what it likes
-        raise TaskError(f"the chat template fails: {' '.join(str(error).split())}") from None
-    return list(written["input_ids"])
-
-
-def _text(task: Any, tokens: list[int], *, skip: bool = False) -> str:
+def _text(task: Any, tokens: list[int]) -> str:
     tokenizer = getattr(task, "tokenizer", None)
     if tokenizer is None:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
-    return str(tokenizer.decode(tokens, skip_special_tokens=skip))
+    return str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def generated(task: Any, model: Any, words: list[int], options: argparse.Namespace) -> list[int]:

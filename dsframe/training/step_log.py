@@ -67,7 +67,7 @@ class RunLog(Listener):
             self._record.write({**line, "skipped": skipped})
         shown = {name: value for name, value in entry.metrics.items() if name != "learning_rate"}
         shown["lr"] = entry.metrics["learning_rate"]
-        training.progress.log(training.step, shown, entry.rate, details["memory_bytes"], details.get("mfu"))
+        training.progress.log(training.step, shown, entry.rate, details["memory_bytes"])
 
     def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
         step = training.step

@@ -54,30 +54,10 @@ def loss(model: Any, kind: str) -> float:
     return float(loss_of(model.eval()(**{name: inputs}).logits, targets))
 
 
-def by_deepspeed(kind: str, folder: Path) -> Any:
-    """DeepSpeed's own model, which its universal loader has filled."""
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles, which takes a minute
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": 1},
-        "checkpoint": {"load_universal": True},
-    }
-    engine, *_ = deepspeed.initialize(model=base(kind), config=config)
-    path, _ = engine.load_checkpoint(str(folder))
-    assert path is not None
-    return engine.module
-
-
 def read(kind: str, path: Path) -> Any:
     """What is at ``path``, by the library that its name stands for."""
     import transformers
 
-    if path.name == "universal":
-        return by_deepspeed(kind, path)
     if path.name == "huggingface":
         auto = {LM: "AutoModelForCausalLM", SEQUENCES: "AutoModelForSequenceClassification"}
         return getattr(transformers, auto.get(KINDS[kind][0], "AutoModelForImageClassification")).from_pretrained(path)

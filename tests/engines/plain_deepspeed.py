@@ -1,9 +1,8 @@
 """A training as somebody writes it with DeepSpeed alone, and the same model and data as a task of dsframe's.
 
-    torchrun ... tests/engines/plain_deepspeed.py CONFIG.json save FOLDER       # 5 steps, save_checkpoint, 5 more
-    torchrun ... tests/engines/plain_deepspeed.py CONFIG.json continue FOLDER   # load_checkpoint, 5 steps
+    torchrun ... tests/engines/plain_deepspeed.py CONFIG.json FOLDER   # 5 steps, save_checkpoint, 5 more
 
-Rank 0 writes the losses of the last 5 steps to losses.json, and to scale.json the loss scale it began them with. All that it
+Rank 0 writes the losses of the last 5 steps to losses.json. All that it
 shares with dsframe is the order of the samples.
 """
 
@@ -76,7 +75,7 @@ def in_groups(model: Net, rate: float) -> list[dict[str, Any]]:
     ]
 
 
-def main(file: str, what: str, folder: str) -> None:
+def main(file: str, folder: str) -> None:
     import deepspeed
     import deepspeed.ops
 
@@ -88,11 +87,6 @@ def main(file: str, what: str, folder: str) -> None:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(99)
     model = Net(frozen)
-    if what == "continue":
-        tag = Path(folder, "latest_universal").read_text()
-        model.load_state_dict(torch.load(Path(folder, tag, "untrained.pt"), weights_only=True), strict=False)
-    # DeepSpeed allows fp16 where it is fast; for a small model it need not be.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     groups = in_groups(model, config["optimizer"]["params"]["lr"]) if "parameter_groups" in settings else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, dist_init_required=False)
     (inputs, targets), sampler = data(), Sampler(64, 8, seed=0)
@@ -108,19 +102,13 @@ def main(file: str, what: str, folder: str) -> None:
         torch.distributed.all_reduce(total)
         return float(total) / ranks
 
-    if what == "save":
-        for number in range(SAVED):
-            step(number)
-        engine.save_checkpoint(folder)
-    else:
-        path, _ = engine.load_checkpoint(folder)
-        assert path is not None
-    scale = getattr(engine.optimizer, "loss_scale", None)
+    for number in range(SAVED):
+        step(number)
+    engine.save_checkpoint(folder)
     losses = [step(number) for number in range(SAVED, STEPS)]
     torch.distributed.barrier()
     if rank == 0:
         Path("losses.json").write_text(json.dumps(losses))
-        Path("scale.json").write_text(json.dumps(scale))
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit
 
 

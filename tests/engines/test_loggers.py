@@ -1,4 +1,4 @@
-"""TensorBoard, CSV, Weights & Biases, Comet and MLflow write what the run's own record has, on every kind of engine; and the
+"""TensorBoard, CSV, Weights & Biases and Comet write what the run's own record has, on every kind of engine; and the
 run's directory says where it comes from."""
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
     section = {
         "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
         "eval_micro_batch_size": 200,
-        "mlflow": {"enabled": True, "tracking_uri": str(folder / "mlruns")},
-        "mfu": True, "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True}, "rank_output": "files",
+        "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True}, "rank_output": "files",
     }  # fmt: skip
     content = {
         "train_batch_size": BATCH,
@@ -81,7 +80,6 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
         from_csv(tmp_path / "csv" / "job"),
         from_tensorboard(tmp_path / "board" / "job"),
         from_wandb(tmp_path / "run"),
-        from_mlflow(tmp_path / "mlruns"),
     ):
         assert {name: found[name] for name in wanted} == {
             name: [(at, pytest.approx(value, rel=1e-6)) for at, value in curve] for name, curve in wanted.items()
@@ -133,18 +131,11 @@ def check_profiles(case: str, folder: Path, summary: dict[str, Any] | None) -> N
     text = (folder / "flops.txt").read_text()
     found = re.search(r"a step of +2 micro-batches ([\d.]+) MFLOP", text)
     assert found, text
-    whole = summary["flops_per_unit"] * summary["units_per_step"] / 1e6
-    if case == "pipeline":  # rank 0 has the first layers alone
-        assert 0.2 * whole < float(found[1]) < 0.6 * whole
-    else:  # what was counted as it ran is what was traced without running
-        assert float(found[1]) == pytest.approx(whole / 2, rel=1e-3)
-    assert 0 < summary["mfu"] < 1
-    assert summary["mfu"] == pytest.approx(summary["rate"] * summary["flops_per_unit"] / summary["peak_flops"])
+    assert float(found[1]) > 0
     assert (run / "output" / "rank1.log").exists()
 
 
 NAMES = {
-    "train/mfu": "mfu",
     "train/sent_bytes": "sent_bytes",
     "train/loss": "loss",
     "train/learning_rate": "learning_rate",
@@ -189,13 +180,6 @@ def text_of_comet(directory: Path) -> str:
     (archive,) = directory.glob("*.zip")
     with zipfile.ZipFile(archive) as files:
         return "".join(files.read(name).decode(errors="replace") for name in files.namelist())
-
-
-def from_mlflow(folder: Path) -> Curves:
-    """As its file store has them: a file for each figure, with time, value and step in a line."""
-    (metrics,) = folder.glob("[0-9]*/*/metrics")
-    lines = {name: (metrics / name).read_text().splitlines() for name in NAMES}
-    return {name: [(int(line.split()[2]), float(line.split()[1])) for line in found] for name, found in lines.items()}
 
 
 def from_wandb(directory: Path) -> Curves:

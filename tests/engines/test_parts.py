@@ -231,7 +231,6 @@ def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
             {"zero_optimization": {"stage": 3}, "dsframe": {"model": {"activation_checkpointing": ["Sequential"]}}},
             "dsframe.model.activation_checkpointing",
         ),
-        ("single", {"dsframe": {"mfu": True}}, "dsframe.mfu"),
         ("single", {"optimizer": {"type": "LBFGS", "params": {"lr": 1.0}}}, "optimizer.type"),
     ],
 )

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dsframe.checkpoint import export
 from dsframe.config import load
 from dsframe.errors import CheckpointError
 from dsframe.model import adapter
 from dsframe.tasks import _transformers
+from dsframe.tools import export
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own, of tied weights and of embeddings that it saves
 

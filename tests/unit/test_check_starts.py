@@ -33,7 +33,7 @@ from tests.processes import free_port
 
 LEFT_OUT = frozenset(
     {"dsframe.task", "dsframe.run_dir", "dsframe.hooks", "dsframe.adapter", "dsframe.optimizers", "dsframe.parameter_groups",
-     "dsframe.engine", "dsframe.engine_options", "dsframe.epochs", "dsframe.steps", "dsframe.pass_through", "dsframe.mlflow",
+     "dsframe.engine", "dsframe.engine_options", "dsframe.epochs", "dsframe.steps", "dsframe.pass_through",
      "dsframe.hang_timeout_seconds", "dsframe.threads_per_rank", "wandb", "comet", "aio", "optimizer", "scheduler"}
 )  # fmt: skip
 """Keys of accounts and devices, of the task, and those that every file here has."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dsframe import tasks
-from dsframe.checkpoint import export, generators, layout, store
+from dsframe.checkpoint import generators, layout, store
 from dsframe.checkpoint import writer as writer_module
 from dsframe.checkpoint.byte_files import damage_of
 from dsframe.checkpoint.reader import Checkpoint
@@ -50,6 +50,7 @@ from dsframe.model.state import (
     persistent_buffers,
     split,
 )
+from dsframe.tools import export
 from dsframe.tools import export as export_command
 
 

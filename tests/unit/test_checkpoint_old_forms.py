@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsframe.checkpoint import export, store
+from dsframe.checkpoint import store
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import MANIFEST, dump, verify
 from dsframe.errors import CheckpointError
+from dsframe.tools import export
 from tests.unit.test_checkpoint_files import SIZES, states
 
 

@@ -410,12 +410,12 @@ def test_a_seed_is_one_that_every_generator_takes() -> None:
 
 def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
     file = {MICRO: 1, "comet": {"api_key": "the-key", "project": "p"}}
-    file["dsframe"] = {"mlflow": {"enabled": True, "tracking_uri": "https://me:the-key@host:5000/x@y"}}
+    file["wandb"] = {"enabled": True, "project": "https://me:the-key@host:5000/x@y"}
     found = load(file, overrides=["dsframe.steps=2"])
     assert found.written()["comet"] == file["comet"]
     assert found.shown()["comet"] == {"project": "p"}
-    assert found.written()["dsframe"]["mlflow"]["tracking_uri"] == "https://me:the-key@host:5000/x@y"
-    assert found.shown()["dsframe"]["mlflow"]["tracking_uri"] == "https://host:5000/x@y"
+    assert found.written()["wandb"]["project"] == "https://me:the-key@host:5000/x@y"
+    assert found.shown()["wandb"]["project"] == "https://host:5000/x@y"
     assert "the-key" not in check.resolved(found, 1) + repr(found.shown())
     assert load(found.shown()).digest == found.digest  # the same training again
     special = {"eos_token": 2, "max_tokens": 8, "tokenizer": "t", "experiment_key": "k"}

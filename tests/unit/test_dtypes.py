@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import dsframe
-from dsframe.checkpoint.export import read
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model.formats import kept_in_fp32, own_dtype
+from dsframe.tools.export import read
 
 
 class Line(dsframe.Task):

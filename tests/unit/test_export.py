@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 import dsframe
-from dsframe.checkpoint import export, store
+from dsframe.checkpoint import store
 from dsframe.config import load
 from dsframe.errors import CheckpointError, DsframeError
 from dsframe.model.spill import is_disk
 from dsframe.tasks import build
+from dsframe.tools import export
 from tests.processes import python, run_ranks
 from tests.unit.test_trainer import Line, file
 
-FORMATS = ("safetensors", "torch", "huggingface", "universal")
+FORMATS = ("safetensors", "torch", "huggingface")
 LLAMA = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5,
     "num_attention_heads": 8, "num_key_value_heads": 8,

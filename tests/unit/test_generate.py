@@ -13,7 +13,6 @@ from dsframe.errors import TaskError
 from dsframe.inference import load_model
 from dsframe.run import execute
 from dsframe.tools import generate
-from tests.text_files import jsonl, tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -55,44 +54,3 @@ def test_other_tasks_make_no_text(tmp_path: Path) -> None:
     execute(dsframe.load({"train_batch_size": 8, "optimizer": optimizer, "dsframe": settings}), quiet=True)
     with pytest.raises(TaskError, match="is of the task vision, which makes no text"):
         generate.main([str(tmp_path / "run"), "--prompt", "a"])
-
-
-def test_a_conversation_with_what_was_learned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts and lines are written with the chat template, several turns too; an answer ends at the tokenizer's end."""
-    tokenizer(tmp_path / "words", end="<|im_end|>")
-    turns = [("the cat", "sees a dog"), ("and then", "a small house 😀")]
-    messages = [
-        {"role": role, "content": text}
-        for turn in turns
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    jsonl(tmp_path / "chats.jsonl", [{"messages": messages}] * 8)
-    data = {"train": str(tmp_path / "chats.jsonl"), "format": "conversations"}
-    task = {"name": "causal-language-model", "model": LLAMA, "tokenizer": str(tmp_path / "words"), "context": 64}
-    settings = {
-        "engine": "single",
-        "steps": 60,
-        "run_dir": str(tmp_path / "run"),
-        "task": {**task, "data": data, "data_dir": str(tmp_path)},
-    }
-    file = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "dsframe": settings}
-    execute(dsframe.load(file), quiet=True)
-    capsys.readouterr()
-    assert generate.main([str(tmp_path / "run"), "--chat", "--prompt", "the cat"]) == 0
-    assert capsys.readouterr().out == "sees a dog\n"
-    lines = iter([turns[0][0], turns[1][0], "", turns[0][0]])
-
-    def typed(_: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
-    assert generate.chat([str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.splitlines() == ["sees a dog", "a small house 😀", "sees a dog"]
-    (tmp_path / "words" / "chat_template.jinja").write_text("{{ raise_exception('who is ' + messages[0].role) }}")
-    with pytest.raises(TaskError, match="the chat template fails: who is system"):
-        generate.chat([str(tmp_path / "run"), "--system", "be calm"])

@@ -112,39 +112,19 @@ def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert sys.argv is words
 
 
-def test_a_resumed_run_goes_on_in_its_run_of_mlflow(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="MLflow is not installed")
-    section = {"enabled": True, "tracking_uri": str(tmp_path / "mlruns"), "experiment": "tests"}
-    endings: tuple[loggers.Ending, ...] = ("FAILED", "KILLED", "FINISHED")
-    for done, ending in zip((0, 2, 0), endings, strict=True):
-        found = make({"dsframe": {"mlflow": section}}, tmp_path, done)
-        found.write({"step": done + 1, "loss": 1.0, "gradient_norm": None})
-        found.close(ending)
-    runs = [folder for folder in tmp_path.glob("mlruns/[0-9]*/*") if (folder / "metrics").is_dir()]
-    written = [(run / "metrics" / "train" / "loss").read_text().splitlines() for run in runs]
-    steps = sorted([int(line.split()[2]) for line in lines] for lines in written)
-    assert steps == [[1], [1, 3]]
-    about = [(run / "meta.yaml").read_text() for run in runs]
-    assert all("end_time: null" not in text for text in about)
-    # RunStatus of MLflow: 3 is FINISHED, 5 KILLED: how the resumed run ended at last.
-    assert sorted(line for text in about for line in text.splitlines() if line.startswith("status:")) == [
-        "status: 3", "status: 5",
-    ]  # fmt: skip
-
-
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow's server is lost, TensorBoard's folder cannot be made; the third goes on."""
+    """Comet's server is lost, TensorBoard's folder cannot be made; the third goes on."""
 
-    def lost(*arguments: Any) -> None:
+    def lost(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("API request to https://me:the-key@host:5000/api/2.0 failed\nwith\nmany lines")
 
     (tmp_path / "board").write_text("a file, where a folder is wanted")
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}
-    monkeypatch.setattr(loggers, "_Mlflow", lambda *_, **__: SimpleNamespace(write=lost, close=lost))
+    monkeypatch.setattr(loggers, "_Comet", lambda *_, **__: SimpleNamespace(write=lost, close=lost))
     sections = {"tensorboard": place, "csv_monitor": place | {"job_name": "table"}}
-    found = make(sections | {"dsframe": {"mlflow": {"enabled": True}}}, tmp_path)
+    found = make(sections | {"comet": {"enabled": True}}, tmp_path)
     for step in (1, 2):
         found.write({"step": step, "loss": 1.0})
     found.close()
@@ -161,10 +141,6 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
     (problem,) = loggers.missing(config)
     assert (problem.severity, problem.path) == ("error", "wandb")
     assert "pip install wandb" in problem.remedy
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else find(name))
-    (problem,) = loggers.missing(load({"train_batch_size": 4, "dsframe": {"mlflow": {"enabled": True}}}))
-    assert (problem.severity, problem.path) == ("error", "dsframe.mlflow")
-    assert "pip install mlflow-skinny" in problem.remedy
 
 
 class Pictures(dsframe.Hooks):

@@ -19,14 +19,10 @@ from dsframe.config import load
 from dsframe.errors import StoppedError, WorldError
 from dsframe.observe.flops import FlopsProfile
 from dsframe.observe.traffic import TrafficLog
-from dsframe.observe.utilization import Utilization, peak_flops
 from dsframe.run_dir.output import rank_output
 from dsframe.tasks import Task
-from dsframe.text import amount
 from dsframe.tools.check import main as check
 from tests.processes import REPOSITORY
-
-CPU = torch.device("cpu")
 
 
 def profiled(model: nn.Module, inputs: torch.Tensor, **section: Any) -> tuple[FlopsProfile, str]:
@@ -47,19 +43,15 @@ def test_operations_of_modules_are_those_that_deepspeeds_profiler_counts(capsys:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1, groups=2), nn.Flatten(), nn.Linear(784, 10)
     )  # fmt: skip
-    _, macs, parameters = get_model_profile(
+    _, macs, _ = get_model_profile(
         model, (5, 3, 16, 16), print_profile=False, as_string=False, warm_up=0, detailed=False
     )
     capsys.readouterr()
-    found, text = profiled(model, torch.randn(5, 3, 16, 16))
+    found, _ = profiled(model, torch.randn(5, 3, 16, 16))
     assert found.forward == 2 * macs
-    assert f"{parameters:,}" in text
     # Backwards, each product is two: for its inputs (not the first's: they need no gradient) and for its weights.
     first = 2 * 5 * 8 * 7 * 7 * 27
     assert found.backward == 2 * found.forward - first
-    rows = {line.split()[0]: line for line in text.splitlines() if "(" in line}
-    assert f"{amount(2 * 5 * 784 * 10)}" in rows["4"]
-    assert "100.0%" in rows["Sequential"]
 
 
 def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> None:
@@ -74,35 +66,10 @@ def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> N
             return checkpoint(self.inner, inputs, use_reentrant=False)
 
     file = tmp_path / "deep" / "flops.txt"
-    found, text = profiled(
-        Again(), torch.randn(4, 8, requires_grad=True), output_file=str(file), module_depth=1, top_modules=1
-    )
+    found, text = profiled(Again(), torch.randn(4, 8, requires_grad=True), output_file=str(file))
     assert found.forward == 2 * 2 * 4 * 8 * 16
     assert found.backward == 2.5 * found.forward  # the second layer's output is needed by nobody
     assert file.read_text().strip() == text
-    assert "inner (Sequential)" in text
-    assert "(Linear)" not in text  # deeper than asked for
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, inputs: torch.Tensor) -> Any:
-            return self.module(inputs)
-
-    _, wrapped = profiled(Wrapper(Again()), torch.randn(4, 8, requires_grad=True), module_depth=1)
-
-    def names(text: str) -> list[str]:
-        return [line.split(")")[0] for line in text.splitlines() if " (" in line and "MAC" not in line]
-
-    assert names(wrapped) == names(text)
-
-
-def test_the_peak_is_more_than_a_model_makes_of_it() -> None:
-    for dtype in (torch.float32, torch.float16):  # the second is slow on most CPUs
-        assert peak_flops(dtype, CPU) > 1e8
-    assert Utilization(2e6, 1e9).of(100) == pytest.approx(0.2)
 
 
 FILE = {"train_batch_size": 4, "dsframe": {"steps": 4}}
@@ -138,8 +105,8 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
     with log.around_step(1):
         log._counter.add("all-reduce", 1000, 2)
         log._counter.add("all-gather", 5000, 2)
-    assert log.figures(0.0) == {"sent_bytes": 1000}
-    assert log.figures(0.0) == {"sent_bytes": 0}
+    assert log.figures() == {"sent_bytes": 1000}
+    assert log.figures() == {"sent_bytes": 0}
     name = "test_the_logger_of_collectives_counts_what_it_is_asked_for"
     assert said == [f"step 1: all-reduce of 1,000 bytes among 2 ranks, by {name}"]
 

@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> 
     own = record(tmp_path, [])
     for step in (1, 2, 3, 4):
         own.write({"step": step, "loss": 1.0})
-    own.close("KILLED")
+    own.close(finished=False)
     origin = (tmp_path / "run.json").read_text()
     with full(10):
         again = record(tmp_path, [], done_steps=3)
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> 
         assert (tmp_path / "run.json").read_text() == origin
         again.write({"step": 4, "loss": 0.5})
     again.write({"step": 5, "loss": 0.5})
-    again.close("FINISHED")
+    again.close(finished=True)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     assert sum("run" in line for line in read_metrics(tmp_path)) == 2
     assert [path.name for path in tmp_path.glob("*.partial")] == []
@@ -120,7 +120,7 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.Ca
 
 def test_what_may_hold_accounts_is_the_owners(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("of an earlier run, open to all")
-    record(tmp_path, []).close("FAILED")
+    record(tmp_path, []).close(finished=False)
     for name in ("run.json", "config.json"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
@@ -156,11 +156,11 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path: Pat
         current.finish(SUMMARY)
     current = record(tmp_path, said)
     current.write({"step": 1, "loss": 2.0})
-    current.close("KILLED")
+    current.close(finished=False)
     before = [(tmp_path / f"earlier.{number + 1}") for number in range(2)]
     assert said == [f"the record of an earlier run is now in {folder}" for folder in before]
     assert [read_metrics(folder)[-1]["loss"] for folder in (*before, tmp_path)] == [0.0, 1.0, 2.0]
     assert [[path.name for path in (folder / "tensorboard").iterdir()] for folder in before] == [["0"], ["1"]]
     assert all(read_summary(folder)["steps"] == 3 for folder in before)
-    record(tmp_path, said, done_steps=1).close("KILLED")
+    record(tmp_path, said, done_steps=1).close(finished=False)
     assert len(said) == 2, "a run that goes on"

@@ -47,12 +47,12 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
         peak_memory_bytes=(1, 2),
         skipped_steps=0,
     )
-    record.finish(replace(summary, mfu=nan))
+    record.finish(replace(summary, rate=nan))
     written = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written[-1] == {"step": 1, "loss": None, "evaluation": {"loss": None, "accuracy": 0.5, "worst": [None]}}
     finished = strict((tmp_path / "summary.json").read_text())
     assert (finished["loss"], finished["metrics"]) == (None, {"loss": None, "accuracy": 0.5})
-    assert finished["mfu"] is None
+    assert finished["rate"] is None
     assert finished["peak_memory_bytes"] == [1, 2]
     run = read_run(tmp_path, "run")
     assert strict(json.dumps(numbers(run, run)))

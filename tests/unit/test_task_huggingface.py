@@ -15,7 +15,7 @@ import torch
 
 import dsframe
 from dsframe import cli
-from dsframe.checkpoint import export, store
+from dsframe.checkpoint import store
 from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
@@ -25,6 +25,7 @@ from dsframe.model.state import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
+from dsframe.tools import export
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
 

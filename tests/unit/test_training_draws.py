@@ -17,7 +17,7 @@ from tests.engines.ports import Vae
 BESIDE: dict[str, dict[str, Any]] = {
     "evaluation": {"eval_every_steps": 2},
     "saving": {"checkpoints": {"every_steps": 3}},
-    "logging": {"log_every_steps": 1, "mfu": True},
+    "logging": {"log_every_steps": 1},
     "profile": {"profile": {"wait": 1, "warmup": 1, "active": 2}},
 }
 

@@ -67,8 +67,7 @@ class Comet(Coerced):
 
 
 class FlopsProfiler(Section):
-    """Operations, parameters and time of each module in one step, on rank 0. Counted by dsframe on every engine, as they are run,
-    forward and backward; times are of the step that is named and counts of the next, because counting takes time."""
+    """Operations of one step on rank 0, counted by dsframe on every engine, as they are run, forward and backward."""
 
     enabled: bool = False
     """Turns it on."""
@@ -77,11 +76,11 @@ class FlopsProfiler(Section):
     profile_step: Size = 1
     """Steps before the one that is profiled, counted from the first that the process takes; choose one after warm-up."""
     module_depth: int = -1
-    """Depth of modules in the report; -1 is the innermost."""
+    """Without effect in dsframe, which counts the whole model."""
     top_modules: Count = 1
-    """Modules listed at each depth."""
+    """Without effect in dsframe."""
     detailed: bool = True
-    """Print the profile of each module."""
+    """Without effect in dsframe."""
     output_file: str | None = None
     """Where the report goes. Default: among what the run says, on standard error."""
 

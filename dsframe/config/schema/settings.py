@@ -15,7 +15,7 @@ from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
 from dsframe.config.schema.settings_images import ImageData as ImageData
 from dsframe.config.schema.settings_model import LargeBatch, Model
-from dsframe.config.schema.settings_report import Mlflow, Profile
+from dsframe.config.schema.settings_report import Profile
 from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
 from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
 from dsframe.config.schema.settings_tasks import LanguageTask as LanguageTask
@@ -140,13 +140,8 @@ class Settings(Section):
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
     log_every_steps: Every = 10
     """Steps between two log lines."""
-    mlflow: Mlflow = Field(default_factory=Mlflow.model_construct)
-    """Metrics to MLflow."""
     profile: Profile | None = None
     """Traces of some steps."""
-    mfu: bool = False
-    """Measure at start what all ranks together can do (products of large matrices in the training's number format, 0.2 s), and say
-    which share of it the model's operations make: its model FLOPs utilization. What is computed again is not counted."""
     rank_output: Literal["prefix", "files", "plain"] = "prefix"
     """What ranks other than 0 print: from Python with ``[rank 3]`` before each line (horovodrun has its own mark); to the files
     ``output/rank3.log`` of the run's directory, libraries' own lines too; or as it is."""

@@ -1,25 +1,9 @@
 """Parts of the ``dsframe`` section about what a run tells while it goes on, where DeepSpeed has no section for it."""
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from dsframe.config.schema.base import Count, Section, Size
-
-
-class Mlflow(Section):
-    """MLflow, in the way of DeepSpeed's own sections ``tensorboard``, ``wandb``, ``csv_monitor`` and ``comet``. Needs the package
-    ``mlflow`` or ``mlflow-skinny``."""
-
-    enabled: bool = False
-    """Turns it on."""
-    tracking_uri: str | None = None
-    """Server, database or folder. Default: $MLFLOW_TRACKING_URI, else the folder ``mlruns`` where the run was started."""
-    experiment: Annotated[str, Field(min_length=1)] = "dsframe"
-    """Experiment, made where there is none of that name."""
-    run_name: str | None = None
-    """Name of the run. Default: that of the run's directory."""
 
 
 class Profile(Section):
