@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence bench bench-quick mutants predictions startup soak docs site clean
+.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence bench bench-quick mutants startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -77,9 +77,6 @@ bench-quick: setup-test ## bounds that hold on a busy machine too: the time of a
 
 mutants: setup-test ## puts each bug of tests/mutants.json into a copy of the code: its tests must fail
 	python -m tests.mutants
-
-predictions: setup-test ## what the plan says of memory and time beside what runs take: the table of docs/measurements.md (50 minutes)
-	python -m tests.predictions
 
 startup: setup-test ## from the command to the first step, warm and without compiled ops, beside scripts written by hand (10 minutes)
 	python -m benchmarks.startup

@@ -1,15 +1,11 @@
 """The longest context that trains under a fixed limit of memory, without and with what dsframe has against it.
 
     python -m benchmarks.longest_context [--limit MIB] [--ranks 1,2,4] [--json FILE]
-    python -m benchmarks.longest_context --peaks [--context N] [--ranks 1,2,4]
 
 Each rank may have so much private memory (RLIMIT_DATA) above what it has once torch, transformers and DeepSpeed are loaded; a step
 that needs more fails, as on a GPU. A Llama of 2 blocks, one sequence in a step, AdamW, ZeRO-1, fp32, two steps. ``before`` is data
 parallelism alone, ``after`` adds the loss in slices and recomputed blocks, and on several ranks sequence parallelism. Contexts are
 doubled until one fails, and then tried in between down to a quarter.
-
-``--peaks`` shares sequences of one length among 1, 2 and 4 ranks, nothing recomputed, and prints what a rank has at its fullest
-above its base, and of that the activations, each beside what ``dsframe plan`` predicts.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ def rank(path: str, limit: int) -> int:
 
 
 def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: int = 0) -> dict[str, Any] | None:
-    """The run's summary and its prediction; None where it took too much memory."""
+    """The run's summary; None where it took too much memory."""
     with tempfile.TemporaryDirectory(prefix="dsframe-context-") as folder:
         file, run_dir = Path(folder, "file.json"), Path(folder, "run")
         file.write_text(json.dumps(document(context, shared, model, str(run_dir))))
@@ -80,10 +76,8 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         command = [sys.executable, *own] if ranks == 1 else command
         done = processes.run(command, timeout=SECONDS)
         if done.returncode == 0:
-            from tests.predictions import predicted
-
             summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-            return {**summary, "predicted": predicted(run_dir, summary)} if not limit else summary
+            return summary
         if any(text in done.stdout + done.stderr for text in OUT_OF_MEMORY):
             return None
         raise SystemExit(
@@ -105,29 +99,6 @@ def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context:
     return context
 
 
-def peaks(context: int, ranks: Sequence[int]) -> list[dict[str, float]]:
-    """Prints the table of ``--peaks``. What grows with the tokens are activations: twice what the second half of them adds."""
-    print(f"{'':6}{'of a rank above its base':^26}{'activations alone':^26}  MiB, {context} tokens")
-    print(f"{'ranks':>6}" + f"{'peak':>9}{'plan':>8}{'':9}" * 2)
-    rows = []
-    for size in ranks:
-        peak, plan = [], []
-        for tokens in (context, context // 2):
-            found = train(tokens, size, size, {})
-            assert found is not None
-            peak.append((max(found["peak_memory_bytes"]) - found["base_bytes"]) / MIB)
-            plan.append((found["predicted"]) / MIB)
-        row = {
-            "ranks": size, "peak": peak[0], "plan": plan[0],
-            "activations": 2 * (peak[0] - peak[1]), "activations, plan": 2 * (plan[0] - plan[1]),
-        }  # fmt: skip
-        rows.append(row)
-        pairs = (row["peak"], row["plan"]), (row["activations"], row["activations, plan"])
-        told = "".join(f"{one:9,.0f}{other:8,.0f}{one / other - 1:+9.0%}" for one, other in pairs)
-        print(f"{size:6}{told}", flush=True)
-    return rows
-
-
 def contexts(limit: int, ranks: Sequence[int]) -> list[dict[str, float]]:
     """Prints the table of the longest contexts."""
     print(f"{'ranks':>6}{'before':>10}{'after':>10}{'ratio':>8}  tokens, {limit} MiB a rank")
@@ -146,10 +117,6 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=int, default=512, metavar="MIB", help="of a rank, above what it has at first")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, with commas (default: %(default)s)")
-    parser.add_argument("--peaks", action="store_true", help="highest memory beside the plan, for sequence parallelism")
-    parser.add_argument(
-        "--context", type=int, default=4096, help="tokens of a sequence for --peaks (default: %(default)s)"
-    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -157,7 +124,7 @@ def main() -> int:
         return rank(options.rank, options.limit)
     processes.heed_sigterm()
     ranks = [int(number) for number in options.ranks.split(",")]
-    rows = peaks(options.context, ranks) if options.peaks else contexts(options.limit, ranks)
+    rows = contexts(options.limit, ranks)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from dsframe import tasks
 from dsframe.checkpoint import changes, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
-from dsframe.checkpoint.writer import write_tensors
 from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
@@ -71,12 +69,11 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> d
 def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = False) -> int:
     """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the number of rows.
 
-    ``out``: ``.jsonl``, ``.parquet`` or ``.safetensors``, in a folder that all ranks share. Raises DataError where it is there
+    ``out``: a ``.jsonl`` file in a folder that all ranks share. Raises DataError where it is there
     already or cannot be written.
     """
-    kind = out.suffix.removeprefix(".")
-    if kind not in _WRITERS:
-        raise DataError(f"{out}: predictions are written as .{', .'.join(_WRITERS)}; choose one of these endings")
+    if out.suffix != ".jsonl":
+        raise DataError(f"{out}: predictions are written as .jsonl; choose this ending")
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         loader = job.work.evaluation.get("")
         engine.built = replace(engine.built, computes_loss=False)  # the outputs are wanted
@@ -97,7 +94,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
                 raise DataError(f"{missing[0]} is not on this host; give --out a folder that all hosts share")
             with contextlib.ExitStack() as files:
                 each = [(json.loads(line) for line in files.enter_context(part.open())) for part in parts]
-                _WRITERS[kind](out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
+                _write_jsonl(out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
 
         try:
             _together(engine, lambda: finish() if world.is_main else None)
@@ -227,40 +224,6 @@ def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
             file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write_safetensors(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    columns: dict[str, list[Any]] = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    try:
-        tensors = {name: torch.tensor(values) for name, values in columns.items()}
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{out}: not all predictions are tensors of one shape ({error}); write .jsonl") from None
-    with _complete(out) as partial:
-        write_tensors(partial, tensors)
-
-
-def _write_parquet(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(f"{out}: .parquet needs pyarrow, which is not installed: pip install pyarrow") from None
-    with _complete(out) as partial:
-        writer = None
-        while chunk := [row for row, _ in zip(rows, range(_ROWS), strict=False)]:
-            table = arrow.Table.from_pylist([dict(row) for row in chunk])
-            writer = writer or parquet.ParquetWriter(partial, table.schema)
-            writer.write_table(table)
-        if writer:
-            writer.close()
-
-
-_ROWS = 4096
-"""Rows of a parquet file that are in memory at once."""
-_WRITERS = {"jsonl": _write_jsonl, "parquet": _write_parquet, "safetensors": _write_safetensors}
 
 
 @contextlib.contextmanager

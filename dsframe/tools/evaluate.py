@@ -67,7 +67,7 @@ def _parser(what: str) -> argparse.ArgumentParser:
     add_overrides(parser, "one key of it")
     add("--engine", help="short for --set dsframe.engine=...")
     add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
-    needed = "file to write: .jsonl, .parquet or .safetensors"
+    needed = "file to write, .jsonl"
     add(
         "--out",
         type=Path,

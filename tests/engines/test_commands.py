@@ -31,11 +31,10 @@ SHORT = {
     "benchmarks.gpu": ("--help", "--tiny"),
     "benchmarks.chunked_loss": ("--tokens 64 --vocabulary 500 --width 16 --rounds 1", r"\nplain[\s\S]*\ndsframe, auto"),
     "benchmarks.evaluation": ("--engines ddp --rounds 1", r"\n\| ddp \| [\s\S]*\nbound, "),
-    "benchmarks.longest_context": ("--help", "--peaks"),
+    "benchmarks.longest_context": ("--help", "--limit"),
     "benchmarks.time_to_accuracy": ("--help", "--held-out"),
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
     "tests.kill": ("--help", "--runs RUNS"),
-    "tests.predictions": ("--help", "CASE"),
     "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
     "tests.features": ("--help", "--engine ENGINE"),
@@ -43,7 +42,7 @@ SHORT = {
 """Module -> options and what they print.
 
 Where that is the help, the test of the command's name calls what the command does: test_kill.py,
-test_predictions.py, test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
+test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
 have no form that takes less than minutes.
 """
 

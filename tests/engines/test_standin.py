@@ -23,7 +23,9 @@ from dsframe.config import load
 from dsframe.data.loader import READER
 from dsframe.run_dir.record import read_metrics
 from dsframe.tools.compare import losses
-from tests.predictions import predicted
+from dsframe.tools.plan.device import Device
+from dsframe.tools.plan.footprint import predict
+from dsframe.tools.plan.model import traced
 from tests.processes import Finished, run_ranks, warm
 from tests.standin import build
 
@@ -280,7 +282,11 @@ def test_bytes_are_near_the_plans(name: str) -> None:
     model that fills a GPU."""
     run = trained(name)
     summary = json.loads((run.folder / "run" / "summary.json").read_text())
-    guess = predicted(run.folder / "run", summary) + summary["base_bytes"]
+    config = load(run.folder / "run" / "config.json")
+    model = traced(config, tasks.build(config.settings.task, config.settings.seed))
+    device = Device("any", float("inf"), on_cpu=summary["device"] != "cuda")
+    plan = predict(config, summary["engine"], model, device, summary["world_size"])
+    guess = plan.memory.total + summary["base_bytes"]
     held = max(record["usage"][f"step {QUIET[-1]}"][1] for record in run.records)
     # Of a pipeline the plan takes all stages to be equal.
     assert 0.85 < held / guess < (1.5 if name == "pipeline" else 1.4)

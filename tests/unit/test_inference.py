@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pyarrow import parquet
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dsframe
@@ -89,32 +87,14 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
-def test_predict_writes_each_sample_once_in_order(
-    trained: tuple[Path, dsframe.Summary], tmp_path: Path, suffix: str
-) -> None:
-    out = tmp_path / f"rows.{suffix}"
-    if suffix == "safetensors":  # which holds no text
-        import tests.unit.test_inference as here
-
-        kept = here.Plane.predictions
-        here.Plane.predictions = dsframe.Task.predictions  # type: ignore[method-assign]
-    try:
-        write(trained[0], out)
-    finally:
-        if suffix == "safetensors":
-            here.Plane.predictions = kept  # type: ignore[method-assign]
+def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    write(trained[0], out)
     wanted = expected(trained[0])
-    if suffix == "jsonl":
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-    elif suffix == "parquet":
-        rows = parquet.read_table(out).to_pylist()
-    else:
-        rows = [{"output": row} for row in load_file(out)["output"].tolist()]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == SAMPLES
     torch.testing.assert_close(torch.tensor([row["output"] for row in rows]), wanted, rtol=1e-6, atol=1e-6)
-    if suffix != "safetensors":
-        assert {row["sign"] for row in rows} <= {"+1", "-1"}
+    assert {row["sign"] for row in rows} <= {"+1", "-1"}
     assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing else is left"
 
 
@@ -144,7 +124,7 @@ def test_averages_are_predicted_on_request(trained: tuple[Path, dsframe.Summary]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["predict", "RUN", "--out", "OUT/x.txt"], "predictions are written as .jsonl, .parquet, .safetensors"),
+        (["predict", "RUN", "--out", "OUT/x.txt"], "predictions are written as .jsonl"),
         (["predict", "RUN", "--out", "OUT/none/x.jsonl"], "there is no folder"),
         (["predict", "RUN", "--out", "OUT/there.jsonl"], "exists already"),
         (["evaluate", "OUT"], "is neither a checkpoint nor a folder that holds one"),

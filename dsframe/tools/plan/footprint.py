@@ -1,7 +1,7 @@
 """Bytes that one rank holds at its fullest: arithmetic over a traced model.
 
 States are the ZeRO paper's (Rajbhandari et al. 2020, arXiv 1910.02054); buffers are what DeepSpeed
-0.19.8, FSDP, DDP and Horovod were measured to make. ``make predictions`` compares with runs.
+0.19.8, FSDP, DDP and Horovod were measured to make.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.model import Affine, Model
 
 MARGIN = 0.1
-"""Of a device's memory: what half of the predictions are off by, at most (``make predictions``)."""
+"""Of a device's memory: what half of the predictions are off by, at most."""
 HEAP_HOLES = 0.25
 """On a CPU the heap keeps holes between tensors that come and go: so much of the activations on top
 (glibc 2.36, measured: a GPT of 3 million parameters, 141 MB of activations)."""
