@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Strategies that are printed without --all."""
-_COLUMNS = "fits,a rank,its host,params,grads,optim,activ,buffers"
+_COLUMNS = "fits,a rank,its host"
 EPILOG = """\
-The model runs on torch's meta device, so nothing is allocated. Without --gpu-memory a training of
-two steps measures what a process takes on this machine.
+The model runs on torch's meta device, so nothing is allocated. --format json has
+parameters, gradients, optimizer state, activations and buffers apart.
 GB (10 to the 9 bytes) are those of the rank that needs most: "a rank" on its device at the fullest
 moment, "its host" in the memory of its node. "tight" has less than a tenth to spare.
 Of the strategies that fit the simplest comes first.
@@ -66,15 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("-np must be at least 1")
     config = load_config(options.config, overrides=options.overrides)
 
-    from dsframe import engines
     from dsframe.tools.check import of_no_task
     from dsframe.tools.plan import choose, device
 
     model, recomputed = _models(config, options.parameters)
-    engine = engines.named(config.settings.engine)
     planned: list[tuple[Plan, Device]] = []
     for count in counts:
-        of_rank = device.gpu(limit) if limit else device.this_machine(engine, count)
+        of_rank = device.gpu(limit) if limit else device.this_machine(count)
         planned.append((choose.plan(config, model, of_rank, count, recomputed), of_rank))
     if options.format == "json":
         worlds = [_json(plan) for plan, _ in planned]
@@ -144,10 +142,8 @@ def _row(strategy: Strategy) -> list[str]:
     """The strategy with its engine and its batch, whether it fits, and sizes in GB."""
     p = strategy.prediction
     name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
-    m = p.memory
-    sizes = (m.total, m.host, m.parameters, m.gradients, m.optimizer, m.activations, m.buffers)
     fits = "tight" if p.tight else "yes" if p.fits else "NO"
-    return [name, fits, *(f"{size / 1e9:.3g}" for size in sizes)]
+    return [name, fits, *(f"{size / 1e9:.3g}" for size in (p.memory.total, p.memory.host))]
 
 
 def _lack(plan: Plan, device: Device) -> str:

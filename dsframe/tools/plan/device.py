@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from dsframe.engines import TABLE
-from dsframe.run_dir.record import read_summary
-from dsframe.tools import subprocess_runs
 
 GPU_BASE_BYTES = 0.6e9
 """What CUDA's context and NCCL's buffers take of a GPU that is not here: an assumption."""
-_TINY: dict[str, Any] = {
-    "train_batch_size": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "dsframe": {
-        "task": {
-            "name": "language",
-            "layers": 1,
-            "heads": 1,
-            "width": 8,
-            "context": 8,
-            "corpus": "synthetic",
-            "samples": 8,
-        },
-        "steps": 2,
-        "eval_every_steps": 1,
-        "checkpoints": {"every_steps": 1},
-    },
-}
-"""A training whose model takes nothing: what it takes is the process's."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +36,8 @@ def gpu(memory_bytes: float) -> Device:
     return Device("GPU", memory_bytes, base_bytes=GPU_BASE_BYTES)
 
 
-def this_machine(engine: str, processes: int) -> Device:
-    """This machine with so many processes. What each takes is measured in a training of two steps;
-    of a GPU, what it has in use when CUDA has started."""
+def this_machine(processes: int) -> Device:
+    """This machine with so many processes. Each takes what this one takes; of a GPU, what is in use when CUDA has started."""
     import psutil
     import torch
 
@@ -75,12 +46,5 @@ def this_machine(engine: str, processes: int) -> Device:
         free, total = torch.cuda.mem_get_info()
         host = memory / min(processes, torch.cuda.device_count())
         return Device("this machine", total, host, total - free, measured=True)
-    package = TABLE[engine].package
-    installed = package is None or importlib.util.find_spec(package) is not None
-    with tempfile.TemporaryDirectory() as folder:
-        path, run = Path(folder, "tiny.json"), Path(folder, "run")
-        path.write_text(json.dumps(_TINY), encoding="utf-8")
-        words = ["--engine", engine if installed else "auto"]
-        subprocess_runs.train(path, min(processes, 2), run, words=words)
-        base = max(read_summary(run)["peak_memory_bytes"])
+    base = psutil.Process().memory_info().rss  # of this process, which has imported torch
     return Device("this machine", memory / processes, base_bytes=base, on_cpu=True, measured=True)

@@ -14,18 +14,11 @@ from dsframe.config.resolve.memory import Cost, moments
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.engines import TABLE
-from dsframe.model.build import LARGE
 from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.model import Affine, Model
 
 MARGIN = 0.1
 """Of a device's memory: what half of the predictions are off by, at most."""
-HEAP_HOLES = 0.25
-"""On a CPU the heap keeps holes between tensors that come and go: so much of the activations on top
-(glibc 2.36, measured: a GPT of 3 million parameters, 141 MB of activations)."""
-HEAP_HOLES_OF_STAGES = 1.0
-"""The same in a pipeline, where one micro-batch's activations are made while another's are given up
-(measured likewise: 0.98 in the first of two stages of a GPT of 19 million parameters)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Memory:
     base: float
     """Taken before the first tensor is made."""
     host: float = 0.0
-    """In the memory of the device's host, while the model is built or in a step."""
+    """In the memory of the device's host."""
 
     @property
     def states(self) -> float:
@@ -131,13 +124,8 @@ class _Rank:
         self.width = model.bytes_each
         self.under_way = min(self.stages, batch.accumulation_steps)
         """Micro-batches whose backward pass is still to come (1F1B)."""
-        whole = model.parameters + model.frozen
-        self.keeps = by_deepspeed and self.zero.keeps_whole(whole)
+        self.keeps = by_deepspeed and self.zero.keeps_whole(model.parameters + model.frozen)
         """True if every sharded parameter is kept whole between steps."""
-        self.in_files = self.stage == 3 and (self.data > 1 or self.fetches)
-        """True if the model is built in files (``dsframe.model.spill``); else whole, in fp32."""
-        self.gives_back = self.in_files and self.data > 1 and whole > LARGE
-        """True if freed memory goes back to the system (``dsframe.model.build``)."""
 
     def at(self, grows: Affine) -> float:
         """Of this rank's part of a micro-batch, in its stage."""
@@ -146,14 +134,13 @@ class _Rank:
     def memory(self) -> Memory:
         trained, cost, on_cpu = self.trained, self.states(), self.device.on_cpu
         frozen = self.frozen / (self.data if self.stage == 3 else 1)
-        training = self.activations()
-        activations = max(training, self.evaluation())
+        activations = self.activations()
         # On a GPU the memory of activations is free for others when they are gone.
         update = self.update() - (0.0 if on_cpu else activations)
         kept = trained * self.width if self.keeps and self.data > 1 else 0.0
         buffers = self.buffers() + max(self.reduced(), update)
         buffers += self.gathered() - kept if self.stage == 3 else 0.0
-        if self.tensor > 1 and self.in_files:  # AutoTP shards whole weights, on the device
+        if self.tensor > 1 and self.stage == 3 and self.data > 1:  # AutoTP shards whole weights, on the device
             buffers = max(buffers, trained * self.tensor * self.width)
         # A save in the background copies a rank's shard of weights and moments, in fp32.
         moments_each = moments(self.file) + (self.settings.ema is not None)
@@ -162,16 +149,15 @@ class _Rank:
         fetches = self.fetches and self.stage == 3 and not on_cpu
         if fetches and self.zero.parameter_device != "nvme":
             host += frozen * self.width
-        built = 0.0 if self.in_files else 4.0 * self.tensor * (trained + frozen)  # in fp32, whole
         return Memory(
             parameters=cost.parameter * trained + (0.0 if fetches else frozen * self.width) + kept,
             gradients=cost.gradient * trained,
             # Offloaded or not: a CPU has one memory.
             optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,
             activations=activations,
-            buffers=buffers + (saving + self.heap(training) if on_cpu else 0.0),
+            buffers=buffers + (saving if on_cpu else 0.0),
             base=self.device.base_bytes,
-            host=0.0 if on_cpu else max(host, built),
+            host=0.0 if on_cpu else host,
         )
 
     def states(self) -> Cost:
@@ -189,12 +175,6 @@ class _Rank:
         held += self.at(model.transient) * self.stages / self.tensor
         # Each rank reads whole sequences.
         return held + self.under_way * model.inputs.at(self.batch.micro_batch_size)
-
-    def evaluation(self) -> float:
-        """Evaluation keeps nothing for a backward pass, but its batches may be larger
-        (``eval_micro_batch_size``): what the largest operation reads and writes."""
-        rows = self.settings.eval_micro_batch_size or self.batch.micro_batch_size
-        return 2 * self.model.scratch.at(rows) / self.tensor / self.batch.sequence_parallel_size
 
     def buffers(self) -> float:
         """An operation's results, and gradients that wait to be reduced."""
@@ -234,9 +214,6 @@ class _Rank:
         if self.engine == "fsdp":
             if self.data == 1:
                 return 0.0
-            # A CPU's heap keeps of every block what was gathered, its copy, and both of its gradients.
-            if self.device.on_cpu and not self.gives_back:
-                return self.trained * (3 * self.width + 4)
             # The next unit is on its way while one computes; gradients of one are whole, then in fp32.
             return min(self.trained, 2 * self.model.block) * (self.width + 4)
         unit = self.module()
@@ -256,13 +233,12 @@ class _Rank:
 
     def reduced(self) -> float:
         """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py:
-        reduce_scatter_coalesced). Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
+        reduce_scatter_coalesced)."""
         if not self.flattens:
             return 0.0
         written = self.file.communication_data_type
         width = float(self.width) if written is None else 4.0 if "32" in written else 2.0
-        copies = 2 if self.stage == 3 and self.data > 1 and self.device.on_cpu else 1
-        return copies * min(self.bucket_elements(), self.trained) * width
+        return min(self.bucket_elements(), self.trained) * width
 
     def update(self) -> float:
         """At the step ZeRO makes its shard's gradients flat, and then fp32 (stage_1_and_2.py,
@@ -270,16 +246,6 @@ class _Rank:
         if not self.flattens or self.zero.optimizer_device != "none":
             return 0.0
         return (self.width + (4 if self.width < 4 else 0)) * self.trained / self.data
-
-    def heap(self, activations: float) -> float:
-        """What a CPU's process holds and no longer uses: holes of the heap, or the weights as they
-        were built, whole, before DeepSpeed moved them."""
-        if self.gives_back:
-            return 0.0
-        holes = (HEAP_HOLES if self.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
-        if self.flattens and not self.in_files:
-            holes = max(holes, self.trained * self.tensor * self.width)
-        return holes
 
 
 def _states(file: DeepSpeed, settings: Settings, engine: str, ranks: int) -> Cost:
