@@ -12,11 +12,10 @@ from dsframe.config.read import foreign
 from dsframe.config.read.findings import Findings, dotted, show
 from dsframe.config.read.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.read.reader import Path, inside, keys
-from dsframe.config.read.suggest import closest, containing
+from dsframe.config.read.suggest import closest
 from dsframe.config.schema.base import Epochs, Section
-from dsframe.config.schema.file import File, children, places, section_at, shape
+from dsframe.config.schema.file import File, children, places
 
-_LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
 _COMMON = frozenset(
     {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "properties", "title", "seed", "d",
      "shape"}
@@ -32,7 +31,7 @@ def is_comment(key: str) -> bool:
 
 def has_no_known_key(root: dict[str, Any]) -> bool:
     """True if a file has several keys and none that DeepSpeed has, or had, or that is spelled like one of its own."""
-    legacy = {name.partition(".")[0] for name in (*_LEGACY, *MEANT)}
+    legacy = {name.partition(".")[0] for name in (*REMOVED, *RENAMED, *SYNONYMS, *MEANT)}
     names = [key for key in root if not is_comment(key)]
     if len(names) < 3 or any(key in File.model_fields or key in legacy for key in names):
         return False
@@ -48,12 +47,9 @@ def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
     """
     listed = inside(raw, ("dsframe", "pass_through"))
     passed = frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
-    repairs = _Repair(raw, findings, passed)
-    # Misspelled names first, so that what is misplaced finds its section. The last pass sees what the one before
-    # it moved into a section that it had already left behind.
-    for step in (repairs.correct, repairs.drop, repairs.drop):
-        repairs.visit(File, raw, (), step)
-        modernise(raw, findings)
+    modernise(raw, findings)
+    _Repair(raw, findings, passed).visit(File, raw, ())
+    modernise(raw, findings)  # what was in a section with a misspelled name
     return passed
 
 
@@ -61,40 +57,22 @@ class _Repair:
     def __init__(self, raw: dict[str, Any], findings: Findings, passed: frozenset[str]) -> None:
         self.raw, self.findings, self.passed = raw, findings, passed
 
-    def visit(self, owner: type[Section], raw: dict[str, Any], path: Path, step: Any) -> None:
+    def visit(self, owner: type[Section], raw: dict[str, Any], path: Path) -> None:
         for key in list(raw):
-            if key not in owner.model_fields and not owner.open:
-                step(owner, raw, (*path, key))
+            name = dotted((*path, key))
+            if key not in owner.model_fields and not owner.open and name not in RENAMED:
+                value = raw.pop(key)
+                if name not in self.passed and name != "$schema":
+                    self.judge(owner, raw, (*path, key), value)
         for inner, section, value in list(children(owner, raw)):
-            self.visit(section, value, path + inner, step)
+            self.visit(section, value, path + inner)
 
     def unknown(self, here: Path, message: str = "unknown key", remedy: str = "remove it") -> None:
         self.findings.error(here, message, remedy, code="unknown-key")
 
-    def correct(self, owner: type[Section], raw: dict[str, Any], here: Path) -> None:
-        """Rename a misspelled key. One slip makes it certain; more than one only where the key has no other home."""
+    def judge(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+        """Says what an unknown key is. ``raw``: its section, without it."""
         name, key = dotted(here), str(here[-1])
-        if name in self.passed or name in _LEGACY or (len(here) == 1 and is_comment(key)):
-            return
-        legal = [other for other in owner.model_fields if other not in raw]
-        place = keys(foreign.target(key) or "")
-        meant = MEANT.get(name) or (str(place[-1]) if place and place[:-1] == here[:-1] else None)
-        if foreign.answers(key) and meant is None:
-            return
-        meant = meant or closest(key, legal, 1)
-        if meant is None and self.home(key, here, raw[key]) is None:
-            meant = closest(key, legal) or self.short_for(owner, here, raw[key])
-        if meant in legal:
-            self.unknown(here, remedy=f'did you mean "{meant}"?')
-            raw[str(meant)] = raw.pop(key)
-            self.findings.moved(here, (*here[:-1], str(meant)))
-
-    def drop(self, owner: type[Section], raw: dict[str, Any], here: Path) -> None:
-        """Take an unknown key out, and say where it belongs."""
-        name, key = dotted(here), str(here[-1])
-        value = raw.pop(key)
-        if name in self.passed or name == "$schema":
-            return
         if issubclass(owner, Epochs):
             self.unknown(here, remedy='write a number of steps, or {"epochs": 1}')
         elif len(here) == 1 and is_comment(key):
@@ -106,13 +84,13 @@ class _Repair:
             self.findings.error(here, message, remedy, code="removed")
         elif name in SYNONYMS:
             self.unknown(here, *SYNONYMS[name])
-        elif here[:-1] in ((), ("dsframe",)) and foreign.answers(key):
+        elif here[:-1] in ((), ("dsframe",)) and foreign.answers(key) and name not in MEANT:
             self.translate(here, value)
         else:
-            self.guess(owner, here, value)
+            self.guess(owner, raw, here, value)
 
     def translate(self, here: Path, value: Any) -> None:
-        """Say what does here what a key of another trainer does there, and continue as if that were written."""
+        """Says what does here what a key of another trainer does there, and continues as if that were written."""
         key = str(here[-1])
         target = foreign.target(key)
         place = keys(target or "")
@@ -127,31 +105,31 @@ class _Repair:
             for part in reversed(place[1:]):
                 written = f'{{"{part}": {written}}}'
             self.unknown(here, remedy=f'write "{place[0]}": {written}')
-            if place[0] != "dsframe" or "dsframe" in self.raw:
-                self.move(here, place, value)
+            self.move(here, place, value)
         self.findings.answered(here)
 
-    def guess(self, owner: type[Section], here: Path, value: Any) -> None:
-        key = str(here[-1])
-        home = self.home(key, here, value)
-        twin = None
+    def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+        """Says which key is meant: one spelled like it, or of the same name elsewhere. One slip makes it certain; more than one
+        only where the key has no other home."""
+        key, fields = str(here[-1]), owner.model_fields
+        meant = MEANT.get(dotted(here)) or closest(key, fields, 1)
+        home = None if meant else self.home(key, here)
         if home is None:
-            twin = closest(key, owner.model_fields, 1) or self.short_for(owner, here, value)
-        similar = closest(key, places(), 1) if len(key) > 4 else None
-        if twin and self.findings.is_override(here):
-            self.unknown(here, remedy=f'did you mean "{twin}"?')
-        elif twin:
-            self.unknown(here, f'unknown key; it looks like "{twin}", which the file has as well', "keep one")
+            meant = meant or closest(key, fields)
+        if meant and meant in raw and not self.findings.is_override(here):
+            self.unknown(here, f'unknown key; it looks like "{meant}", which the file has as well', "keep one")
+        elif meant:
+            self.unknown(here, remedy=f'did you mean "{meant}"?')
+            if meant not in raw:
+                raw[meant] = value
+                self.findings.moved(here, (*here[:-1], meant))
         elif home is not None:
-            self.findings.error(here, f"belongs {_where(home)}", code="misplaced-key")
+            where = f'under "{dotted(home)}"' if home else "at the top level"
+            self.findings.error(here, f"belongs {where}", code="misplaced-key")
             self.move(here, (*home, key), value)
         elif is_comment(key):
             message = f"comments as keys are not possible here{': DeepSpeed raises' if owner.coerced else ''}"
             self.unknown(here, message, "write a // comment: DeepSpeed reads HJSON")
-        elif similar and (home := self.home(similar, (*here[:-1], similar), value)) is not None:
-            self.unknown(here, remedy=f'did you mean "{similar}" {_where(home)}?')
-        elif foreign.answers(key):
-            self.translate(here, value)
         elif here[0] == "dsframe":
             self.unknown(here)
         else:
@@ -160,67 +138,16 @@ class _Repair:
             remedy = "remove it" + ("" if here[0] in MADE_HERE else forward)
             self.unknown(here, f"unknown key; {'DeepSpeed raises' if raises else 'DeepSpeed ignores it'}", remedy)
 
-    def short_for(self, owner: type[Section], here: Path, value: Any) -> str | None:
-        """Returns the only key of ``owner`` that takes such a value and has the key's words, or begins with it."""
-        return containing(str(here[-1]), [key for key in owner.model_fields if _fits(here[:-1], key, value)])
-
-    def home(self, key: str, here: Path, value: Any) -> Path | None:
-        """Returns the section that a key belongs to: the only one that has it, or the nearest of few. An object goes where
-        one is taken, and nothing else does."""
-        path = here[:-1]
-        if key in _COMMON:
-            return None
-        # What lies deep in a rare section is a better guess only where the file has that section.
-        homes = [
-            home
-            for home in places().get(key, ())
-            if home != path and (len(home) < 3 or home[0] in self.raw) and _fits(home, key, value)
-        ]
-        if not 1 <= len(homes) <= 3:
-            return None
-        near = [home for home in homes if path[: len(home)] == home or (path and home[: len(path)] == path)]
-        if near:
-            return near[0]
-        written = [home for home in homes if home and home[0] in self.raw]
-        only = written if len(written) == 1 else homes
-        # A section of ours adopts a stranger only in a file that has it.
-        foreign = only[0][:1] == ("dsframe",) and "dsframe" not in self.raw
-        return only[0] if len(only) == 1 and not foreign else None
+    def home(self, key: str, here: Path) -> Path | None:
+        """Returns the section that a key belongs to, where one alone has it. A section of ours adopts a stranger only in a
+        file that has it."""
+        homes = [home for home in places().get(key, ()) if home != here[:-1]]
+        foreign = homes[:1] and homes[0][:1] == ("dsframe",) and "dsframe" not in self.raw
+        return homes[0] if len(homes) == 1 and key not in _COMMON and not foreign else None
 
     def move(self, old: Path, new: Path, value: Any) -> None:
-        owner: Any = self.raw
-        for index, part in enumerate(new[:-1]):
-            if part not in owner and (made := class_at(new[: index + 1])):
-                if any(field.is_required() for field in made.model_fields.values()):
-                    return  # the section would lack more than this key
-                if index:
-                    self.findings.moved(old, new[: index + 1])
-            owner = owner.setdefault(part, {})
-            if not isinstance(owner, dict):
-                return
-        if new[-1] not in owner:
-            owner[new[-1]] = value
+        """Continues as if the value stood at ``new``, where that section is in the file."""
+        owner = inside(self.raw, new[:-1])
+        if isinstance(owner, dict) and new[-1] not in owner:
+            owner[str(new[-1])] = value
             self.findings.moved(old, new)
-
-
-def _where(home: Path) -> str:
-    return f'under "{dotted(home)}"' if home else "at the top level"
-
-
-def _fits(home: Path, key: str, value: Any) -> bool:
-    owner = class_at(home)
-    if owner is None or key not in owner.model_fields:
-        return not isinstance(value, (dict, list)) or key in ("betas", "milestones")
-    expected = shape(owner, key)
-    takes_object = bool(expected.kinds & {"dict", "any"})
-    return takes_object if isinstance(value, dict) else not expected.section or value is True
-
-
-def class_at(path: Path) -> type[Section] | None:
-    """The section class at a path of the schema."""
-    owner: type[Section] | None = File
-    for part in path:
-        if owner is None or not isinstance(part, str) or part not in owner.model_fields:
-            return None
-        owner = section_at(owner, part, {})
-    return owner

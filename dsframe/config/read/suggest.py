@@ -47,22 +47,6 @@ def near_path(path: Path) -> str:
     return ""
 
 
-def containing(word: str, candidates: Iterable[str]) -> str | None:
-    """The only candidate that has every part of ``word``: ``warmup_steps`` is short for ``warmup_num_steps``. Or that begins with
-    it: ``opt`` is short for ``optimizer``."""
-    parts = _parts(word)
-    fitting = [
-        candidate
-        for candidate in candidates
-        if (len(parts) > 1 and parts <= _parts(candidate)) or (len(word) > 2 and candidate.startswith(word.lower()))
-    ]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _parts(word: str) -> set[str]:
-    return {part.removesuffix("s") for part in word.lower().split("_")}
-
-
 def _plain(word: str) -> str:
     return re.sub("[^a-z0-9]", "", word.lower())
 
