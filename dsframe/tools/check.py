@@ -9,9 +9,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dsframe import engines
 from dsframe.config.load import Config, Examined, examine, find, read_text
@@ -48,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
     add("--strict", action="store_true", help="warnings are errors")
     add(
         "--format",
-        choices=("text", "json", "github"),
+        choices=("text", "github"),
         default="text",
-        help="output for people, editors, or GitHub annotations",
+        help="output for people, or GitHub annotations",
     )
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
     result.set_defaults(starts=False)  # dsframe launch sets it: the run says what it inherits
@@ -142,38 +141,12 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
 
 def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
     """Prints what was found in each file."""
-    if options.format == "json":
-        content = [_report(label, examined, options) for label, examined in reports]
-        print(json.dumps(content if len(content) > 1 else content[0], indent=2))
-        return
     for label, examined in reports:
         if options.format == "github":
             for problem in examined.problems:
                 print(_annotation(problem))
         else:
             _print_text(label, examined, options)
-
-
-def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict[str, Any]:
-    report: dict[str, Any] = {"file": label, "problems": [asdict(problem) for problem in examined.problems]}
-    config = examined.config
-    if config is not None:
-        for name, values in (("auto", config.resolved), ("inherited", config.inherited)):
-            report[name] = [
-                {"path": ".".join(map(str, entry.path)), "value": entry.value, "reason": entry.reason}
-                for entry in values
-            ]
-        if not any(problem.severity == "error" for problem in examined.problems):
-            if options.processes:
-                batch = asdict(config.batch(options.processes))
-                del batch["deepspeed_ranks"]
-                report["batch"] = batch
-            if options.resolved:
-                from dsframe.config.read import secrets
-
-                handed = config.for_deepspeed(options.processes) if options.processes else {}
-                report["resolved"] = secrets.without(config.written() | handed)
-    return report
 
 
 def _annotation(problem: Problem) -> str:

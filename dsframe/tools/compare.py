@@ -10,7 +10,7 @@ from dsframe.errors import DataError
 from dsframe.run_dir.record import read_metrics
 from dsframe.text import columns, printable
 from dsframe.tools.commands import command
-from dsframe.tools.report import page, runs
+from dsframe.tools.report import runs
 from dsframe.tools.report.runs import Run
 
 EPILOG = """\
@@ -27,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command("compare", "Several runs: loss, metrics, speed, memory.", EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of finished runs")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="also as a page")
     return parser
 
 
@@ -37,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with runs.understood():
         compared = _read(dict(zip(runs.names(options.runs), options.runs, strict=True)))
         print("\n".join(_lines(compared)))
-        if options.html:
-            options.html.write_bytes(page.page(compared).encode("utf-8", errors="replace"))
-            print(f"\n{options.html}")
     return 0
 
 

@@ -78,14 +78,13 @@ class Setup:
     """What its file says beyond the others'."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One line of the table."""
 
     name: str
-    state: str
-    """ok, failed, left out; or refused: the engine says, before it trains, that it cannot here, such
-    as a Horovod that was built without NCCL."""
+    state: str = "failed"
+    """ok, failed, or left out: not there, or the engine says that it cannot here, such as a Horovod without NCCL."""
     remark: str = ""
     launcher: str = ""
     processes: int = 0
@@ -98,12 +97,11 @@ class Row:
 
 @dataclass
 class Machine:
-    """This machine, and what was found on it so far."""
+    """This machine, and what one process trains on it."""
 
     folder: Path
     gpus: Sequence[tuple[str, int]]
     """Names and bytes."""
-    rows: list[Row] = field(default_factory=list)
     expected: Mapping[int, float] = field(default_factory=dict)
     """The losses of one process, by step."""
     norm: float | None = None
@@ -118,13 +116,7 @@ class Machine:
         return BOUNDS["cuda" if self.gpus else "cpu"]
 
     def directory(self, name: str) -> Path:
-        return self.folder / name.replace(",", "").replace(" ", "-")
-
-    def add(self, row: Row) -> Row:
-        """Keeps a row, and says on standard error that it is there."""
-        self.rows.append(row)
-        print(f"dsframe doctor: {row.name}: {row.state} ({row.seconds:.0f} s)", file=sys.stderr, flush=True)
-        return row
+        return self.folder / name.replace(" ", "-")
 
 
 def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Mapping[str, Any]) -> bool:
@@ -143,24 +135,19 @@ def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, r
     machine, began = Machine(folder, gpus), time.monotonic()
     setups, absent = setups_of(engines, machine.processes)
     single = next(name for name, entry in BUILT_IN.items() if entry.size == "one")
-    first = machine.add(_train(machine, Setup(single, single, "python"), 1))
+    rows = [train(machine, Setup(single, single, "python"), 1)]
     trained: list[Setup] = []
-    if first.state == "ok":
-        trained = [s for s in setups if machine.add(_train(machine, s, machine.processes)).state == "ok"]
-    for before, setup in pairwise(trained + trained[:1] * (len(trained) > 2)):
-        machine.add(_train(machine, setup, machine.processes, after=before.name))
-    machine.rows += absent
-    text = verdict(machine, time.monotonic() - began)
-    content = {
-        "verdict": text,
-        "bound": machine.bound,
-        "machine": report,
-        "origin": read_origin(folder / single),
-        "rows": [asdict(row) for row in machine.rows],
-    }
+    for setup in setups if rows[0].state == "ok" else ():
+        rows.append(train(machine, setup, machine.processes))
+        trained += [setup] if rows[-1].state == "ok" else []
+    rows += [train(machine, setup, machine.processes, after=before.name) for before, setup in pairwise(trained)]
+    rows += absent
+    text = verdict(machine, rows, time.monotonic() - began)
+    content = {"verdict": text, "bound": machine.bound, "machine": report, "origin": read_origin(folder / single)}
+    content["rows"] = [asdict(row) for row in rows]
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(*table(machine.rows), text, folder / FILE, sep="\n")
-    return all(row.state != "failed" for row in machine.rows)
+    print(*table(rows), text, folder / FILE, sep="\n")
+    return all(row.state != "failed" for row in rows)
 
 
 def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list[Row]]:
@@ -188,52 +175,49 @@ def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list
     return setups, absent
 
 
-def _train(machine: Machine, setup: Setup, processes: int, *, after: str = "") -> Row:
+def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") -> Row:
     """One training, compared with one process. ``after``: the setup whose checkpoint it continues."""
-    name = f"{setup.name}{' after ' * bool(after)}{after}"
-    row = Row(name, "failed", launcher=setup.launcher, processes=processes)
-    words = ["--launcher", setup.launcher]
+    row = Row(f"{setup.name} after {after}" if after else setup.name, launcher=setup.launcher, processes=processes)
+    words = ["--launcher", setup.launcher, "--engine", setup.engine]
     words += ["--resume", str(machine.directory(after))] if after else []
-    directory, began, codes = machine.directory(name), time.monotonic(), [0]
-    file = {**_FILE, **setup.more, "dsframe": {**_SECTION, "steps": STEPS}}
+    directory, began = machine.directory(row.name), time.monotonic()
     path = directory.with_suffix(".json")
-    path.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
-
-    def waited(started: subprocess_runs.Started) -> int:
-        codes[0] = started.wait(LIMIT_SECONDS)
-        return codes[0]
-
+    path.write_text(json.dumps({**_FILE, **setup.more, "dsframe": {**_SECTION, "steps": STEPS}}), encoding="utf-8")
     try:
-        subprocess_runs.train(path, processes, directory, engine=setup.engine, words=words, wait=waited)
-        summary = read_summary(directory)
+        code = subprocess_runs.train(path, processes, directory, words, LIMIT_SECONDS)
+        _judge(machine, row, directory, code, first=SAVED_STEP + 1 if after else 1)
     except subprocess.TimeoutExpired:
-        return replace(row, remark=f"not done after {LIMIT_SECONDS:.0f} s", seconds=LIMIT_SECONDS)
+        row.remark = f"not done after {LIMIT_SECONDS:.0f} s"
     except DsframeError as error:
-        refused = codes[0] == EngineError.exit_code
-        lines = [line for line in str(error).splitlines() if "error:" in line]
-        remark = lines[0] if refused and lines else str(error)
-        state = "refused" if refused else "failed"
-        return replace(row, state=state, remark=remark, seconds=time.monotonic() - began)
-    row = replace(row, seconds=time.monotonic() - began, peak_bytes=max(summary["peak_memory_bytes"]))
-    return _judged(machine, row, directory, first=SAVED_STEP + 1 if after else 1)
+        row.remark = str(error)
+    row.seconds = time.monotonic() - began
+    print(f"dsframe doctor: {row.name}: {row.state} ({row.seconds:.0f} s)", file=sys.stderr, flush=True)
+    return row
 
 
-def _judged(machine: Machine, row: Row, directory: Path, *, first: int) -> Row:
-    """The row with its losses from step ``first`` on compared with one process's."""
+def _judge(machine: Machine, row: Row, directory: Path, code: int, *, first: int) -> None:
+    """Compares its losses from step ``first`` on, and its first gradient, with one process's."""
+    if code:
+        said = subprocess_runs.end_of_log(directory)
+        row.state = "left out" if code == EngineError.exit_code else "failed"
+        row.remark = next((line for line in said.splitlines() if "error:" in line), said)
+        return
+    row.peak_bytes = max(read_summary(directory)["peak_memory_bytes"])
     losses = compare.losses(directory)
     machine.expected = machine.expected or losses
     wanted = [step for step in machine.expected if step >= first]
     if lacking := [step for step in wanted if step not in losses]:
-        return replace(row, remark=f"no loss of step {lacking[0]}")
-    if first == 1:
-        norms = [line["gradient_norm"] for line in read_metrics(directory) if line.get("gradient_norm")]
-        machine.norm = norms[0] if machine.norm is None else machine.norm
-        if abs(norms[0] / machine.norm - 1) > NORM_BOUND:
-            remark = f"first gradient has norm {norms[0]:.6g}, one process's {machine.norm:.6g}"
-            return replace(row, remark=remark)
-    difference = max(abs(losses[step] - machine.expected[step]) for step in wanted)
-    state, remark = ("ok", "") if difference <= machine.bound else ("failed", "other losses")
-    return replace(row, difference=difference, state=state, remark=remark)
+        row.remark = f"no loss of step {lacking[0]}"
+        return
+    norms = [line["gradient_norm"] for line in read_metrics(directory) if line.get("gradient_norm")]
+    machine.norm = norms[0] if machine.norm is None else machine.norm
+    row.difference = max(abs(losses[step] - machine.expected[step]) for step in wanted)
+    if first == 1 and abs(norms[0] / machine.norm - 1) > NORM_BOUND:
+        row.remark = f"first gradient has norm {norms[0]:.6g}, one process's {machine.norm:.6g}"
+    elif row.difference > machine.bound:
+        row.remark = "other losses"
+    else:
+        row.state = "ok"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -244,16 +228,16 @@ def table(rows: Sequence[Row]) -> list[str]:
         difference = "" if row.difference is None else f"{row.difference:.1e}"
         numbers = (str(row.processes or ""), difference, f"{row.seconds:.0f}", peak)
         cells.append([row.state, row.name, row.launcher, *numbers])
-    remarks = ["", *(row.remark.replace("\n", "\n    ") for row in rows)]
+    remarks = ["", *(row.remark for row in rows)]
     return [f"{line}  {text}".rstrip() for line, text in zip(columns(cells, 3), remarks, strict=True)]
 
 
-def verdict(machine: Machine, seconds: float) -> str:
+def verdict(machine: Machine, rows: Sequence[Row], seconds: float) -> str:
     """One line."""
     where = f"{len(machine.gpus)} x {machine.gpus[0][0]}" if machine.gpus else "CPU"
-    failed = [row.name for row in machine.rows if row.state == "failed"]
+    failed = [row.name for row in rows if row.state == "failed"]
     if failed:
         return f"FAILED on {where}, {seconds:.0f} s: {', '.join(failed)}"
-    differences = [row.difference for row in machine.rows if row.difference is not None]
+    differences = [row.difference for row in rows if row.difference is not None]
     trained = f"{len(differences)} trainings, the same losses as one process within {max(differences):.1e}"
     return f"ok on {where}, {seconds:.0f} s: {trained}"

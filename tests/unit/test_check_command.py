@@ -93,20 +93,6 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", "wrong.json", "clean.json", "--format", "json", "-np", "2", "--resolved"])
-    wrong, clean = json.loads(capsys.readouterr().out)
-    assert wrong["problems"] == [
-        {
-            "severity": "error", "path": "zero_optimisation", "message": "unknown key", "line": 3, "column": 3,
-            "remedy": 'did you mean "zero_optimization"?', "file": "wrong.json", "code": "unknown-key",
-        }
-    ]  # fmt: skip
-    assert clean["problems"] == []
-    assert clean["batch"]["micro_batch_size"] == 4
-    assert clean["resolved"]["gradient_accumulation_steps"] == 1
-
-
 def test_github(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "wrong.json", "--format", "github"])
     assert capsys.readouterr().out == (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from html import escape
@@ -14,17 +13,7 @@ from dsframe.data.files import replacing
 from dsframe.text import printable
 from dsframe.tools.commands import command
 from dsframe.tools.report.pictures import MISSING, Axis, Chart, Line, available, ink, inline
-from dsframe.tools.report.runs import (
-    Run,
-    differences,
-    file_differences,
-    names,
-    numbers,
-    read_run,
-    rows,
-    sameness,
-    understood,
-)
+from dsframe.tools.report.runs import Run, names, read_run, rows, understood
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}
@@ -82,17 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML text. The numbers are in it once more as JSON, in ``<script id="figures">``."""
+    """The HTML text."""
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     pictures = "".join(f"<figure>{inline(chart)}</figure>" for chart in charts(runs)) if available() else ""
-    data = json.dumps({run.name: numbers(run, runs[0]) for run in runs}).replace("<", "\\u003c")
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _differences(runs) if len(runs) > 1 else "",
         f'<div class="columns">{pictures}</div>' if pictures else f'<p class="note">{escape(MISSING)}</p>',
         _table(runs, rows(runs)),
         *(_origin(run) for run in runs),
-        f'<script type="application/json" id="figures">{data}</script>',
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -101,7 +87,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """The curves that have been recorded, and how far the losses are apart."""
+    """The curves that have been recorded."""
     steps = Axis("optimizer step")
     recorded = (record.get("evaluation", {}) for run in runs for record in run.records)
     metrics = sorted({name for evaluation in recorded for name in evaluation})
@@ -113,12 +99,6 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         lines = [Line(run.name, run.curve(key)) for run in runs]
         if any(len(line.points) > 1 for line in lines):  # one point is in the table
             panels.append(Chart(title, steps, axis, lines))
-    apart = [Line(run.name, differences(run, runs[0]), index) for index, run in enumerate(runs) if index]
-    above = [value for line in apart for _, value in line.points if value > 0]
-    if above:
-        axis = Axis("absolute difference", log=True, floor=10.0 ** (math.floor(math.log10(min(above))) - 1))
-        title = f"Difference of the training loss to {runs[0].name}"
-        panels.insert(1, Chart(title, steps, axis, apart))
     return panels
 
 
@@ -134,13 +114,6 @@ def _losses(runs: Sequence[Run], validation: Sequence[str]) -> list[Chart]:
             lines.append(Line(title, points, number if alone else index, dashed=True))
     drawn = any(len(line.points) > 1 for line in lines)
     return [Chart("Loss", Axis("optimizer step"), Axis(label), lines)] if drawn else []
-
-
-def _differences(runs: Sequence[Run]) -> str:
-    """Whether model, data and file are the same, and the keys in which the files differ."""
-    same = "".join(f"<tr><th>{escape(name)}</th><td>{escape(said)}</td></tr>" for name, said in sameness(runs))
-    differing = file_differences(runs)
-    return f'<table class="origin">{same}</table>{_table(runs, differing) if differing else ""}'
 
 
 def _table(runs: Sequence[Run], cells: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Charts by matplotlib, as SVG inside a page or as files of their own.
+"""Charts by matplotlib, as SVG inside a page.
 
 Colours are those of Okabe and Ito (2008), which people with any colour vision tell apart; every line
 has a marker of its own too.
@@ -14,10 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
-
-from dsframe.errors import DataError
 
 MISSING = 'no pictures, because matplotlib is not installed: pip install "dsframe[plots]"'
 _BLACK = "#000000"
@@ -47,8 +44,6 @@ class Axis:
 
     label: str
     log: bool = False
-    floor: float | None = None
-    """With ``log``: below it the axis is linear, so that zero has a position."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,7 @@ class Chart:
                 linewidth=1.3 if line.dashed else 1.3 + 3.2 * (1 - (index + 1) / len(self.lines)),
             )
         for axis, set_scale in ((self.x, axes.set_xscale), (self.y, axes.set_yscale)):
-            if axis.log and axis.floor is not None:
-                set_scale("symlog", linthresh=axis.floor)
-            elif axis.log:
+            if axis.log:
                 set_scale("log")
         if not self.x.log and all(float(a).is_integer() for line in self.lines for a, _ in line.points):
             axes.locator_params(axis="x", integer=True)  # there is no step 2.5
@@ -103,7 +96,7 @@ def available() -> bool:
 def inline(chart: Chart) -> str:
     """An ``<svg>`` element for a page: black is the page's ink, and its paper is seen through it."""
     text = io.StringIO()
-    _figure([chart]).savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    figure([chart]).savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     head = f'<svg role="img" aria-label="{escape(chart.title, quote=True)}" '
     picture = re.sub(r".*?<svg ", lambda _: head, text.getvalue(), count=1, flags=re.DOTALL)
     return picture.replace(_BLACK, "currentColor").replace(_GRID, "var(--rule)")
@@ -114,17 +107,7 @@ def ink(series: int) -> str:
     return COLOURS[series % len(COLOURS)].replace(_BLACK, "currentColor")
 
 
-def write(path: Path, charts: Sequence[Chart]) -> None:
-    """Charts below each other in a file, in the format that its name says. Raises DataError."""
-    if not available():
-        raise DataError(MISSING)
-    try:
-        _figure(charts).savefig(path, dpi=150)
-    except ValueError as error:  # a format that matplotlib does not know
-        raise DataError(f"{path}: {error}") from None
-
-
-def _figure(charts: Sequence[Chart]) -> Any:
+def figure(charts: Sequence[Chart]) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -132,14 +115,14 @@ def _figure(charts: Sequence[Chart]) -> Any:
     settings: Any = {"font.size": 9.0, "svg.fonttype": "none", "svg.hashsalt": "dsframe"}
     matplotlib.rcParams.update(settings)
     width, height = _INCHES
-    figure = Figure(figsize=(width, height * len(charts)), layout="constrained")
-    for chart, (axes,) in zip(charts, figure.subplots(len(charts), squeeze=False), strict=True):
+    drawn = Figure(figsize=(width, height * len(charts)), layout="constrained")
+    for chart, (axes,) in zip(charts, drawn.subplots(len(charts), squeeze=False), strict=True):
         chart.draw(axes)
-    return figure
+    return drawn
 
 
 def _fits(value: float, axis: Axis) -> bool:
-    return math.isfinite(value) and (value > 0 or not axis.log or axis.floor is not None)
+    return math.isfinite(value) and (value > 0 or not axis.log)
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
