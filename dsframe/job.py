@@ -22,7 +22,7 @@ from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Config, Facts
-from dsframe.config.resolve import auto, epochs, inherit, scaling
+from dsframe.config.resolve import epochs, inherit, scaling
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
@@ -149,10 +149,7 @@ def prepare(run: Run, world: World) -> Job:
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
-    on_gpu = device.type == "cuda"
-    config = config.resolve(
-        Facts(world.size, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
-    )
+    config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
@@ -194,7 +191,7 @@ def _refuse_several(run: Run) -> None:
 
 
 def _announce(job: Job) -> None:
-    """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
+    """What the user should know of the machine, and what this run does to rates because the file asks for it."""
     run, plan = job.run, job.plan
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
     slow = precision.emulated(plan.config, plan.device)
@@ -247,9 +244,6 @@ def _describe(job: Job, engine: Engine) -> None:
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
-    for resolved in config.resolved:
-        if resolved.path == auto.COMPILE and resolved.value:
-            job.say(f'dsframe.model.compile: "{resolved.value}": {resolved.reason}')
     if became := epochs.sentence(config.resolved, config.facts.epoch_steps):
         job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from dsframe.config.resolve import auto
 from dsframe.config.rules.model import compiler
 from dsframe.errors import ConfigError, Problem, TaskError
 
@@ -55,10 +54,8 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.channels_last:
         channels_last(model, whole)
     if wanted.compile == "blocks":
-        by_auto = names is None and any(resolved.path == auto.COMPILE for resolved in config.resolved)
-        if not by_auto or repeated(whole):  # "auto" leaves a model without repeated blocks as it is
-            for block in _of(model, picked(whole, names, "compile")):
-                compile_(block, device)
+        for block in _of(model, picked(whole, names, "compile")):
+            compile_(block, device)
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
     if again:

@@ -13,13 +13,6 @@ from dsframe.tools import compare
 from tests.unit.test_report_page import write_run
 
 
-def write(folder: Path, name: str, **more: Any) -> Path:
-    task = {"name": "language", "layers": 1, "width": 32, "context": 8, "corpus": "synthetic"}
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({"train_batch_size": 32, "dsframe": {"task": task, "steps": 2}} | more))
-    return path
-
-
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, name in enumerate(("a", "b"), 1):
         write_run(

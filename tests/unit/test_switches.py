@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsframe.config import Facts, load
-from dsframe.config.resolve import auto
+from dsframe.config import load
 from dsframe.engines import fsdp_units
 from dsframe.errors import ConfigError, EngineError
 from dsframe.model import switches
@@ -240,40 +239,7 @@ def test_compiled_blocks_compute_the_same(blocks: dict[str, Any], monkeypatch: p
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("file", "facts", "value", "reason"),
-    [
-        ({}, {"gpu": True, "total_steps": 1000}, "blocks", "a training of 1,000 steps on GPUs"),
-        ({}, {"gpu": True, "total_steps": 999}, False, "999 steps; from 1,000 on the time to compile is a small part"),
-        ({}, {"gpu": False, "total_steps": 5000}, False, "on CPUs"),
-        ({"per_sample_randomness": True}, {}, False, "not possible with dsframe.per_sample_randomness"),
-        ({"more": {"sync_batch_norm": True}}, {}, False, "not possible with dsframe.model.sync_batch_norm"),
-    ],
-)
-def test_blocks_are_compiled_by_auto_where_it_pays(
-    file: dict[str, Any], facts: dict[str, Any], value: Any, reason: str
-) -> None:
-    more = file.pop("more", {})
-    given = {
-        "train_batch_size": 4,
-        "dsframe": {"task": {"name": "a.b:C"}, "model": {"compile": "auto", **more}, **file},
-    }
-    first = load(given)
-    assert first.settings.model.compile is False
-    if facts:
-        assert [problem.message for problem in first.problems if problem.code == "auto-later"] == [
-            '"auto" is resolved when the device of the training is known'
-        ]
-    config = first.resolve(Facts(**facts))
-    assert config.settings.model.compile == value
-    (found,) = [one for one in config.resolved if one.path == auto.COMPILE]
-    assert (found.value, reason in found.reason) == (value, True)
-
-
-def test_auto_leaves_a_model_without_blocks_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function: pytest.fail("compiled"))
-    file = {"train_batch_size": 4, "dsframe": {"task": {"name": "a.b:C"}, "model": {"compile": "auto"}}}
-    switches.apply(Pair(), load(file).resolve(Facts(gpu=True, total_steps=2000)), CPU)
+def test_a_model_without_blocks_has_none_to_compile() -> None:
     with pytest.raises(ConfigError, match="no repeated block"):
         switched(Pair(), compile="blocks")
 

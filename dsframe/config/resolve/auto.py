@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from dsframe.config.read.findings import Findings, Resolved, dotted
+from dsframe.config.read.findings import Findings, Resolved
 from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
 from dsframe.config.schema.optimizer import MUP, muon_rates
 from dsframe.config.schema.settings import LanguageTask
 
-COMPILE = ("dsframe", "model", "compile")
-COMPILE_STEPS = 1_000
-"""From so many steps on ``"compile": "auto"`` compiles: a choice, so that a minute of compiling is a small part of a training."""
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
 _TRAINER = "the default of Hugging Face's Trainer"
@@ -45,8 +42,6 @@ class Facts:
     """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
     engine: str | None = None
     """The engine that will run, if it is not the file's."""
-    gpu: bool | None = None
-    """True if it trains on GPUs."""
 
 
 Answer = tuple[Any, str] | None
@@ -97,21 +92,6 @@ def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 
-def _compile(raw: dict[str, Any], facts: Facts) -> Answer:
-    """Blocks, on GPUs, where norms and residuals that are not compiled each read and write their activations once more."""
-    for key in ("dsframe.per_sample_randomness", "dsframe.model.sync_batch_norm", "sequence_parallel_size"):
-        if inside(raw, keys(key)) not in (None, False, 1) or inside(raw, keys(key)) is True:
-            return False, f"not possible with {key}"
-    if facts.gpu is None:
-        return None
-    if not facts.gpu:
-        return False, "this training is on CPUs, where it was slower as often as faster"
-    steps = facts.total_steps or 0
-    if steps < COMPILE_STEPS:
-        return False, f"{steps:,} steps; from {COMPILE_STEPS:,} on the time to compile is a small part"
-    return "blocks", f"a training of {steps:,} steps on GPUs"
-
-
 _NO_WARMUP = "no warm-up, the default of Hugging Face's Trainer; DeepSpeed takes no less than 1"
 
 # The optimizer comes before the scheduler, whose rules look at it.
@@ -136,9 +116,8 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization.stage3_prefetch_bucket_size": _from_hidden(lambda n: 0.9 * n * n, "0.9 x hidden size squared"),
     "zero_optimization.stage3_param_persistence_threshold": _from_hidden(lambda n: 10 * n, "10 x hidden size"),
     "pipeline.stages": _default(1, "no pipeline unless the file asks for one"),
-    dotted(COMPILE): _compile,
 }  # fmt: skip
-_WAITS_FOR = {"zero_optimization": "hidden size", "scheduler": "number of steps", "dsframe": "device"}
+_WAITS_FOR = {"zero_optimization": "hidden size", "scheduler": "number of steps"}
 """Section -> what of the training its ``"auto"`` may wait for."""
 
 

@@ -52,8 +52,7 @@ class Model(Section):
     """BatchNorm uses the samples of all ranks, so the result does not depend on the number of processes. Refused with several
     micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""
     compile: bool | Literal["blocks"] = False
-    """torch.compile: the whole model, or each repeated block by itself. ``"auto"``: each repeated block, in trainings of at least
-    1,000 steps on GPUs; else nothing."""
+    """torch.compile: the whole model, or each repeated block by itself."""
 
 
 class LargeBatch(Section):

@@ -134,7 +134,7 @@ class _Rank:
     def memory(self) -> Memory:
         trained, cost, on_cpu = self.trained, self.states(), self.device.on_cpu
         frozen = self.frozen / (self.data if self.stage == 3 else 1)
-        activations = self.activations()
+        activations = max(self.activations(), self.evaluation())
         # On a GPU the memory of activations is free for others when they are gone.
         update = self.update() - (0.0 if on_cpu else activations)
         kept = trained * self.width if self.keeps and self.data > 1 else 0.0
@@ -175,6 +175,12 @@ class _Rank:
         held += self.at(model.transient) * self.stages / self.tensor
         # Each rank reads whole sequences.
         return held + self.under_way * model.inputs.at(self.batch.micro_batch_size)
+
+    def evaluation(self) -> float:
+        """Evaluation keeps nothing for a backward pass, but its batches may be larger
+        (``eval_micro_batch_size``): what the largest operation reads and writes."""
+        rows = self.settings.eval_micro_batch_size or self.batch.micro_batch_size
+        return 2 * self.model.scratch.at(rows) / self.tensor / self.batch.sequence_parallel_size
 
     def buffers(self) -> float:
         """An operation's results, and gradients that wait to be reduced."""
