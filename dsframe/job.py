@@ -194,9 +194,8 @@ def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates because the file asks for it."""
     run, plan = job.run, job.plan
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    slow = precision.emulated(plan.config, plan.device)
     scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-    for line in (*run.lines, slow, scaled, *of_data):
+    for line in (*run.lines, scaled, *of_data):
         if line:
             job.say(line)
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe import engines
-from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import Config, load
@@ -45,9 +44,16 @@ def settle_threads(world: World, wanted: int | None) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
         raise WorldError(f"OMP_NUM_THREADS={given!r} is not a number of threads")
-    threads = wanted or int(given or 0) or cores.available(world)
+    threads = wanted or int(given or 0) or _cores(world)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
+
+
+def _cores(world: World) -> int:
+    """Cores for this rank's threads: its part of the host's, and no fewer than ``srun --cpus-per-task`` has given it alone."""
+    here, given = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    assigned = min(here, int(given)) if world.launcher == "srun" and given.isdecimal() else 1
+    return max(here // world.local_size, assigned)
 
 
 def fit(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe.cluster import cores
 from dsframe.errors import ConfigError, Problem, TrainingError
 from dsframe.model.formats import parameter_dtype as parameter_dtype
 from dsframe.model.state import LossScaleState
@@ -44,14 +43,6 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
         message = f"torch cannot cast to {name}"
         raise ConfigError([Problem("error", "torch_autocast.dtype", message, 'write "bfloat16"', code="value")])
     return dtype
-
-
-def emulated(config: Config, device: torch.device) -> str | None:
-    """Returns a note if a training computes in 16 bits on a processor without instructions for them."""
-    dtype = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
-    if device.type != "cpu" or dtype == "float32" or not cores.emulates(dtype):
-        return None
-    return f"this processor has no instructions for {dtype}: training here is slower than in fp32"
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

@@ -34,8 +34,6 @@ def train(number: int, engine: str, stage: str) -> float:
             "eval_micro_batch_size": 200,
             "threads_per_rank": 1,
             "run_dir": f"run-{number}",
-            # Not in the first: Horovod never forgets what it was told then.
-            "horovod": {"fusion_threshold_bytes": 4096} if number > 1 else {},
         },
     }
     return execute(load(file), quiet=True).loss

@@ -11,7 +11,6 @@ import pytest
 
 from dsframe.engines.deepspeed import patches, versions
 from dsframe.errors import EngineError
-from tests.contract import make
 from tests.engines import unpatched
 from tests.processes import REPOSITORY, run_ranks, torchrun
 
@@ -60,13 +59,6 @@ def test_a_patch_whose_place_has_gone_is_named() -> None:
     )
     with pytest.raises(EngineError, match=r"has no deepspeed\.gone, which the patch \"norm\" changes"):
         patches._upstream("norm", "gone")
-
-
-def test_a_release_that_is_known_not_to_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "version", lambda: "0.19.7")
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    with pytest.raises(EngineError, match=r"^DeepSpeed 0\.19\.7 does not work here: .*; install deepspeed==0\.19\.8$"):
-        make(file, "deepspeed")
 
 
 def test_a_release_that_nobody_tried_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,23 +103,3 @@ def test_without_deepspeed(tmp_path: Path) -> None:
         "pip install 'dsframe[deepspeed]' [engine-unavailable]"
     )
     assert named.returncode == 4
-
-
-def test_without_deepspeed_and_horovod(tmp_path: Path) -> None:
-    path = f"{environment_without({'deepspeed', 'horovod'}, tmp_path / 'venv')}:/usr/bin:/bin"
-    arguments = ["--config", "zero3.json", "--run-dir", "run", *SYNTHETIC]
-    fallback = run_ranks(
-        torchrun(2, [*TRAIN, *arguments]), cwd=tmp_path, timeout_seconds=120, env={"PATH": path}
-    ).check()
-    assert (
-        fallback.stderr.count(
-            "dsframe: deepspeed is not installed: falling back to ddp, the same training with full replicas"
-        )
-        == 1
-    )
-    named = train(tmp_path, *arguments, "--engine", "horovod", PATH=path)
-    assert said(named) == (
-        'engine "horovod" needs the package horovod, which is not installed; compile it against this torch as '
-        "docs/coming_from/horovod.md says (pip install horovod alone fails) [engine-unavailable]"
-    )
-    assert named.returncode == 4

@@ -95,17 +95,6 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
     assert sum(line.startswith("saved ") for line in said) == 3
 
 
-def test_a_best_by_a_metric_that_is_nan_is_said_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    training = Training(Room(1).run(lambda ranks: ranks)[0])
-    saving = saver(training, tmp_path, False, said)
-    saving._retention = Retention(last=1, best="accuracy:max")
-    for step in (1, 2, 3):
-        saving.save(step, loss=None, evaluation={} if step == 1 else {"accuracy": float("nan")})
-    warned = [line for line in said if "warning" in line]
-    assert warned == ["warning: keep_best: accuracy is NaN here, so this checkpoint cannot be the best"]
-
-
 def _after(action: Callable[..., Any], event: threading.Event | None) -> Callable[..., Any]:
     def wait_first(*arguments: Any, **keywords: Any) -> Any:
         assert event is None or event.wait(10)

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dsframe.config.schema.settings import Horovod
 from dsframe.engines.horovod import environment
 from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle_environment
 from dsframe.errors import EngineError
@@ -36,8 +35,8 @@ def told() -> dict[str, str]:
     return {name: os.environ[name] for name in (THRESHOLD, ROUNDS, APART, TUNES) if name in os.environ}
 
 
-def start(file: Horovod, device: torch.device = CPU) -> float | None:
-    bucket_bytes = settle_environment(file, device)
+def start() -> float | None:
+    bucket_bytes = settle_environment(CPU)
     note_start(running=False)
     return bucket_bytes
 
@@ -46,38 +45,36 @@ def test_a_threshold_of_the_environment_cuts_buckets_and_never_reaches_horovod()
     """Its second start in a process would crash where threshold and cycle time are both fixed."""
     for _ in range(2):
         give({THRESHOLD: "4096", ROUNDS: "1"})
-        assert start(Horovod()) == 4096
+        assert start() == 4096
         assert told() == {APART: "1", ROUNDS: "1"}
+    give({})
+    assert start() is None
+    assert told() == {APART: "1", ROUNDS: "5.0"}
 
 
 def test_autotuning_is_refused() -> None:
     give({TUNES: "1"})
     with pytest.raises(EngineError, match="leave out horovodrun's --autotune"):
-        start(Horovod())
-
-
-def test_what_the_file_says_of_buckets_fixes_nothing() -> None:
-    for bytes_each in (1024, 2048, 1024):
-        assert start(Horovod(fusion_threshold_bytes=bytes_each, cycle_time_milliseconds=2)) == bytes_each
-        assert told() == {APART: "1", ROUNDS: "2.0"}
-        assert pace() == ", a round every 2 ms"
+        start()
 
 
 def test_over_mpi_it_starts_once() -> None:
-    start(Horovod(fusion_threshold_bytes=1024))
-    settle_environment(Horovod(fusion_threshold_bytes=2048), CPU)
+    start()
+    settle_environment(CPU)
     note_start(running=True)
-    settle_environment(Horovod(cycle_time_milliseconds=1), CPU)
+    give({ROUNDS: "1"})
+    settle_environment(CPU)
+    assert pace() == ", a round every 1 ms"
     with pytest.raises(EngineError, match="HOROVOD_CYCLE_TIME cannot change; train in a new process"):
         note_start(running=True)
 
 
 def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
-    settle_environment(Horovod(), CPU)
+    settle_environment(CPU)
     assert environment.ASYNC_COMPLETION not in os.environ
-    settle_environment(Horovod(), torch.device("cuda", 0))
+    settle_environment(torch.device("cuda", 0))
     assert os.environ[environment.ASYNC_COMPLETION] == "1"
     monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
-    settle_environment(Horovod(), torch.device("cuda", 0))
+    settle_environment(torch.device("cuda", 0))
     assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsframe.cluster import cores
 from dsframe.config.load import examine
 from dsframe.config.resolve.scaling import factor, sentence
 from dsframe.config.schema.settings_model import LargeBatch
@@ -69,19 +67,3 @@ def test_what_the_check_says() -> None:
     )
     warmup = {"type": "WarmupLR", "params": {}}
     assert any("the two ramps multiply" in line for line in problems(good, scheduler=warmup))
-
-
-@pytest.mark.parametrize(
-    ("information", "emulated"),
-    [
-        ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", False),
-        ("flags\t\t: fpu avx512f avx512_bf16\n", False),
-        ("Features\t: fp asimd bf16\n", False),
-        ("flags\t\t: fpu avx2 avx512f\n", True),
-        ("model name\t: one that does not say what it can do, bf16 or not\n", False),
-    ],
-)
-def test_a_processor_without_the_instructions_is_known(tmp_path: Path, information: str, emulated: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(information)
-    assert cores.emulates("bfloat16", tmp_path / "cpuinfo") is emulated
-    assert not cores.emulates("bfloat16", tmp_path / "nothing")

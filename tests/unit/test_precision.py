@@ -124,23 +124,3 @@ def test_gradients_become_fp32_in_windows(monkeypatch: pytest.MonkeyPatch) -> No
             assert master.grad is not None
             assert master.grad.dtype == torch.float32
             assert torch.equal(master.grad, gradient.float())
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [
-        ({"bf16": {"enabled": True}}, "no instructions for bfloat16"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no instructions for bfloat16"),
-        ({}, None),
-    ],
-)
-def test_a_processor_that_only_emulates_is_said(
-    file: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load({"train_batch_size": 1, "optimizer": {"type": "SGD"}, **file})
-    monkeypatch.setattr(precision.cores, "emulates", lambda kind: True)
-    told = precision.emulated(config, torch.device("cpu"))
-    assert (told is None) == (said is None)
-    assert (said or "") in (told or "")
-    monkeypatch.setattr(precision.cores, "emulates", lambda kind: False)
-    assert precision.emulated(config, torch.device("cpu")) is None

@@ -3,7 +3,7 @@
 
 from typing import Literal
 
-from dsframe.config.schema.base import Count, Positive, Section, Size
+from dsframe.config.schema.base import Count, Section
 
 
 class Horovod(Section):
@@ -11,11 +11,6 @@ class Horovod(Section):
 
     compression: Literal["none", "fp16"] = "none"
     """Send gradients as they are or as fp16."""
-    fusion_threshold_bytes: Size | None = None
-    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else a quarter of all
-    gradients, between 1 and 64 MiB."""
-    cycle_time_milliseconds: Positive | None = None
-    """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
 
 
 class Ddp(Section):

@@ -38,8 +38,6 @@ class Patch:
     """What goes wrong without it."""
     upstream: str
     """Files and functions in DeepSpeed's package."""
-    versions: str = "0.19.6 to 0.19.8"
-    """The releases in which the fault was seen."""
 
 
 PATCHES: dict[str, Patch] = {
@@ -81,7 +79,6 @@ PATCHES: dict[str, Patch] = {
     "unused": Patch(
         "stage 3 keeps the gradient of an earlier step for a parameter that takes no part in this one",
         "runtime/zero/stage3.py (partition_grads, independent_gradient_partition_epilogue)",
-        "0.19.8",
     ),
     "hidden_step": Patch(
         "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
@@ -106,12 +103,10 @@ PATCHES: dict[str, Patch] = {
     "prologue": Patch(
         "derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error",
         "runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs)",
-        "0.19.8",
     ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
-        "0.19.8 (0.19.6 and 0.19.7 cannot release them)",
     ),
     "pipeline_bounds": Patch(
         "a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen them",
@@ -128,22 +123,18 @@ PATCHES: dict[str, Patch] = {
     "pipeline_evaluation": Patch(
         "eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result",
         "runtime/pipe/engine.py (eval_batch)",
-        "0.19.8 (0.19.6 and 0.19.7 forget the shapes, and lack what it calls)",
     ),
     "pipeline_sizes": Patch(
         "each stage waits for every activation's size, or for the first one only and then expects that size for all",
         "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
-        "0.19.8",
     ),
     "recorded_routers": Patch(
         "AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not start",
         "module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders)",
-        "0.19.8",
     ),
     "expert_norm": Patch(
         "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
         "runtime/utils.py (clip_grad_norm_)",
-        "0.19.8",
     ),
     "stage_splits": Patch(
         "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"

@@ -61,9 +61,8 @@ class HorovodEngine(ReplicaEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
-        settings = plan.config.settings.horovod
         _refuse_gpus_without_nccl(plan.device)
-        self._bucket_bytes = settle_environment(settings, plan.device)
+        self._bucket_bytes = settle_environment(plan.device)
         self._buckets: Buckets | None = None
         # A model's own collectives are torch's.
         world = _with_address(plan.world)

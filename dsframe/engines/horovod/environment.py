@@ -6,7 +6,6 @@ import os
 
 import torch
 
-from dsframe.config.schema.settings import Horovod
 from dsframe.errors import EngineError
 
 CPU_ROUND_MILLISECONDS = 5.0
@@ -23,8 +22,8 @@ _started: dict[str, str | None] = {}
 """Values that Horovod read when it started."""
 
 
-def settle_environment(settings: Horovod, device: torch.device) -> float | None:
-    """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
+def settle_environment(device: torch.device) -> float | None:
+    """Before Horovod starts: fills in what the environment leaves open. Returns the bytes of a bucket, where it says them.
 
     Raises EngineError where the environment asks for autotuning, which changes what is reduced together while it trains.
     """
@@ -32,30 +31,21 @@ def settle_environment(settings: Horovod, device: torch.device) -> float | None:
         raise EngineError(
             f"{TUNES}: dsframe cuts the buckets itself, so there is nothing to tune; leave out horovodrun's --autotune"
         )
-    _number(APART, None, 1)
-    bucket_bytes: float | None = settings.fusion_threshold_bytes
-    if bucket_bytes is None:
-        bucket_bytes = _number(THRESHOLD, None, None)
+    os.environ.setdefault(APART, "1")
     # Horovod takes buckets as they are. Its second start in a process crashes where this and the cycle time are both fixed
     # (SIGSEGV in ParameterManager::BayesianParameter::SetValue, 0.28.1).
+    bucket_bytes = _number(THRESHOLD)
     os.environ.pop(THRESHOLD, None)
-    default = CPU_ROUND_MILLISECONDS if device.type == "cpu" else None
-    _number(ROUNDS, settings.cycle_time_milliseconds, default)
+    if _number(ROUNDS) is None and device.type == "cpu":
+        os.environ[ROUNDS] = str(CPU_ROUND_MILLISECONDS)
     if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
-        _number(ASYNC_COMPLETION, None, 1)
+        os.environ.setdefault(ASYNC_COMPLETION, "1")
     return bucket_bytes
 
 
-def _number(name: str, wanted: float | None, default: float | None) -> float | None:
-    """Puts into the environment what the file says (``wanted``), else leaves what is there, else ``default``.
-
-    Returns what file or environment say; None where they are silent. Raises EngineError for what is no number there.
-    """
+def _number(name: str) -> float | None:
+    """A number of the environment; None where it is silent. Raises EngineError for what is no number there."""
     given = os.environ.get(name)
-    value = wanted if wanted is not None else None if given else default
-    if value is not None:
-        os.environ[name] = str(value)
-        return wanted
     try:
         return float(given) if given else None
     except ValueError:

@@ -206,9 +206,7 @@ class _Rank:
         if self.engine == "horovod":
             from dsframe.engines.buckets import usual_bytes  # imports torch
 
-            threshold = self.settings.horovod.fusion_threshold_bytes
-            size = usual_bytes(4 * int(self.trained)) if threshold is None else max(threshold, 1)
-            return min(size, 4 * self.trained)
+            return min(usual_bytes(4 * int(self.trained)), 4 * self.trained)
         return 0.0
 
     def bucket_elements(self) -> int:
