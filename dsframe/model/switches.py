@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _UNIT = "_dsframe_unit"
 """Attribute of a module that runs as one."""
-_RECOMPUTED = "_dsframe_recomputed"
-"""Attribute of a module that is recomputed: where its inputs wait."""
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
@@ -168,7 +166,6 @@ def recompute(block: nn.Module) -> None:
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
-    setattr(block, _RECOMPUTED, True)
 
 
 def offload(block: nn.Module) -> None:
@@ -294,11 +291,6 @@ def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
     finally:
         for (owner, name), buffer in now.items():
             owner._buffers[name] = buffer
-
-
-def is_recomputed(module: nn.Module) -> bool:
-    """True if :func:`recompute` was called for it."""
-    return hasattr(module, _RECOMPUTED)
 
 
 def units(model: nn.Module) -> list[nn.Module]:
