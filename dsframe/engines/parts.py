@@ -335,9 +335,9 @@ class PartsEngine(Engine):
         return {**metrics, **more} if measure else {}
 
     def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
-        """**Collective.** The losses of a batch, in evaluation mode and without gradients."""
+        """**Collective.** The losses of a batch, in evaluation mode, with gradients only if the task asks for them."""
         models = {name: partial(self._outputs, name, False) for name in self._engines}
-        with self._in_evaluation_mode(), torch.no_grad():
+        with self._in_evaluation_mode(), torch.set_grad_enabled(self.plan.task.eval_gradients):
             losses = {name: loss_and_terms(loss(models, inputs, targets))[0] for name, loss in self._losses.items()}
         for engine in self._engines.values():
             engine.release_outputs()

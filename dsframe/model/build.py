@@ -74,8 +74,8 @@ class BuiltModel:
     watch: WeightWatch | None = None
     """Sees weights that are read or written outside of the engine; None for one of several models."""
     losses: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    """**Collective.** With several models: makes the losses of a batch by name, in evaluation mode and
-    without gradients."""
+    """**Collective.** With several models: makes the losses of a batch by name, in evaluation mode, with gradients
+    only if the task asks for them."""
     calls: Any = None
     """Knows which modules this rank has called, if all ranks must call the same
     (``engines.call_order``)."""
@@ -254,6 +254,9 @@ def dependences(
         depends.append(Dependence(text))
     elif not synced and task.batch_dependent:
         text = "outputs depend on the rest of a micro-batch, so the training depends on the micro batch size"
+        depends.append(Dependence(text))
+    if any(getattr(module, "scale_grad_by_freq", False) for module in training):
+        text = "scale_grad_by_freq counts within one micro-batch, so the training depends on the micro batch size"
         depends.append(Dependence(text))
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
     if drops and not per_sample:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import EngineError
+from dsframe.model.gathered import library_of
 
 
 class LimitedEmbedding(nn.Embedding):
@@ -67,5 +68,7 @@ def _shortening(engine: Any, name: str) -> Callable[[LimitedEmbedding, Tensor], 
         if whole is not piece:
             view.put(whole)
         module.weight.copy_(whole)
+        if library := library_of(module.weight):
+            library.keep(module.weight)
 
     return shorten

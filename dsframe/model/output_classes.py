@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from dsframe.errors import TaskError
 
 _DEPTH = 3
 """Levels of attributes that are looked at for a tensor."""
@@ -22,7 +27,7 @@ def register(value: Any) -> None:
     Casts of outputs and evaluations then treat their attributes as they treat the fields of a named tuple. For the rest of the
     process; objects are rebuilt without calling ``__init__``.
     """
-    for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED:
+    for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED - {deque}:
         pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls))
         _REGISTERED.add(cls)
 
@@ -30,7 +35,7 @@ def register(value: Any) -> None:
 def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Lets hooks see the tensors in objects that ``modules`` take and return: those that a library adds until what is returned is
     called. Inside of objects torch's own hooks, and those of libraries, find none, and then miss a module's backward pass."""
-    shown = [(module, _Shown(), _Shown()) for module in modules if not _is_torchs(module)]
+    shown = [(module, _Shown(refuses=False), _Shown(refuses=True)) for module in modules if not _is_torchs(module)]
     for module, inputs, outputs in shown:
         module.register_forward_pre_hook(inputs.show)
         module.register_forward_hook(outputs.show)
@@ -46,23 +51,75 @@ def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
 class _Shown:
     """What a module takes, or what it returns, together with a list of the tensors in its objects."""
 
-    _places: list[tuple[Any, str]] | None = None
-    """Object and attribute of each; None where libraries see all by themselves."""
+    _places: list[tuple[Any, Any]] | None = None
+    """Object and attribute, or deque and index, of each; None where libraries see all by themselves."""
 
-    def show(self, _: nn.Module, *values: Any) -> Any:
+    def __init__(self, *, refuses: bool) -> None:
+        self._refuses = refuses
+
+    def show(self, module: nn.Module, *values: Any) -> Any:
         value = values[-1]
         register(value)
+        if self._refuses:
+            _refuse_hidden(module, value)
         places = _places(value)
         self._places = places if places or not isinstance(value, _TRANSPARENT) else None
-        return None if self._places is None else (value, [getattr(node, name) for node, name in places])
+        return None if self._places is None else (value, [_part(node, name) for node, name in places])
 
     def take(self, _: nn.Module, *values: Any) -> Any:
         if self._places is None:
             return None
         value, tensors = values[-1]
         for (node, name), tensor in zip(self._places, tensors, strict=True):
-            object.__setattr__(node, name, tensor)
+            if isinstance(node, deque):
+                node[name] = tensor
+            else:
+                object.__setattr__(node, name, tensor)
         return value
+
+
+def _refuse_hidden(module: nn.Module, value: Any) -> None:
+    """Raises TaskError where what ``module`` returns holds a tensor with a gradient that no hook can see: in a function, for
+    example. Its backward pass would then come before, or after, what a library does around it."""
+    for leaf in pytree.tree_leaves(value):
+        if torch.is_grad_enabled() and not isinstance(leaf, Tensor) and _hides(leaf, _DEPTH):
+            name = type(module).__name__.removeprefix("FSDP")
+            raise TaskError(
+                f"{name} returns a {type(leaf).__name__} that holds tensors with gradients, which libraries that shard weights "
+                "cannot see: return the tensors themselves, and make it of them in the loss, or choose an engine that keeps whole "
+                "weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
+
+
+def _hides(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    if isinstance(value, nn.Module) or not depth:
+        return False
+    inside: list[Any] = []
+    if isinstance(value, FunctionType):
+        inside = [_content(cell) for cell in value.__closure__ or ()]
+        inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
+        inside = [value.__self__]
+    elif isinstance(value, partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, Iterator):  # what it holds shows only when it is used up
+        return True
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        inside = list(value)
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif not type(value).__module__.startswith(_FOREIGN):
+        inside = list(attributes(value).values())
+    return any(_hides(part, depth - 1) for part in inside)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -70,11 +127,15 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
 
 
-def _places(value: Any) -> list[tuple[Any, str]]:
+def _part(node: Any, name: Any) -> Any:
+    return node[name] if isinstance(node, deque) else getattr(node, name)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
     return [
         (node, name)
         for node in _objects(value, _DEPTH)
-        for name, part in attributes(node).items()
+        for name, part in (enumerate(node) if isinstance(node, deque) else attributes(node).items())
         if isinstance(part, (Tensor, tuple, list, dict)) and _holds_tensors(part)
     ]
 
@@ -90,8 +151,10 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
     cls = type(value)
     if cls not in _REGISTERED and (cls in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value)):
         parts = value.values() if isinstance(value, dict) else value
-        for part in parts if isinstance(value, (dict, tuple, list)) else ():
+        for part in parts if isinstance(value, (dict, tuple, list, deque)) else ():
             yield from _objects(part, depth)
+        if isinstance(value, deque) and _holds_tensors(value):  # which torch's trees know, and FSDP does not
+            yield value
     elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside

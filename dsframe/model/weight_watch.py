@@ -154,6 +154,11 @@ class WeightWatch(TorchFunctionMode):
         """The model that is watched."""
         return self._model
 
+    @property
+    def has_writes(self) -> bool:
+        """True if forward passes write to weights, or may, as far as the last watched step has shown."""
+        return bool(self._but or self._written)
+
     # What is called.
 
     @contextmanager

@@ -12,7 +12,7 @@ import json
 import pickle
 import random
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -133,6 +133,8 @@ class LossTrial:
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
+        if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
+            return  # the look would use it up
         device, task = self._engine.plan.device, self._engine.plan.task
         kept = generators.capture(device)
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(task)

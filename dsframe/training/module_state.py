@@ -1,14 +1,18 @@
 """What a model keeps from one forward pass to the next in plain attributes of its modules: ``self.h = h.detach()``.
 
 No checkpoint has it, and each rank has its own. Some of it moves no loss: caches, counters, values for a log. So where attributes
-have changed in the first step, its micro-batch is evaluated with them as before and as after: where the losses differ, the model
-depends on them.
+have changed in the first step, the loss of its micro-batch is taken with them as before and as after: where the two differ, the
+model depends on them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from torch import nn
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
@@ -29,8 +33,8 @@ class ModuleState:
     def __init__(self, engine: Engine) -> None:
         batch = engine.plan.batch
         self._engine = engine
-        # Of a pipeline one rank would see the loss; of several models none has outputs of its own.
-        self._looks = batch.data_parallel_size == engine.plan.world.size and engine.built.losses is None
+        self._sees_loss = batch.data_parallel_size == engine.plan.world.size
+        """False where ranks split a model: one of them would see the loss."""
         self._batch: tuple[Any, Any] | None = None
         self._before: unmoved.Attributes | None = None
         self._after: unmoved.Attributes | None = None
@@ -39,7 +43,7 @@ class ModuleState:
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
         watch = self._engine.built.watch
-        if watch is not None and self._looks:
+        if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), unmoved.Attributes(watch.model)
 
     def step_ended(self) -> None:
@@ -77,10 +81,15 @@ class ModuleState:
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         if watch is None or self._batch is None or self._before is None or self._after is None:
             return _NO
+        if not self._sees_loss:
+            return _UNKNOWN
         kept = generators.capture(device)
         losses = Losses(engine)
+        # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
+        models = list(watch.model.children()) if engine.built.losses else [watch.model]
+        mode = nullcontext() if watch.has_writes else _training_mode(models)
         try:
-            with unmoved.unmoved(watch.model, device), watch.trial(), engine.plan.task.context.evaluation():
+            with unmoved.unmoved(watch.model, device), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for attributes in (self._before, self._after, self._before):
                     generators.restore(kept, device)
                     attributes.put_back()
@@ -89,6 +98,23 @@ class ModuleState:
             raise
         except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
             return _UNKNOWN
-        before, after, again = losses.of[""]
-        same = abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
+        same = all(
+            abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
+            for before, after, again in losses.of.values()
+        )
         return _NO if same else _YES
+
+
+@contextmanager
+def _training_mode(models: list[nn.Module]) -> Iterator[None]:
+    """Inside, ``models`` are in training mode whenever they are called."""
+
+    def train(model: nn.Module, _: Any) -> None:
+        model.train()
+
+    hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

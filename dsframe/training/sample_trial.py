@@ -6,7 +6,8 @@ It sees what halves of the outputs do not show: outputs with time first, a loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from dsframe.data import Loader
@@ -15,6 +16,7 @@ from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.engines import precision
 from dsframe.errors import EngineError, WorldError
+from dsframe.model import derivatives
 from dsframe.tasks.task import Sum, Task, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import unmoved
@@ -71,6 +73,8 @@ class Losses:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._task = engine, engine.plan.task
+        watch = engine.built.watch
+        self._differentiates = watch is not None and bool(derivatives.line_of(self._task, watch.model))
         self.of: dict[str, list[float]] = {}
         self.items: list[float] = []
 
@@ -80,13 +84,24 @@ class Losses:
         of_several = engine.built.losses
         weighted = type(task).loss_weight is not Task.loss_weight
         self.items.append(float(task.loss_weight(batch[1])) if weighted else samples)
-        if of_several is None:
-            engine.eval_step(batch, self._measure)
-            return
-        state = vars(unmoved.twin(task))
-        for name, loss in of_several(*batch).items():
-            self.of.setdefault(name, []).append(float(loss))
-        vars(task).update(state)
+        with self._gradients():
+            if of_several is None:
+                engine.eval_step(batch, self._measure)
+                return
+            state = vars(unmoved.twin(task))
+            for name, loss in of_several(*batch).items():
+                self.of.setdefault(name, []).append(float(loss))
+            vars(task).update(state)
+
+    @contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Inside, an evaluation has gradients where model or loss take derivatives."""
+        asked = self._task.eval_gradients
+        self._task.eval_gradients = asked or self._differentiates
+        try:
+            yield
+        finally:
+            self._task.eval_gradients = asked
 
     def _measure(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)

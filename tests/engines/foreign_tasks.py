@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict, deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -123,6 +124,8 @@ class _Remembering(nn.Module):
             values = values + self.queue[0]
         elif self.what == "calls":
             values = values / self.calls
+        elif self.what == "warm" and self.training:
+            values = values * min(1.0, self.calls / 10)
         return self.head(values.tanh())
 
 
@@ -134,6 +137,21 @@ class Remembers(Rows):
 
     def model(self) -> nn.Module:
         return _Remembering(self.what)
+
+
+class SeveralRemember(Remembers):
+    """Two models, of which one keeps something."""
+
+    model = dsframe.Task.model
+
+    def models(self) -> Any:
+        return {"one": super().model, "two": partial(nn.Linear, 8, 3)}
+
+    def losses(self) -> Any:
+        return {name: partial(self._of, name) for name in ("one", "two")}
+
+    def _of(self, name: str, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models[name](inputs), targets)
 
 
 class _Looked(nn.Embedding):
@@ -373,6 +391,9 @@ class _Solution(nn.Module):
 class Equation(Rows):
     """A network that solves u'' + u = 0 (Raissi et al. 2019): the loss takes derivatives twice."""
 
+    def __init__(self, *, summed: bool = False) -> None:
+        self.summed = summed
+
     def model(self) -> nn.Module:
         return _Solution()
 
@@ -380,7 +401,8 @@ class Equation(Rows):
         values, points = outputs
         (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
         (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
-        return (curves + values).square().mean() + (values - targets).square().mean()
+        squares = (curves + values).square() + (values - targets).square()
+        return squares.sum() if self.summed else squares.mean()
 
     def train_data(self) -> Any:
         points = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
@@ -848,3 +870,167 @@ class Buffers(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Running(), _Running(), nn.Linear(8, 3))
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).t()
+
+
+class _Having(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
+        buffers = {
+            "float64": torch.linspace(0.5, 1.5, 8, dtype=torch.float64),
+            "bool": torch.arange(8) % 2 == 0,
+            "integer": torch.arange(8) + 16777217,
+            "complex": torch.polar(torch.ones(8), torch.linspace(0, 1, 8)),
+            "scalar": torch.tensor(0.5),
+            "empty": torch.zeros(0),
+        }
+        if kind in buffers:
+            self.register_buffer("scale", buffers[kind])
+        if kind == "hidden":
+            self.register_buffer("scale", torch.linspace(0.5, 1.5, 8), persistent=False)
+        if kind == "list":
+            self.scales = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
+        if kind == "dict":
+            self.scales = nn.ParameterDict({"a.b": torch.full((8,), 0.5), "c": torch.ones(1)})
+        if kind == "normed":
+            nn.utils.parametrizations.weight_norm(self.body)
+        if kind == "symmetric":
+            nn.utils.parametrize.register_parametrization(self.body, "weight", _Symmetric())
+        if kind == "twice":
+            self.again = self.body
+        if kind == "partly":
+            self.body.weight.requires_grad_(False)
+        self.scale: Tensor
+        self.scales: Any
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs).tanh()
+        if self.kind in ("float64", "bool", "scalar", "hidden"):
+            hidden = hidden * self.scale.float()
+        if self.kind == "integer":
+            hidden = hidden * (self.scale % 3)
+        if self.kind == "complex":
+            hidden = (hidden * self.scale).real
+        if self.kind == "empty":
+            hidden = hidden + self.scale.sum()
+        if self.kind in ("list", "dict"):
+            first, second = self.scales.values() if self.kind == "dict" else self.scales
+            hidden = hidden * first + second
+        if self.kind == "twice":
+            hidden = self.again(hidden)
+        return self.head(hidden)
+
+
+class Having(Rows):
+    """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return _Having(self.kind)
+
+
+class _Later:
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+
+class _Returning(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.head(self.body(inputs).tanh())
+        return {
+            "function": lambda: outputs,
+            "partial": partial(torch.mul, outputs, 1.0),
+            "method": outputs.clone,
+            "object": _Later(lambda: outputs),
+            "rows": (row for row in outputs.unbind()),
+            "mapping": UserDict(scores=outputs),
+            "queue": deque([outputs]),
+            "distribution": torch.distributions.Categorical(logits=outputs),
+        }[self.kind]
+
+
+class Returning(Rows):
+    """A model that returns something else than tensors, tuples and dicts of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return _Returning(self.kind)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if self.kind == "distribution":
+            return -outputs.log_prob(targets).mean()
+        if self.kind == "object":
+            outputs = outputs.make
+        scores = {
+            "rows": lambda: torch.stack(list(outputs)),
+            "mapping": lambda: outputs["scores"],
+            "queue": lambda: outputs[0],
+        }.get(self.kind, outputs)
+        return super().loss(scores(), targets)
+
+
+class _Reader(nn.Module):
+    """Convolutions, a recurrent layer over the columns, classes by time (Shi et al. 2017, "CRNN")."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(2, 8, 3, padding=1), nn.ReLU())
+        self.sequence, self.head = nn.LSTM(8, 6, bidirectional=True), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        columns = self.body(images).permute(2, 0, 1)
+        return self.head(self.sequence(columns)[0]).log_softmax(-1)
+
+
+class Reading(Rows):
+    """Outputs with time first, and a CTC loss that is summed."""
+
+    loss_is = "sum"
+
+    def model(self) -> nn.Module:
+        return _Reader()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        rows = len(targets)
+        lengths = torch.full((rows,), len(outputs)), torch.full((rows,), targets.shape[1])
+        return F.ctc_loss(outputs, targets, *lengths, reduction="sum")
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(48, 2, 10, generator=draw), torch.randint(1, 5, (48, 3), generator=draw))
+
+
+class TiedTable(Words):
+    """A table with a limit whose weight a linear layer has too."""
+
+    def model(self) -> nn.Module:
+        table, head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 20, bias=False)
+        head.weight = table.weight
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
+
+
+class _Normed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+        return super().forward(input)
+
+
+class Normed(Rows):
+    """Brings the rows of a weight to length one in forward, as nGPT does."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Normed(8, 16), nn.Tanh(), nn.Linear(16, 3))

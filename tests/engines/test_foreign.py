@@ -68,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a gradient where it lies": ("GradientHook", {"what": "late"}, dict.fromkeys(("single", "fsdp"), "use register_hook")),
     "hidden derivatives": ("Hidden", {}, dict.fromkeys(SHARDED, "whole_weights = True")),
     "hidden derivatives, gathered for steps": ("Hidden", {"whole": True}, {}),
+    "an equation, summed": ("Equation", {"summed": True}, dict.fromkeys(("ddp", "zero3"), "gives a sum over the rows")),
     "consolidated": ("Consolidated", {}, {}),
     "derivatives by a transform": ("Transformed", {}, {}),
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook")),
@@ -105,8 +106,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "classes": ("Classes", {}, {}),
     "classes with slots": ("Classes", {"slots": True}, {}),
     "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
+    "a tied table with a limit": ("TiedTable", {}, {}),
+    "rows of length one": ("Normed", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
+HAVING = (
+    "float64", "bool", "integer", "complex", "scalar", "empty", "hidden", "list", "dict", "normed", "symmetric", "twice", "partly",
+)  # fmt: skip
+CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in HAVING}
+HIDDEN = "holds tensors with gradients"
+CASES |= {
+    f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN))
+    for kind in ("function", "partial", "method", "object", "rows")
+} | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue", "distribution")}
 LATER = {
     "a hook writes later": 3,
     "a hook writes its own": 3,
@@ -115,6 +128,8 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
+STATEFUL = {"a hook writes later", "state of the loss"}
+"""Cases whose tasks count steps, or keep something, in attributes."""
 ENGINES = tuple(setup for setup in SETUPS if not setup.startswith("stages"))
 RIGHT = {
     "weights in the loss": ("zero2",),
@@ -153,6 +168,12 @@ RIGHT = {
     "classes": ("ddp", "fsdp", "zero3"),
     "classes with slots": ("fsdp", "zero3"),
     "backward in the loss": ("single",),
+    "a tied table with a limit": ENGINES,
+    "rows of length one": ("ddp",),
+    "time first, summed": ENGINES,
+    **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
+    **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
+    **{case: ENGINES for case in CASES if case.startswith("having: ")},
 }
 
 
@@ -235,7 +256,9 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("case", "setup"), each(RIGHT))
 def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
-    run(tmp_path, file(case, setup), SETUPS[setup][0]).check()
+    """Over a restart, where the task has no state of its own."""
+    for steps in (4,) if case in STATEFUL else (2, 4):
+        run(tmp_path, file(case, setup, steps=steps), SETUPS[setup][0]).check()
     found = losses(tmp_path / "run")
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
 

@@ -13,7 +13,7 @@ import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
 from dsframe.training import unmoved
-from tests.engines.foreign_tasks import Remembers
+from tests.engines.foreign_tasks import Remembers, SeveralRemember
 
 
 def fit(folder: Path, task: str | dsframe.Task, steps: int, **more: Any) -> None:
@@ -28,12 +28,22 @@ def fit(folder: Path, task: str | dsframe.Task, steps: int, **more: Any) -> None
             "run_dir": str(folder),
         },
     }
-    dsframe.fit(Remembers(what=task) if isinstance(task, str) else task, file, **more)
+    if isinstance(task, str):
+        task = SeveralRemember() if task == "several" else Remembers(what=task)
+    dsframe.fit(task, file, **more)
 
 
 @pytest.mark.parametrize(
     ("what", "names"),
-    [("carried", "carried"), ("mean", "mean"), ("queue", "queue"), ("calls", "calls"), ("nothing", "")],
+    [
+        ("carried", "carried"),
+        ("mean", "mean"),
+        ("queue", "queue"),
+        ("calls", "calls"),
+        ("warm", "calls"),
+        ("several", "one.carried"),
+        ("nothing", ""),
+    ],
 )
 def test_a_state_is_said_and_a_resume_refused(
     what: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -96,9 +106,26 @@ class OtherInEvaluation(Scaled):
         return outputs if self.training else {"scores": outputs}
 
 
-def test_what_cannot_be_evaluated_is_no_reason_to_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_evaluates_otherwise_is_looked_at_as_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = SetByHook()
     task.scaled = OtherInEvaluation()
+    fit(tmp_path, task, 2)
+    assert "attributes" not in capsys.readouterr().err
+
+
+class Once(Scaled):
+    """Computes nothing without gradients."""
+
+    def forward(self, rows: Tensor) -> Any:
+        assert torch.is_grad_enabled()
+        return super().forward(rows)
+
+
+def test_what_cannot_be_looked_at_is_no_reason_to_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = SetByHook()
+    task.scaled = Once()
     fit(tmp_path, task, 2)
     assert "changes attributes in its forward pass (calls, factors); whether its loss" in capsys.readouterr().err
 

@@ -1,0 +1,80 @@
+"""Libraries that add hooks see the tensors in what a module returns, and what they cannot see is refused."""
+
+from __future__ import annotations
+
+from collections import UserDict, deque
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import TaskError
+from dsframe.model import output_classes
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.layer, self.wrap = nn.Linear(2, 2), wrap
+
+    def forward(self, rows: Tensor) -> Any:
+        return self.wrap(self.layer(rows))
+
+
+def seen(model: nn.Module) -> tuple[list[Any], Any]:
+    """The tensors that a library's hook sees, as FSDP looks for them; and what the caller gets, with the library's tensors."""
+    held: list[Any] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            held.append(value)
+            return value + 1
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(replaced, value))
+        return {key: replaced(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+    close = output_classes.show([model])
+    model.register_forward_hook(lambda module, args, outputs: replaced(outputs))
+    close()
+    return held, model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda rows: deque([rows]), lambda value: value[0]),
+        (lambda rows: UserDict(rows=rows), lambda value: value["rows"]),
+        (lambda rows: SimpleNamespace(rows=[rows]), lambda value: value.rows[0]),
+        (lambda rows: [SimpleNamespace(inner=SimpleNamespace(rows=rows))], lambda value: value[0].inner.rows),
+    ],
+)
+def test_tensors_in_objects_are_seen_and_replaced(wrap: Any, unwrap: Any) -> None:
+    model = Wrapped(wrap)
+    held, value = seen(model)
+    assert [tensor.shape for tensor in held] == [(1, 2)]
+    assert torch.equal(unwrap(value), held[0] + 1)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda rows: lambda: rows,
+        lambda rows: partial(torch.add, rows),
+        lambda rows: rows.clone,
+        lambda rows: (row for row in rows),
+        lambda rows: {rows},
+        lambda rows: SimpleNamespace(make=lambda: rows),
+    ],
+)
+def test_hidden_tensors_are_refused(wrap: Any) -> None:
+    with pytest.raises(TaskError, match=r"Wrapped returns a .* that holds tensors with gradients"):
+        seen(Wrapped(wrap))
+    with torch.no_grad():
+        seen(Wrapped(wrap))
+
+
+def test_what_holds_no_gradients_is_returned() -> None:
+    seen(Wrapped(lambda rows: (rows, len, "text", 3, SimpleNamespace(scale=rows.detach()))))
