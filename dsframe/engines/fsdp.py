@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
@@ -101,6 +102,8 @@ class FsdpEngine(ReplicaEngine):
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
+        for module in {*units, model}:
+            module.register_forward_hook(_without_views)
         take = output_classes.show([*units, model])
         for unit in units:
             policy = policies[unit in in_fp32]
@@ -363,6 +366,19 @@ class FsdpShards(Shards):
 
 
 LIBRARIES.append(FsdpShards())
+
+
+def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
+    """Copies tensors that lie in another tensor's memory: torch gives those a new history where a caller writes to them
+    (``h += x``), without FSDP's hook (2.13, ``_fsdp_state.py``)."""
+    output_classes.register(outputs)
+    if any(isinstance(leaf, Tensor) and _is_trained_view(leaf) for leaf in tree_leaves(outputs)):
+        return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)
+    return None
+
+
+def _is_trained_view(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None
 
 
 def _full(piece: DTensor) -> Tensor:

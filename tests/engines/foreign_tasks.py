@@ -1034,3 +1034,32 @@ class Normed(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Normed(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class _Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down(self.up(inputs).tanh()).t()
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([_Turned(), _Turned()]), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            outputs = block(inputs).t()
+            outputs += inputs
+            inputs = outputs
+        return self.head(inputs)
+
+
+class Residual(Rows):
+    """Writes to what a block returns, which lies in another tensor's memory."""
+
+    def model(self) -> nn.Module:
+        return _Residual()
