@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.config.rules.model import compiler
@@ -59,22 +58,12 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if again:
         for block in _of(model, recomputed(whole, config)):
             recompute(block)
-    if wanted.offload_activations:
-        names_offloaded = offloaded(whole, config)
-        for block in _of(model, names_offloaded) if device.type != "cpu" else ():
-            offload(block)
 
 
 def recomputed(whole: nn.Module, config: Config) -> list[str]:
     """The names of the modules that are recomputed. Raises ConfigError as :func:`apply`."""
     wanted = config.settings.model.recomputation
     return [] if wanted is None else picked(whole, wanted.modules, "activation_checkpointing")[:: wanted.every]
-
-
-def offloaded(whole: nn.Module, config: Config) -> list[str]:
-    """The names of the modules whose activations wait in the host's memory. Raises ConfigError as :func:`apply`."""
-    wanted = config.settings.model.offload_activations
-    return picked(whole, wanted if isinstance(wanted, list) else None, "offload_activations") if wanted else []
 
 
 def dense(model: nn.Module) -> None:
@@ -166,54 +155,6 @@ def recompute(block: nn.Module) -> None:
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
-
-
-def offload(block: nn.Module) -> None:
-    """Makes what ``block`` keeps for the backward pass wait in the host's memory; its parameters stay where they are."""
-    forward = block.forward
-
-    @wraps(forward)
-    def kept_away(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        away = _OffloadedActivations()
-        with torch.autograd.graph.saved_tensors_hooks(away.pack, away.unpack):
-            return forward(*args, **kwargs)
-
-    block.forward = kept_away
-
-
-_Packed = Tensor | tuple[torch.device, Tensor]
-_SMALL = 1 << 10
-"""Elements: what has fewer stays on the device."""
-
-
-class _OffloadedActivations:
-    """Copies on the host of what one forward pass of a block keeps; one of each, however many operations keep it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[StorageWeakRef, int, tuple[torch.device, Tensor]]] = {}
-
-    def pack(self, tensor: Tensor) -> _Packed:
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.numel() < _SMALL:
-            return tensor
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key in self._known:
-            alive, version, held = self._known[key]
-            if not alive.expired() and version == tensor._version:  # type: ignore[no-untyped-call]
-                return held
-        pinned = tensor.is_cuda
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=pinned)
-        held = tensor.device, copy.copy_(tensor, non_blocking=pinned)
-        self._known[key] = StorageWeakRef(storage), tensor._version, held  # type: ignore[no-untyped-call]
-        return held
-
-    def unpack(self, held: _Packed) -> Tensor:
-        if isinstance(held, Tensor):
-            return held
-        device, copy = held
-        return copy.to(device, non_blocking=copy.is_pinned())
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:

@@ -91,7 +91,6 @@ CASES: dict[str, Case] = {
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, waits=(_NORM, _EPILOGUE)),
     "ddp bf16": Case("ddp", _BF16),
     "ddp in bf16": Case("ddp", {}, section={"ddp": {"communication": "bf16"}}),
-    "fsdp, activations offloaded": Case("fsdp", {}, section={"model": {"offload_activations": True}}),
     "pipeline": Case("deepspeed", {"pipeline": {"stages": 2}}),
     "tensor": Case("deepspeed", {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}),
     "sequence": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, waits=(_NORM,)),
@@ -362,12 +361,3 @@ def test_a_mistake_is_recorded(mistake: str, what: str, detail: str, where: str)
     run = train(CASES["single"], mistake, eval_every_steps=50, checkpoints={"at_end": False})
     found = run.events(*(f"step {step}" for step in QUIET))
     assert any(event[0] == what and detail in event[1] and where in event[2] for event in found), found
-
-
-@pytest.mark.long
-def test_activations_of_every_block_wait_on_the_host() -> None:
-    """Sent without a wait from memory that is pinned, and back."""
-    found = trained("fsdp, activations offloaded").events(*map("step {}".format, QUIET))
-    ways = {what: detail for what, detail, where in found if "model/switches.py" in where}
-    assert set(ways) == {"to host", "to device"}
-    assert all("non-blocking pinned" in detail for detail in ways.values()), ways

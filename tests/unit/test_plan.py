@@ -213,7 +213,6 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
             "plain": {},
             "all": {"activation_checkpointing": {"every": 1}},
             "some": {"activation_checkpointing": {"every": 2}},
-            "offloaded": {"offload_activations": True},
             "sliced": {"loss_chunk_tokens": 16},
         }.items():
             config = load({"train_batch_size": 64, "dsframe": {"task": task, "model": switch}})
@@ -221,11 +220,8 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
             found[name] = predict(config, "ddp", known, GPU, 1)
         memory = {name: one.memory.activations for name, one in found.items()}
         assert memory["all"] < memory["some"] < memory["plain"]
-        assert memory["offloaded"] < memory["some"]
         assert memory["sliced"] + found["sliced"].memory.buffers < memory["plain"] + found["plain"].memory.buffers
         assert known.block < known.parameters / 2, "ZeRO-3 gathers a recomputed block, not the model"
-        host = found["offloaded"].memory.host - found["plain"].memory.host
-        assert host == pytest.approx(memory["plain"] - memory["offloaded"], rel=0.4)
 
 
 def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:

@@ -108,56 +108,6 @@ def test_a_name_that_no_module_has_is_refused_with_those_that_there_are() -> Non
     assert "*.expand" in str(caught.value)
 
 
-def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each tensor, and no parameter. On CPUs the switch does nothing, so that it is called by hand here."""
-    plain = language_model()
-    frugal = copy.deepcopy(plain)
-    names = switches.offloaded(
-        frugal, load({"train_batch_size": 4, "dsframe": {"model": {"offload_activations": True}}})
-    )
-    assert names == ["2", "3", "4"]
-    moved: list[Tensor] = []
-    pack = switches._OffloadedActivations.pack
-
-    def noted(self: Any, tensor: Tensor) -> Any:
-        held = pack(self, tensor)
-        if not isinstance(held, Tensor):
-            moved.append(held[1])
-        return held
-
-    monkeypatch.setattr(switches._OffloadedActivations, "pack", noted)
-    for name in names:
-        switches.offload(frugal.get_submodule(name))
-    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
-    assert all(torch.equal(found[name], expected[name]) for name in expected), "to the last bit"
-    shapes = {tuple(tensor.shape) for tensor in moved}
-    assert shapes >= {(4, 16, 32), (64, 128)} or shapes >= {(4, 16, 32), (4, 16, 128)}
-    assert not {tuple(parameter.shape) for parameter in plain.parameters()} & shapes
-    with torch.no_grad():
-        assert torch.equal(frugal(tokens()), plain(tokens()))
-    moved.clear()
-    wide = Pair()
-    wide.first, wide.second = nn.Linear(64, 8), nn.Linear(64, 8)
-    wide.forward = lambda inputs: wide.first(inputs) + wide.second(inputs)  # type: ignore[assignment, method-assign]
-    switches.offload(wide)
-    wide(torch.randn(32, 64)).sum().backward()
-    assert [tuple(tensor.shape) for tensor in moved] == [(32, 64), (32, 64)]
-    assert moved[0] is moved[1], "what two operations keep is there once"
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"activation_checkpointing": True}, "not possible with activation_checkpointing"),
-        ({"compile": "blocks"}, "not possible with dsframe.model.compile"),
-        ({"offload_activations": []}, "the list is empty"),
-    ],
-)
-def test_what_excludes_offloaded_activations_is_refused(model: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load({"train_batch_size": 4, "dsframe": {"model": {"offload_activations": True, **model}}})
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

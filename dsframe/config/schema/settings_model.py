@@ -23,9 +23,6 @@ class Model(Section):
     """Gradient checkpointing: keep only the inputs of blocks and recompute the rest; less memory, about a third more
     work. True is the block that the model repeats; or names of classes or modules (``*`` stands for anything); or
     these and which of them."""
-    offload_activations: bool | list[str] = False
-    """Keep activations of blocks in the host's memory until the backward pass. Names as for ``activation_checkpointing``. Nothing
-    changes where the host's memory is the device's. Refused with ``activation_checkpointing`` and ``compile``."""
 
     @property
     def recomputation(self) -> Recomputation | None:

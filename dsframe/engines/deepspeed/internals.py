@@ -125,6 +125,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "ds_tensor": "this rank's piece",
         "ds_shape": "shape of the whole",
         "ds_numel": "elements of the whole",
+        "ds_process_group": "the ranks that it is cut among",
         "ds_id": "number of the parameter",
         "ds_status": "gathered, released or on its way",
         "ds_persist": "stays gathered",

@@ -99,7 +99,7 @@ def _models(config: Config, parameters: float | None) -> tuple[Model, Model | No
         return Model(int(parameters), precision.parameter_dtype(config).itemsize), None
     settings = config.settings
     model = traced(config, tasks.build(settings.task, settings.seed))
-    if settings.model.recomputation is not None or settings.model.offload_activations:
+    if settings.model.recomputation is not None:
         return model, None
     try:
         changed = load_config(recomputing(config))

@@ -145,7 +145,7 @@ class _Rank:
         # A save in the background copies a rank's shard of weights and moments, in fp32.
         moments_each = moments(self.file) + (self.settings.ema is not None)
         saving = 4.0 * (1 + moments_each) * trained / self.data if self.settings.checkpoints.asynchronous else 0.0
-        host = cost.host * trained + saving + self.under_way * self.at(self.model.offloaded) / self.tensor
+        host = cost.host * trained + saving
         fetches = self.fetches and self.stage == 3 and not on_cpu
         if fetches and self.zero.parameter_device != "nvme":
             host += frozen * self.width
@@ -170,8 +170,7 @@ class _Rank:
     def activations(self) -> float:
         """What the forward pass keeps for the backward pass."""
         model, wide = self.model, self.at(self.model.saved_wide)
-        here = self.at(model.offloaded) if self.device.on_cpu else 0.0
-        held = self.under_way * (wide + (self.at(model.saved) - wide + here) / self.tensor)
+        held = self.under_way * (wide + (self.at(model.saved) - wide) / self.tensor)
         held += self.at(model.transient) * self.stages / self.tensor
         # Each rank reads whole sequences.
         return held + self.under_way * model.inputs.at(self.batch.micro_batch_size)

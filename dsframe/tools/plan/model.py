@@ -71,8 +71,6 @@ class Model:
     """Those whose last dimension is the hidden size: tensor parallelism does not shard them."""
     transient: Affine = field(default_factory=Affine)
     """What one recomputed part keeps while its turn in the backward pass comes."""
-    offloaded: Affine = field(default_factory=Affine)
-    """What waits in the host's memory."""
     scratch: Affine = field(default_factory=Affine)
     """The largest operation's results."""
     inputs: Affine = field(default_factory=Affine)
@@ -99,7 +97,7 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
     with meta_device():
         module = model_of(task, dtype, config)
         layers = task.layers() or task.cut(module) or ()
-        chosen, offloads = _chosen(module, config)
+        chosen = _chosen(module, config)
         runs = []
         for rows in ROWS:
             wanted = with_rows(targets, rows)
@@ -110,20 +108,18 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
             if sliced:
                 given = TargetedInputs(given, wanted)
             runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, chosen))
-    return _model(module, runs, dtype, len(chosen), layers=layers, offloads=offloads, batch_bytes=batch_bytes)
+    return _model(module, runs, dtype, len(chosen), layers=layers, batch_bytes=batch_bytes)
 
 
-def _chosen(module: nn.Module, config: Config | None) -> tuple[list[str], bool]:
-    """Names of the modules that the file has recomputed, or offloaded; and whether it is the latter."""
+def _chosen(module: nn.Module, config: Config | None) -> list[str]:
+    """Names of the modules that the file has recomputed."""
     if config is None:
-        return [], False
-    if config.settings.model.offload_activations:
-        return switches.offloaded(module, config), True
+        return []
     if config.settings.model.recomputation is not None:
-        return switches.recomputed(module, config), False
+        return switches.recomputed(module, config)
     if config.deepspeed.pipeline.stages > 1 and config.deepspeed.pipeline.activation_checkpoint_interval:
-        return switches.picked(module, None, "activation_checkpoint_interval"), False
-    return [], False
+        return switches.picked(module, None, "activation_checkpoint_interval")
+    return []
 
 
 def _slice_loss(task: Task, module: nn.Module, config: Config) -> bool:
@@ -201,14 +197,13 @@ def _model(
     parts: int,
     *,
     layers: Sequence[Any],
-    offloads: bool,
     batch_bytes: float,
 ) -> Model:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = sum(parameter.numel() for parameter in module.parameters())
     sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
     saved, wide, inside = sizes["saved"], sizes["saved_wide"], sizes["inside"]
-    if parts and not offloads:  # computed again from their inputs, which tensor parallelism does not shard
+    if parts:  # computed again from their inputs, which tensor parallelism does not shard
         inputs = sizes["part_inputs"]
         saved = Affine(saved.fixed + inputs.fixed, saved.each + inputs.each)
         wide = Affine(wide.fixed + inputs.fixed, wide.each + inputs.each)
@@ -230,7 +225,6 @@ def _model(
         saved=saved,
         saved_wide=wide,
         transient=Affine(inside.fixed / parts, inside.each / parts) if parts else Affine(),
-        offloaded=inside if offloads else Affine(),
         scratch=sizes["scratch"],
         inputs=Affine(0.0, batch_bytes),
     )
