@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -877,63 +877,65 @@ class _Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
+_BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "float64": lambda: torch.linspace(0.5, 1.5, 8, dtype=torch.float64),
+    "bool": lambda: torch.arange(8) % 2 == 0,
+    "integer": lambda: torch.arange(8) + 16777217,
+    "complex": lambda: torch.polar(torch.ones(8), torch.linspace(0, 1, 8)),
+    "scalar": lambda: torch.tensor(0.5),
+    "empty": lambda: torch.zeros(0),
+    "hidden": lambda: torch.linspace(0.5, 1.5, 8),
+}
+HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly")
+
+
 class _Having(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kinds: set[str]) -> None:
         super().__init__()
-        self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
-        buffers = {
-            "float64": torch.linspace(0.5, 1.5, 8, dtype=torch.float64),
-            "bool": torch.arange(8) % 2 == 0,
-            "integer": torch.arange(8) + 16777217,
-            "complex": torch.polar(torch.ones(8), torch.linspace(0, 1, 8)),
-            "scalar": torch.tensor(0.5),
-            "empty": torch.zeros(0),
-        }
-        if kind in buffers:
-            self.register_buffer("scale", buffers[kind])
-        if kind == "hidden":
-            self.register_buffer("scale", torch.linspace(0.5, 1.5, 8), persistent=False)
-        if kind == "list":
-            self.scales = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
-        if kind == "dict":
-            self.scales = nn.ParameterDict({"a.b": torch.full((8,), 0.5), "c": torch.ones(1)})
-        if kind == "normed":
+        self.kinds, self.body, self.more, self.head = kinds, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        for kind, make in _BUFFERS.items():
+            if kind in kinds:
+                self.register_buffer(kind, make(), persistent=kind != "hidden")
+        if "list" in kinds:
+            self.listed = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
+        if "dict" in kinds:
+            self.by_name = nn.ParameterDict({"first": torch.full((8,), 0.5), "c": torch.ones(1)})
+        if "normed" in kinds:
             nn.utils.parametrizations.weight_norm(self.body)
-        if kind == "symmetric":
-            nn.utils.parametrize.register_parametrization(self.body, "weight", _Symmetric())
-        if kind == "twice":
+        if "symmetric" in kinds:
+            nn.utils.parametrize.register_parametrization(self.more, "weight", _Symmetric())
+        if "twice" in kinds:
             self.again = self.body
-        if kind == "partly":
-            self.body.weight.requires_grad_(False)
-        self.scale: Tensor
-        self.scales: Any
+        if "partly" in kinds:
+            self.head.weight.requires_grad_(False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.body(inputs).tanh()
-        if self.kind in ("float64", "bool", "scalar", "hidden"):
-            hidden = hidden * self.scale.float()
-        if self.kind == "integer":
-            hidden = hidden * (self.scale % 3)
-        if self.kind == "complex":
-            hidden = (hidden * self.scale).real
-        if self.kind == "empty":
-            hidden = hidden + self.scale.sum()
-        if self.kind in ("list", "dict"):
-            first, second = self.scales.values() if self.kind == "dict" else self.scales
-            hidden = hidden * first + second
-        if self.kind == "twice":
+        hidden = self.more(self.body(inputs).tanh())
+        for kind in self.kinds & {"float64", "bool", "scalar", "hidden"}:
+            hidden = hidden * getattr(self, kind).float()
+        if "integer" in self.kinds:
+            hidden = hidden * (cast(Tensor, self.integer) % 3)
+        if "complex" in self.kinds:
+            hidden = (hidden * cast(Tensor, self.complex)).real
+        if "empty" in self.kinds:
+            hidden = hidden + cast(Tensor, self.empty).sum()
+        if "list" in self.kinds:
+            hidden = hidden * self.listed[0] + self.listed[1]
+        if "dict" in self.kinds:
+            hidden = hidden * self.by_name["first"] + self.by_name["c"]
+        if "twice" in self.kinds:
             hidden = self.again(hidden)
         return self.head(hidden)
 
 
 class Having(Rows):
-    """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen."""
+    """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen; or all of them."""
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kinds = set(HAVING) if kind == "all" else {kind}
 
     def model(self) -> nn.Module:
-        return _Having(self.kind)
+        return _Having(self.kinds)
 
 
 class _Later:

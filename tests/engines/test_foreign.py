@@ -112,15 +112,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
-HAVING = (
-    "float64", "bool", "integer", "complex", "scalar", "empty", "hidden", "list", "dict", "normed", "symmetric", "twice", "partly",
-)  # fmt: skip
-CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in HAVING}
+CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in ("all", *foreign_tasks.HAVING)}
 HIDDEN = "holds tensors with gradients"
 CASES |= {
     f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN))
     for kind in ("function", "partial", "method", "object", "rows")
 } | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue", "distribution")}
+BY_KIND = {f"having: {kind}" for kind in foreign_tasks.HAVING}
 LATER = {
     "a hook writes later": 3,
     "a hook writes its own": 3,
@@ -231,9 +229,9 @@ def by_hand(case: str) -> list[float]:
 
 
 def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
-    """Every case on the setup that shards most; on the others in the night."""
+    """Every case on the setup that shards most, on the others in the night; and so each of what one case has together."""
     return [
-        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place))
+        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place or case in BY_KIND))
         for case, setups in setups_of.items()
         for place, setup in enumerate(sorted(setups, reverse=True))
     ]
