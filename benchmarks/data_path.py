@@ -1,7 +1,6 @@
-"""The data path alone: images beside torchvision, text beside ``datasets`` with torch's DataLoader, and tar shards beside
-webdataset.
+"""The data path alone: images beside torchvision, text beside ``datasets`` with torch's DataLoader.
 
-    python -m benchmarks.data_path [--parts images text tar] [--pairs 7] [--workers 0] [--json FILE]
+    python -m benchmarks.data_path [--parts images text] [--pairs 7] [--json FILE]
 
 Images per second: dsframe's whole-batch augmentation beside torchvision's per-image pipeline.
 Both do the same to each image: a random crop after zero padding, a mirror image half of the time, conversion to float
@@ -12,19 +11,13 @@ collation of the ``DataLoader``) and, as its fastest per-image form, with ``tran
 Tokens per second, of the same tokenised documents: ``datasets`` reads its own memory-mapped Arrow files, row by row and in whole
 batches (``__getitems__``), shuffled. Documents are packed before, one after the other. No workers:
 reading is in the training process on both sides.
-
-Samples per second of tar shards: JPEG images of 96 pixels, decoded, flipped half of the time and scaled; and the same files without
-decoding. webdataset shuffles shards and 1,000 samples, dsframe shards and a window of 1,024. ``--workers`` is for
-these two.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +29,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from dsframe.data import ImageSource, Loader, Shards
+from dsframe.data import ImageSource, Loader
 from dsframe.data._torchvision import torchvision
 from dsframe.data.documents import Row
 from dsframe.data.packed import RowSource
@@ -213,66 +206,6 @@ def token_rate(batches: Any, limit: int = 60) -> float:
     return count / (time.perf_counter() - start)
 
 
-def shard_files(folder: Path) -> str:
-    """Writes four tar shards of 500 images; returns their pattern."""
-    import webdataset
-    from PIL import Image
-
-    noise = torch.Generator().manual_seed(0)
-    for shard in range(4):
-        with webdataset.TarWriter(str(folder / f"images-{shard}.tar")) as out:
-            for number in range(500):
-                coarse = torch.rand(1, 3, 12, 12, generator=noise)
-                pixels = torch.nn.functional.interpolate(coarse, size=96, mode="bilinear")[0].mul(255).byte()
-                image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-                out.write({"__key__": f"{shard}-{number:05}", "jpg": image, "cls": number % 10})
-    return str(folder / "images-{0..3}.tar")
-
-
-def image_row(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    pixels = torch.from_numpy(np.array(row["jpg"])).permute(2, 0, 1)
-    return (pixels.flip(-1) if torch.rand(()) < 0.5 else pixels).float() / 255, int(row["cls"])
-
-
-def raw_row(row: dict[str, Any]) -> tuple[int, int]:
-    return len(row["bin"]), int(row["cls"])
-
-
-def tar_rates(pairs: int, workers: int) -> dict[str, dict[str, list[float]]]:
-    """Samples per second of tar shards, decoded and not, ``pairs`` times, alternating."""
-    import webdataset
-
-    results: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
-        folder = Path(name)
-        pattern = shard_files(folder)
-        for shard in range(4):  # the same content under a suffix that nobody decodes
-            with (
-                tarfile.open(folder / f"images-{shard}.tar") as given,
-                tarfile.open(folder / f"raw-{shard}.tar", "w") as out,
-            ):
-                for member in given:
-                    content = given.extractfile(member)
-                    member.name = member.name.replace(".jpg", ".bin")
-                    out.addfile(member, content)
-        for what, urls, row in (("decoded", pattern, image_row), ("bytes", pattern.replace("images", "raw"), raw_row)):
-
-            def theirs(urls: str = urls, row: Any = row, what: str = what) -> Any:
-                data = webdataset.WebDataset(urls, shardshuffle=100, repeat=True, seed=0).shuffle(1000)
-                data = data.decode("pil").map(row) if what == "decoded" else data.map(row)
-                return DataLoader(data.batched(BATCH), batch_size=None, num_workers=workers)
-
-            def ours(urls: str = urls, row: Any = row) -> Any:
-                data = Shards(urls.replace("{0..3}", "*"), row, window=1024, data_dir=str(folder))
-                return Loader(data, seed=0, micro_batch_size=BATCH, workers=workers).stream()
-
-            results[f"tar, {what}"] = rates = {"dsframe": [], "webdataset": []}
-            for _ in range(pairs):
-                rates["dsframe"].append(rate(ours(), 12))
-                rates["webdataset"].append(rate(theirs(), 12))
-    return results
-
-
 def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
     """Prints medians, extremes and ratios."""
     print(f"{'data':14} {'pipeline':24} {what:>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
@@ -288,9 +221,8 @@ def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("images", "text", "tar")
+    parts = ("images", "text")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--workers", type=int, default=0, help="processes that read tar, on both sides")
     parser.add_argument("--pairs", type=int, default=7, help="how often each pipeline is measured")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     arguments = parser.parse_args()
@@ -304,12 +236,6 @@ def main() -> None:
         text = tokens(arguments.pairs)
         show("tokens/s", text)
         results |= text
-    if importlib.util.find_spec("webdataset") is None:
-        print("tar: webdataset is not installed (extra bench): left out")
-    elif "tar" in arguments.parts:
-        shards = tar_rates(arguments.pairs, arguments.workers)
-        show("samples/s", shards)
-        results |= shards
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -13,8 +13,6 @@ from dsframe.version import __version__
 if TYPE_CHECKING:
     from dsframe.config import Config as Config
     from dsframe.config import load as load
-    from dsframe.data.mixture import Mixture as Mixture
-    from dsframe.data.shards import Shards as Shards
     from dsframe.data.source import Source as Source
     from dsframe.errors import DsframeError as DsframeError
     from dsframe.hooks import Hooks as Hooks
@@ -36,8 +34,6 @@ _HOMES = {
     "gathered": "dsframe.model.gathered",
     "Config": "dsframe.config",
     "load": "dsframe.config",
-    "Mixture": "dsframe.data.mixture",
-    "Shards": "dsframe.data.shards",
     "Source": "dsframe.data.source",
     "DsframeError": "dsframe.errors",
     "Hooks": "dsframe.hooks",

@@ -273,8 +273,6 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
     if engine.built.adapter is not None:
         mine["training"].update(engine.built.adapter.training)
         mine["adapter"] = engine.built.adapter.peft
-    if mixed := job.work.loader.sampler.order.about():
-        mine["training"]["parts of the data"] = mixed
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.built.groups.asked})
     for section, more in engine.built.manifest.items():
         mine[section].update(more)

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from dsframe.data.loader import EvaluationLoader as EvaluationLoader
     from dsframe.data.loader import Loader as Loader
     from dsframe.data.loader import as_source as as_source
-    from dsframe.data.mixture import Mixture as Mixture
     from dsframe.data.preferences import Preferences as Preferences
     from dsframe.data.sampler import Sampler as Sampler
     from dsframe.data.sampler import permutation as permutation
-    from dsframe.data.shards import Shards as Shards
     from dsframe.data.source import Batch as Batch
     from dsframe.data.source import ImageSource as ImageSource
     from dsframe.data.source import Source as Source
@@ -31,11 +29,9 @@ _HOMES = {
     "EvaluationLoader": "loader",
     "ImageSource": "source",
     "Loader": "loader",
-    "Mixture": "mixture",
     "Pad": "collate",
     "Preferences": "preferences",
     "Sampler": "sampler",
-    "Shards": "shards",
     "Source": "source",
     "TensorSource": "source",
     "as_source": "loader",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ LABELS = ("labels", "label")
 """Names of what is the target in a row that is a dict."""
 
 
-def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None, width: int | None = None) -> Batch:
+def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None) -> Batch:
     """One batch of rows, each with its number in the data set. Without ``collate`` a row is an ``(input, target)`` pair, or a dict
-    with ``labels``, and all rows have one size. ``width``: to pad to, where ``collate`` is a :class:`Pad` to the global batch.
+    with ``labels``, and all rows have one size.
 
     Raises DataError, with the numbers of rows, where rows are of another kind or do not fit each other.
     """
@@ -34,7 +34,7 @@ def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None
         return _by_default(numbered, rows)
     whose = getattr(collate, "__qualname__", type(collate).__qualname__)
     try:
-        batch = collate(rows, width) if isinstance(collate, Pad) else collate(rows)
+        batch = collate(rows)
     except Exception as error:  # a collator of any library's
         numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -121,9 +121,8 @@ class Pad:
 
     How far depends on which rows share a micro-batch, so on the number of ranks, and so do the last bits of a loss.
     Its value does not where padding is masked: an ``attention_mask`` is added where rows have ``input_ids`` and none,
-    and ``labels`` are filled with -100. With ``length`` every batch has one size. With ``to="global-batch"`` all
-    micro-batches of a step, on all ranks, have one size that does not depend on the number of ranks: for models whose
-    outputs depend on padding. The data set then needs ``lengths``: for each row the length of its longest sequence.
+    and ``labels`` are filled with -100. With ``length`` every batch has one size, as models need whose
+    outputs depend on padding.
     """
 
     fill: Mapping[str, float] = field(default_factory=dict)
@@ -132,12 +131,9 @@ class Pad:
     """The padded length is a multiple of it."""
     length: int | None = None
     """Pad to so many always. A longer row is an error."""
-    to: Literal["micro-batch", "global-batch"] = "micro-batch"
-    """Whose longest row is padded to."""
 
-    def __call__(self, rows: list[Mapping[str, Any]], width: int | None = None) -> dict[str, Tensor]:
-        """The rows as one tensor for each name, ``[rows, longest, ...]``. ``width``: the longest of the global batch, where it is
-        to be one of all. Raises DataError where a row is too long."""
+    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The rows as one tensor for each name, ``[rows, longest, ...]``. Raises DataError where a row is too long."""
         batch: dict[str, Tensor] = {}
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
@@ -146,13 +142,11 @@ class Pad:
                 batch[name] = torch.stack(tensors)
                 continue
             longest = max(len(tensor) for tensor in tensors)
-            size = self.length or -(-(width or longest) // self.multiple) * self.multiple
+            size = self.length or -(-longest // self.multiple) * self.multiple
             if self.length and longest > size:
                 raise DataError(
                     f"{name} has a row of {longest}, longer than length={size}; cut the rows, or raise length"
                 )
-            if longest > size:
-                raise DataError(f"{name} has a row of {longest}, but the data set's lengths say {width} at most")
             value = self.fill.get(name, -100 if name in LABELS else 0)
             padded = tensors[0].new_full((len(rows), size, *tensors[0].shape[1:]), value)
             for row, tensor in zip(padded, tensors, strict=True):

@@ -22,19 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dsframe.data.collate import Collate, Pad, collated
-from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
 from dsframe.data.sample_draws import RowDraws
 from dsframe.data.sampler import Order, Part, Sampler, sequential
-from dsframe.data.shards import Shards
 from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw, own_rows
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
 Item = tuple[int, int, Any]
 """An epoch, an index and the row."""
-Request = tuple[list[Part], int | None]
-"""The samples of one batch, and the width that it is padded to, where that is not its own."""
+Request = list[Part]
+"""The samples of one batch."""
 READER = "dsframe-reader"
 """Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
@@ -45,7 +43,7 @@ ENDLESS = 2**53
 
 
 def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: bool = False) -> Source:
-    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one; and a mixture of either.
+    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one.
 
     ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`). ``streams``: take an ``IterableDataset``
     too, which can only be read from its start.
@@ -59,11 +57,9 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         if streams:
             return StreamSource(data, seed, collate)
         raise DataError(
-            f"{type(data).__name__} is an IterableDataset: it can be trained on, but not evaluated or mixed, because its samples "
+            f"{type(data).__name__} is an IterableDataset: it can be trained on, but not evaluated, because its samples "
             "cannot be read by index; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
         )
-    if isinstance(data, Mixture):
-        return _mixed(data, seed, collate)
     if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
     if isinstance(data, Source) and not _of_datasets(data):
@@ -77,24 +73,6 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
 
 
-def _mixed(data: Mixture, seed: int, collate: Collate | None) -> Source:
-    makes_batches = {name: isinstance(part, Source) and not _of_datasets(part) for name, part in data.sets.items()}
-    if not any(makes_batches.values()):
-        for name, part in data.sets.items():
-            if isinstance(as_source(part, seed), MixtureSource):
-                raise DataError(
-                    f"mixture: {name} is a mixture of what makes its own batches; name its parts in this one"
-                )
-        return DatasetSource(data, seed, collate)  # type: ignore[arg-type]  # it has what a map-style one has
-    if not all(makes_batches.values()) or collate is not None:
-        makes = next(name for name, whole in makes_batches.items() if whole)
-        raise DataError(
-            f"mixture: {makes} makes its own batches, so every other part must do so too, and the task's collate would not be "
-            "called; give parts of one kind, and leave collate out"
-        )
-    return MixtureSource(data)
-
-
 def _of_datasets(data: Any) -> bool:
     """True for a data set of the library ``datasets``, which has a method ``batch`` too: another one."""
     return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
@@ -106,31 +84,18 @@ class DatasetSource:
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self._draws = RowDraws(seed, torch.device("cpu"))
-        self._lengths: Any = None
-        self.global_width = isinstance(collate, Pad) and collate.to == "global-batch"
-        if self.global_width:
-            self._lengths = getattr(dataset, "lengths", None)
-            if self._lengths is None or len(self._lengths) != len(self):
-                raise DataError(
-                    f'Pad(to="global-batch"): {type(dataset).__name__} does not say how long each row is; give it "lengths", a '
-                    "sequence with the length of each row's longest sequence"
-                )
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
 
-    def common_width(self, parts: list[Part]) -> int:
-        """The length of the longest of these rows."""
-        return max(int(self._lengths[index % len(self)]) for _, rows in parts for index in rows.tolist())
-
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
 
-    def gather(self, parts: list[Part], width: int | None = None) -> Batch:
+    def gather(self, parts: list[Part]) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
         with _kept_generators():
             items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
-            return self.collated(items, width)
+            return self.collated(items)
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
@@ -138,11 +103,11 @@ class DatasetSource:
         _seed(bits)
         return self.dataset[index % len(self)]
 
-    def collated(self, items: list[Item], width: int | None = None) -> Batch:
+    def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
         numbered = [(index % len(self), row) for _, index, row in items]
         if self.collate is None or isinstance(self.collate, Pad):
-            return collated(numbered, self.collate, width)
+            return collated(numbered, self.collate)
         with self._draws.collating([(epoch, index) for epoch, index, _ in items]):
             return collated(numbered, self.collate)
 
@@ -224,43 +189,32 @@ def _pair(batch: Any, source: Source) -> Batch:
     return batch
 
 
-def _order_of(data: Any, seed: int, chosen: Callable[[int, int], Tensor | None] | None) -> Order:
-    """The order of the samples of ``data``, a source or a part of a mixture. ``chosen``: the task's or the file's."""
-    if isinstance(data, MixtureSource):
-        data = data.mixture
-    elif isinstance(data, DatasetSource) and not isinstance(data, StreamSource):
-        data = data.dataset
-    if isinstance(data, (StreamSource, Mixture)) and chosen not in (None, sequential):
-        raise DataError(f"{type(data).__name__} gives the order of its samples itself; remove Task.order")
-    if isinstance(data, StreamSource):
-        return Order(len(data), seed, sequential)
-    if isinstance(data, Mixture):
-        orders = [_order_of(part, seed + number, chosen) for number, part in enumerate(data.sets.values())]
-        return MixtureOrder(data, orders, seed)
-    return data.order(seed) if isinstance(data, Shards) and chosen is None else Order(len(data), seed, chosen)
+def _order_of(source: Source, seed: int, chosen: Callable[[int, int], Tensor | None] | None) -> Order:
+    """The order of the samples. ``chosen``: the task's or the file's."""
+    if isinstance(source, StreamSource):
+        if chosen not in (None, sequential):
+            raise DataError("StreamSource gives the order of its samples itself; remove Task.order")
+        chosen = sequential
+    return Order(len(source), seed, chosen)
 
 
 class _Keyed(Dataset[Any]):
-    """The data set that a worker process reads: samples by ``(epoch, index)``, and the width of their batch with each."""
+    """The data set that a worker process reads: samples by ``(epoch, index)``."""
 
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
 
-    def __getitem__(self, key: tuple[int, int, int | None]) -> tuple[Item, int | None]:
-        epoch, index, width = key
-        return (epoch, index, self.source.item(epoch, index)), width
+    def __getitem__(self, key: tuple[int, int]) -> Item:
+        epoch, index = key
+        return epoch, index, self.source.item(epoch, index)
 
-    def collated(self, items: list[tuple[Item, int | None]]) -> Batch:
-        """A batch of what ``__getitem__`` gave."""
-        return self.source.collated([item for item, _ in items], items[0][1])
-
-    def draws(self, rows: list[tuple[Item, int | None]]) -> bool:
+    def draws(self, rows: list[Item]) -> bool:
         """True where ``collate`` draws what belongs to no row, or makes another batch each time of the same rows."""
         batches, following = [], []
         for reading in range(_READINGS):
             _seed(0)
             if reading:
-                batches.append(tree_leaves(self.collated(copy.deepcopy(rows))))
+                batches.append(tree_leaves(self.source.collated(copy.deepcopy(rows))))
             following.append((torch.rand(()).item(), np.random.random(), random.random()))
         same = (
             torch.equal(first, other) if isinstance(first, Tensor) else first == other
@@ -283,22 +237,19 @@ class _Fetcher:
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Batch]:
         if self.workers and isinstance(self.source, DatasetSource):
-            keys = (
-                [(epoch, index, width) for epoch, rows in parts for index in rows.tolist()] for parts, width in requests
-            )
-            read = _Keyed(self.source)
+            keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
             loader = DataLoader(
-                read,
+                _Keyed(self.source),
                 batch_sampler=keys,  # any iterable of lists of keys will do
                 num_workers=self.workers,
-                collate_fn=read.collated,
+                collate_fn=self.source.collated,
                 worker_init_fn=outlive_signals,
                 generator=torch.Generator(),  # else it would draw a number from training's own generator
             )
             with held():
                 batches: Iterator[Batch] = _in_one_line(iter(loader))
         else:
-            batches = (self._fetch(*request) for request in requests)
+            batches = map(self._fetch, requests)
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -308,15 +259,9 @@ class _Fetcher:
         # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
         return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
-    def width(self, rows: Callable[[], list[Part]]) -> int | None:
-        """The width of all batches of a step, which has these ``rows``; None where each has its own."""
-        if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)) and self.source.global_width:
-            return self.source.common_width(rows())
-        return None
-
-    def _fetch(self, parts: list[Part], width: int | None) -> Batch:
-        if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
-            return self.source.gather(parts, width)
+    def _fetch(self, parts: list[Part]) -> Batch:
+        if isinstance(self.source, (DatasetSource, RowSource)):
+            return self.source.gather(parts)
         batches = [_pair(self._read(own_rows(self.source, rows), epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
@@ -336,7 +281,7 @@ class _Fetcher:
     def collate_draws(self) -> bool:
         """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
         source = self.source
-        keys = [[(0, index, None) for index in range(min(_READINGS, len(source)))]]
+        keys = [[(0, index) for index in range(min(_READINGS, len(source)))]]
         read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
         loader = DataLoader(
             read,
@@ -353,7 +298,7 @@ class _Fetcher:
         """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
         share."""
         fetch = _Fetcher(self.source, torch.device(device), min(self.workers, 1))
-        return fetch(([(0, torch.tensor(list(indices)))], None) for indices in samples)
+        return fetch([(0, torch.tensor(list(indices)))] for indices in samples)
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU."""
@@ -491,7 +436,7 @@ class Loader:
     def lines(self, steps: int) -> list[str]:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
-        lines = self.sampler.order.lines(samples)
+        lines = []
         if self.collate_draws:
             lines.append(
                 "collate draws random numbers for a batch and not for its rows: the losses depend on the micro-batch size and "
@@ -537,9 +482,8 @@ class Loader:
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
         step = first_step
         while last_step is None or step < last_step:
-            width = self._fetch.width(partial(self.sampler.global_batch, step))
             for micro in range(self.accumulation_steps):
-                yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size), width
+                yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size)
             step += 1
 
 
@@ -617,7 +561,7 @@ class EvaluationLoader:
     def _batches(self, fetch: _Fetcher, numbers: Sequence[int]) -> Iterator[EvaluationBatch]:
         shares = [self._share(number, self._split[1]) for number in numbers]
         run = [share or self._share(number, 0) for number, share in zip(numbers, shares, strict=True)]
-        batches = fetch(self._request(number, share) for number, share in zip(numbers, run, strict=True))
+        batches = fetch([(0, torch.arange(share.start, share.stop))] for share in run)
         return map(EvaluationBatch, batches, run, map(bool, shares))
 
     def _share(self, number: int, rank: int) -> range:
@@ -630,12 +574,6 @@ class EvaluationLoader:
             if number > whole or not each:
                 first, each, holders = first + each * ranks, 1, rest % ranks
         return range(first + rank * each, first + (rank + 1) * each) if rank < holders else range(0)
-
-    def _request(self, number: int, share: range) -> Request:
-        """The samples of ``share``, as wide as batch ``number`` of all ranks."""
-        first = self._share(number, 0).start
-        last = max(self._share(number, rank).stop for rank in range(self.ranks))
-        return [(0, torch.arange(share.start, share.stop))], self._fetch.width(lambda: [(0, torch.arange(first, last))])
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU."""

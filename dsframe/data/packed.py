@@ -23,7 +23,7 @@ class RowSource:
 
     With ``together`` a row holds several documents and has ``context`` positions: ``position_ids`` start anew at each document, and
     there is no mask, by which models of transformers keep them apart. Else a row is one document, padded to the longest of the
-    micro-batch, or of the global batch, with an ``attention_mask``.
+    micro-batch, with an ``attention_mask``.
     """
 
     def __init__(
@@ -33,11 +33,10 @@ class RowSource:
         *,
         together: bool,
         samples: int | None = None,
-        global_width: bool = False,
     ) -> None:
-        """``samples``: only so many rows. ``global_width``: pad to the longest row of the global batch."""
+        """``samples``: only so many rows."""
         self._tokens, self._pieces, self._ends = tokenised.tokens, tokenised.pieces, tokenised.rows
-        self._context, self._together, self.global_width = context, together, global_width
+        self._context, self._together = context, together
         self._length = min(len(self._ends), samples or len(self._ends))
 
     def __len__(self) -> int:
@@ -45,14 +44,6 @@ class RowSource:
 
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
-
-    def width(self, indices: Tensor) -> int:
-        """Returns how many positions a batch of these rows has."""
-        return self._wide(self._laid(indices.numpy())[2])
-
-    def common_width(self, parts: list[Part]) -> int:
-        """Returns how many positions a batch of all these rows has."""
-        return self.width(torch.cat([rows for _, rows in parts]))
 
     def _wide(self, filled: Any) -> int:
         return self._context if self._together else -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
@@ -67,11 +58,11 @@ class RowSource:
         lengths = pieces[:, 1] - 1  # the last token is only a target
         return pieces, row, np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
 
-    def gather(self, parts: list[Part], width: int | None = None) -> Batch:
-        """The rows of all parts as one batch: padding does not end with an epoch. ``width``: in place of their own."""
+    def gather(self, parts: list[Part]) -> Batch:
+        """The rows of all parts as one batch: padding does not end with an epoch."""
         chosen = np.concatenate([rows.numpy() for _, rows in parts])
         pieces, row, filled = self._laid(chosen)
-        lengths, width = pieces[:, 1] - 1, width or self._wide(filled)
+        lengths, width = pieces[:, 1] - 1, self._wide(filled)
         # Where each piece begins in its row: behind those before it.
         before = np.cumsum(lengths) - lengths
         first = before - (np.cumsum(filled) - filled)[row] + row * width

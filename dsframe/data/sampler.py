@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +53,6 @@ class Order:
         if self._chosen is sequential:  # of a stream there may be more than fit into memory
             return [(epoch, torch.arange(start, start + count))]
         return [(epoch, self._of(epoch)[start : start + count])]
-
-    def shares(self, samples: int) -> dict[str, int]:
-        """Returns how many of the first ``samples`` of a training are of each part of the data; empty where it has none."""
-        return {}
-
-    def about(self) -> dict[str, Any]:
-        """Returns what must stay for a saved place to be one in this order, in addition to number and seed; as JSON has it."""
-        return {}
-
-    def lines(self, samples: int) -> list[str]:
-        """Returns what is to be said before a training of so many ``samples``. Raises DataError where there are not enough."""
-        return []
 
     @cached_property
     def _of(self) -> Callable[[int], Tensor]:
@@ -148,14 +135,6 @@ class Sampler:
         The last step may already take its last few samples from the epoch after: batches are never cut short.
         """
         return math.ceil(epochs * self.epoch_steps)
-
-    def shares(self, step: int) -> dict[str, int]:
-        """Returns how many samples of each part of the data there are before ``step`` (from 0); empty without parts."""
-        first = step * self.global_batch_size
-        if self.drop_last:
-            epoch, batch = divmod(step, self.samples // self.global_batch_size)
-            first = epoch * self.samples + batch * self.global_batch_size
-        return self.order.shares(first)
 
     def epoch(self, step: int) -> float:
         """Returns how many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from dsframe.data import folder
 from dsframe.data._torchvision import torchvision
 from dsframe.data.files import data_root, read_idx
 from dsframe.data.sampler import permutation
-from dsframe.data.shards import Shards
 from dsframe.data.source import ImageSource
 from dsframe.errors import DataError
 
@@ -61,9 +59,6 @@ KNOWN = {
     "image-folder": Images(
         "image-folder", 3, 224, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), padding=0, mirrored=True
     ),
-    "image-shards": Images(
-        "image-shards", 3, 224, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), padding=0, mirrored=True
-    ),
 }
 
 
@@ -75,43 +70,21 @@ def describe(settings: ImageData) -> Images:
     if settings.dataset == "image-folder":
         names = tuple(folder.class_names(settings.data_dir))
         return replace(images, size=settings.image_size or images.size, classes=len(names), names=names)
-    if settings.dataset == "image-shards":
-        if settings.data_dir is None or settings.classes is None:
-            raise DataError(
-                'dataset "image-shards" needs data_dir, the folder of train/*.tar and val/*.tar, and classes'
-            )
-        if settings.samples is not None:
-            raise DataError('dataset "image-shards" has no "samples"; remove it, and put other shards there')
-        return replace(images, size=settings.image_size or images.size, classes=settings.classes)
     return images
 
 
 def prepares(settings: ImageData) -> bool:
     """Whether :func:`prepare` has work to do."""
-    return settings.dataset in ("image-shards", "image-folder")
+    return settings.dataset == "image-folder"
 
 
 def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str], None]) -> None:
-    """Makes the indices of shards, and opens the files of a folder. Raises DataError, with the names of all damaged files."""
-    if settings.dataset == "image-folder":
-        folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
-        return
-    shards = [load(settings, images, train=train, seed=seed, say=say) for train in (True, False)]
-    if (count := sum(map(len, shards))) <= folder.MOST_CHECKED:
-        folder.refuse_damaged(picture for split in shards for picture in split.pictures())
-    else:
-        say(f"dsframe: {count:,} images are not opened before training; a damaged one ends it where it is read")
+    """Opens the files of a folder. Raises DataError, with the names of all damaged files."""
+    folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
 
 
-def load(
-    settings: ImageData, images: Images, *, train: bool, seed: int, say: Callable[[str], None] | None = None
-) -> Any:
-    """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError.
-
-    ``say``: prints a line of progress, where an index has to be made.
-    """
-    if settings.dataset == "image-shards":
-        return _shards(settings, images, train, say)
+def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
+    """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError."""
     if settings.dataset == "image-folder":
         dataset: Any = folder.load(
             str(settings.data_dir), images, train=train, augment=train and settings.augment, names=list(images.names)
@@ -140,30 +113,6 @@ def load(
         flip=augment and images.mirrored,
         seed=seed,
     )
-
-
-def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str], None] | None) -> Shards:
-    root = str(settings.data_dir)
-    split_folder = Path(root).expanduser() / "train" if train else folder.test_folder(root, "image-shards")
-    look = folder.Look(images, augment=train and settings.augment)
-
-    def labelled(sample: dict[str, Any]) -> tuple[Tensor, int]:
-        pictures = [
-            content for name, content in sample.items() if f".{name.rpartition('.')[2].lower()}" in folder.SUFFIXES
-        ]
-        if len(pictures) != 1 or "cls" not in sample:
-            raise DataError(
-                f"image-shards: sample {sample['__key__']} in {split_folder} has {', '.join(list(sample)[1:])}; "
-                "it needs one image and cls"
-            )
-        if not 0 <= sample["cls"] < images.classes:
-            raise DataError(
-                f"image-shards: sample {sample['__key__']} in {split_folder} is of class {sample['cls']}, "
-                f"but classes is {images.classes}"
-            )
-        return look(pictures[0]), sample["cls"]
-
-    return Shards(f"{glob.escape(str(split_folder))}/*.tar", labelled, say=say)
 
 
 MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

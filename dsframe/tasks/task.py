@@ -447,8 +447,8 @@ class Task:
 
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)`` pairs or of dicts
-        with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows. Or :class:`dsframe.Shards`, a
-        :class:`dsframe.Mixture` of any of these, or an ``IterableDataset``.
+        with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows. Or an
+        ``IterableDataset``.
 
         Called on every rank at once: it may read files but must not write where another rank reads; :meth:`prepare` may.
         """

@@ -13,7 +13,6 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.data import documents, encoders, tokenised
-from dsframe.data.mixture import Mixture
 from dsframe.data.packed import IGNORED, RowSource
 from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, Tokenised
@@ -44,10 +43,6 @@ class WindowsTask(CausalLanguageModelTask):
         self.prepared_as = "-" + xxh3_64_hexdigest(settings.model_dump_json().encode())
         if "corpus" in settings.model_fields_set:
             raise TaskError('task: "corpus" and "data" both name the text; remove one of them')
-        if (settings.data.train is None) == (settings.data.mixture is None):
-            raise TaskError('task.data: name the files either in "train" or in "mixture"')
-        if settings.data.mixture is not None and settings.samples is not None:
-            raise TaskError('task: "samples" is not for a mixture; name fewer files')
         if settings.data.format == "conversations" and self.packing == "concatenate":
             raise TaskError(
                 'task.data.packing: "concatenate" joins texts; write "rows" or "documents" for conversations'
@@ -56,8 +51,6 @@ class WindowsTask(CausalLanguageModelTask):
             raise TaskError(
                 "task.data: conversations need a tokenizer with a chat template; name its folder in task.tokenizer"
             )
-        if "padding" in settings.data.model_fields_set and self.packing != "rows":
-            raise TaskError('task.data.padding: only "rows" are padded; remove it, or write "packing": "rows"')
         if settings.data.format == "text" and settings.data.chat_template:
             raise TaskError(
                 'task.data.chat_template: is for conversations; remove it, or write "format": "conversations"'
@@ -73,7 +66,7 @@ class WindowsTask(CausalLanguageModelTask):
         if self.tokenizer is not None:
             how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__, version("tokenizers")]
         recipes = {}
-        for name, patterns in ({**self._parts, "eval": files.eval} if files.eval else self._parts).items():
+        for name, patterns in {"train": files.train, **({"eval": files.eval} if files.eval else {})}.items():
             encoder: Any = (
                 encoders.ConversationEncoder(self.tokenizer, template or None)
                 if files.format == "conversations"
@@ -119,26 +112,8 @@ class WindowsTask(CausalLanguageModelTask):
         assert opened is not None
         return recipe, opened
 
-    @property
-    def _parts(self) -> dict[str, str | list[str]]:
-        """The training files, by the place of their key."""
-        if self._files.mixture is None:
-            return {"train": self._files.train or []}
-        return {f"mixture[{number}]": part.data for number, part in enumerate(self._files.mixture)}
-
     def train_data(self) -> Any:
-        sources = {name: self._source(name) for name in self._parts}
-        parts = self._files.mixture
-        if parts is None:
-            return sources["train"]
-        names = [part.name or _listed(part.data)[0] for part in parts]
-        if len(set(names)) < len(names):
-            raise DataError('task.data.mixture: two parts have one name; give them others by "name"')
-        return Mixture(
-            dict(zip(names, sources.values(), strict=True)),
-            {name: part.weight for name, part in zip(names, parts, strict=True)},
-            exhausted={name: part.exhausted for name, part in zip(names, parts, strict=True)},
-        )
+        return self._source("train")
 
     def eval_data(self) -> Any:
         return self._source("eval") if self._files.eval is not None else None
@@ -214,10 +189,8 @@ class RowsTask(WindowsTask):
 
     def train_data(self) -> Any:
         # The unit of rates: tokens that are no padding.
-        weights = [part.weight for part in self._files.mixture or ()] or [1.0]
-        counts = [self._opened(name)[1].counts for name in self._parts]
-        tokens = [weight * count.positions / count.rows for weight, count in zip(weights, counts, strict=True)]
-        self.units_per_sample = max(round(sum(tokens) / sum(weights)), 1)
+        counts = self._opened("train")[1].counts
+        self.units_per_sample = max(round(counts.positions / counts.rows), 1)
         return super().train_data()
 
     def _source(self, name: str) -> RowSource:
@@ -228,7 +201,6 @@ class RowsTask(WindowsTask):
             s.context,
             together=self.packing == "documents",
             samples=s.samples if train else None,
-            global_width=self._files.padding == "global-batch",
         )
 
 

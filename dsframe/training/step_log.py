@@ -44,8 +44,6 @@ class StepLog(Listener):
         sampler = training.loader.sampler
         details: dict[str, Any] = {"epoch": sampler.epoch(step), "gradient_norm": norm}
         details["memory_bytes"] = peak_memory_bytes(training.engine.plan.device)
-        if shares := sampler.shares(step):
-            details["samples_of"] = shares
         details |= _rows_read(training.engine, training.loader)
         metrics = {"loss": loss, "learning_rate": result.learning_rate, **terms}
         training.loss = loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import os
 import pickle
 from pathlib import Path
@@ -20,8 +19,6 @@ from dsframe.data._torchvision import torchvision
 from dsframe.data.files import read_idx, replacing
 from dsframe.data.folder import ImageFolder
 from dsframe.errors import DataError
-from dsframe.tasks import build
-from tests.sources import tar
 
 
 @pytest.fixture(autouse=True)
@@ -279,36 +276,6 @@ def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path: Path) -> No
     assert chosen(40) == sorted(set(chosen(40)))
     assert set(chosen(30)) < set(chosen(40))  # more samples are these and others
     assert chosen(1000) == list(range(160))
-
-
-def test_images_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
-    from PIL import Image
-
-    picture = io.BytesIO()
-    Image.new("RGB", (40, 30), (200, 50, 7)).save(picture, "PNG")
-    for part, count in (("train", 8), ("val", 3)):
-        (tmp_path / part).mkdir()
-        tar(tmp_path / part / "0.tar", range(count), png=picture.getvalue())
-    section = settings("image-shards", data_dir=str(tmp_path), image_size=16, classes=8)
-    assert vision.describe(section).classes == 8
-    train, test = load(section), load(section, train=False)
-    assert (len(train), len(test)) == (8, 3)
-    image, label = test[2]
-    assert (image.shape, label) == ((3, 16, 16), 2)
-    assert float(image[0, 8, 8]) == pytest.approx((200 / 255 - 0.485) / 0.229, abs=1e-5)
-    built = build(section, seed=1)
-    assert built.prepares
-    assert not build(settings("synthetic"), seed=1).prepares
-    built.prepare(lambda line: None)
-    with pytest.raises(DataError, match=r"sample some/0007 in .*train is of class 7, but classes is 7"):
-        load(settings("image-shards", data_dir=str(tmp_path), classes=7))[7]
-    for wrong in ({"classes": 3}, {"data_dir": str(tmp_path)}, {"data_dir": str(tmp_path), "classes": 3, "samples": 2}):
-        with pytest.raises(DataError, match=r'^dataset "image-shards"'):
-            vision.describe(settings("image-shards", **wrong))
-    tar(tmp_path / "train" / "0.tar", range(2))
-    with pytest.raises(DataError, match=r"sample some/0001 in .*train has cls, npy, txt; it needs one image and cls"):
-        load(section)[1]
 
 
 def test_image_folders_that_are_not_there(tmp_path: Path) -> None:

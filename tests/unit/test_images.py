@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import tarfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsframe.config.schema.settings import VisionTask
-from dsframe.data import folder, vision
-from dsframe.data.shards import _DECODERS
+from dsframe.data import folder
 from dsframe.errors import DataError
 from tests.processes import python, run_ranks
 
@@ -56,10 +53,8 @@ FORMS: dict[str, tuple[Image.Image, str]] = {
 def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> None:
     image, suffix = FORMS[form]
     place = written(tmp_path / f"a.{suffix}", image)
-    from_shard = _DECODERS[suffix](place.read_bytes())
     with Image.open(place) as file:
-        for found in (folder.rgb(file), from_shard):
-            assert np.abs(np.asarray(found, int) - RAMP[..., None]).max() <= 2
+        assert np.abs(np.asarray(folder.rgb(file), int) - RAMP[..., None]).max() <= 2
 
 
 def test_a_dark_picture_of_16_bits_is_dark(tmp_path: Path) -> None:
@@ -157,24 +152,6 @@ def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> 
     with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
         folder.check(str(pictures), ["cat", "dog"], said.append)
     assert not said
-
-
-def test_damaged_pictures_of_shards_are_named_all_at_once_before_training(tmp_path: Path) -> None:
-    content = io.BytesIO()
-    Image.fromarray(RAMP).save(content, "PNG")
-    whole = content.getvalue()
-    for split, pictures in (("train", [whole, whole[:-20], b"", whole]), ("val", [whole])):
-        (tmp_path / split).mkdir()
-        with tarfile.open(tmp_path / split / "a.tar", "w") as out:
-            for number, picture in enumerate(pictures):
-                for suffix, part in (("png", picture), ("cls", b"0")):
-                    member = tarfile.TarInfo(f"{number}.{suffix}")
-                    member.size = len(part)
-                    out.addfile(member, io.BytesIO(part))
-    section = {"name": "vision", "dataset": "image-shards", "data_dir": str(tmp_path), "classes": 1, "image_size": 32}
-    settings = VisionTask.model_validate(section)
-    with pytest.raises(DataError, match=r"2 files cannot be read as images: .*a\.tar: 1\.png \(.*a\.tar: 2\.png \("):
-        vision.prepare(settings, vision.describe(settings), 0, lambda line: None)
 
 
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:

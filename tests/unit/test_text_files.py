@@ -174,19 +174,6 @@ def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_
     assert identities(found, 3, first=117) == expected[117:]  # a resume at another size
 
 
-def test_a_mixture_of_files_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
-    part = {"data": "a.jsonl", "weight": 1}
-    with pytest.raises(TaskError, match='name the files either in "train" or in "mixture"'):
-        task("a.jsonl", mixture=[part])
-    with pytest.raises(TaskError, match='name the files either in "train" or in "mixture"'):
-        task(None)
-    with pytest.raises(DataError, match=r'task\.data\.mixture: two parts have one name; give them others by "name"'):
-        prepared(None, mixture=[part, part]).train_data()
-    with pytest.raises(DataError, match=r"task\.data\.mixture\[1\]: b\.jsonl: no such file"):
-        prepared(None, mixture=[part, {"data": "b.jsonl", "weight": 1}])
-
-
 def answers(batch: Any) -> list[tuple[list[int], list[int]]]:
     """Of each row the tokens, and those that are learned."""
     inputs, targets = batch
@@ -366,42 +353,6 @@ def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path: 
     with pytest.raises(TaskError, match='"corpus" and "data" both name the text'):
         build(Settings.model_validate(section), seed=1)
     assert issubclass(RowsTask, WindowsTask)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_rows_are_padded_to_the_longest_of_the_global_batch_where_the_file_says_so(mixed: bool, tmp_path: Path) -> None:
-    for name in "ab":
-        jsonl(tmp_path / f"{name}.jsonl", [{"text": "a" * (28 if row % 20 == 0 else row % 6 + 1)} for row in range(90)])
-    parts = [{"data": f"{name}.jsonl", "weight": 1} for name in "ab"] if mixed else None
-    found = prepared(None if mixed else "a.jsonl", packing="rows", padding="global-batch", mixture=parts)
-
-    def widths(ranks: int, accumulation: int) -> list[set[int]]:
-        loaders = [
-            Loader(
-                found.train_data(),
-                seed=1,
-                micro_batch_size=12 // ranks // accumulation,
-                accumulation_steps=accumulation,
-                rank=rank,
-                ranks=ranks,
-            )
-            for rank in range(ranks)
-        ]
-        return [
-            {inputs["attention_mask"].shape[1] for one in loaders for inputs, _ in one.micro_batches(step)}
-            for step in range(20)
-        ]
-
-    expected = widths(1, 1)
-    assert len({str(step) for step in expected}) > 1
-    assert all(len(step) == 1 for step in expected)
-    assert widths(2, 3) == widths(3, 1) == expected
-
-
-def test_padding_is_for_rows_alone(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    with pytest.raises(TaskError, match='only "rows" are padded; remove it, or write "packing": "rows"'):
-        prepared("a.jsonl", padding="global-batch")
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:

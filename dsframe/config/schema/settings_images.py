@@ -12,19 +12,18 @@ class ImageData(Section):
     """Kind of task."""
     model: Any = None
     """The model."""
-    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "image-shards", "synthetic"] = "fashion-mnist"
-    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``; ``image-shards``
-    ``data_dir/train/*.tar`` and ``data_dir/val/*.tar``, as webdataset writes them: of each sample an image and ``cls``."""
+    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "synthetic"] = "fashion-mnist"
+    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
     data_dir: str | None = None
     """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     augment: bool = True
     """Random crop with padding and horizontal flip, in training only."""
     image_size: Count | None = None
-    """Pixels of a side, for ``image-folder``, ``image-shards`` and ``synthetic``."""
+    """Pixels of a side, for ``image-folder`` and ``synthetic``."""
     classes: Count | None = None
-    """Number of classes, for ``synthetic`` and ``image-shards``, which needs it."""
+    """Number of classes, for ``synthetic``."""
     samples: Count | None = None
-    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same; not of
-    ``image-shards``. Default: all."""
+    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same.
+    Default: all."""
     workers: Size = 0
-    """Processes that read images, for ``image-folder`` and ``image-shards``."""
+    """Processes that read images, for ``image-folder``."""

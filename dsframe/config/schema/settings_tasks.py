@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from dsframe.config.schema.base import Count, Positive, Section
+from dsframe.config.schema.base import Count, Section
 from dsframe.config.schema.settings_images import ImageData
 
 
@@ -29,29 +29,12 @@ class LanguageTask(Section):
     """Use the embedding as the output layer."""
 
 
-class MixturePart(Section):
-    """Files of a mixture, and what share of the rows they give."""
-
-    data: str | list[str]
-    """Files or patterns, as for ``train``."""
-    weight: Positive
-    """Its share of the rows is this, divided by the sum of all weights."""
-    name: str | None = None
-    """Name in messages and logs. Default: the first pattern."""
-    exhausted: Literal["repeats", "error"] = "repeats"
-    """When all of its rows have been read: it ``repeats`` in a new order, or the training is refused before it begins
-    (``error``)."""
-
-
 class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
-    train: str | list[str] | None = None
+    train: str | list[str]
     """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, CSV,
-    text (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
-    mixture: list[MixturePart] | None = None
-    """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
-    number in the training."""
+    text (one document a file), or a folder that ``datasets.save_to_disk`` wrote."""
     eval: str | list[str] | None = None
     """Validation data. Default: none, so there is no evaluation."""
     format: Literal["text", "conversations"] = "text"
@@ -62,9 +45,6 @@ class TextFiles(Section):
     """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
     longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
     ``concatenate`` for text, ``rows`` for conversations."""
-    padding: Literal["micro-batch", "global-batch"] = "micro-batch"
-    """With ``"packing": "rows"``: rows are padded to the longest one of the micro-batch, or of the global batch. With the latter
-    the shapes of a step do not depend on the number of ranks."""
     chat_template: str | None = None
     """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
 
