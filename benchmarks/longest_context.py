@@ -4,7 +4,7 @@
 
 Each rank may have so much private memory (RLIMIT_DATA) above what it has once torch, transformers and DeepSpeed are loaded; a step
 that needs more fails, as on a GPU. A Llama of 2 blocks, one sequence in a step, AdamW, ZeRO-1, fp32, two steps. ``before`` is data
-parallelism alone, ``after`` adds the loss in slices and recomputed blocks, and on several ranks sequence parallelism. Contexts are
+parallelism alone, ``after`` adds recomputed blocks, and on several ranks sequence parallelism. Contexts are
 doubled until one fails, and then tried in between down to a quarter.
 """
 
@@ -38,7 +38,7 @@ MODEL = {
     "max_position_embeddings": 1 << 20,
     "vocab_size": 8192,
 }
-AFTER = {"loss_chunk_tokens": 256, "activation_checkpointing": True}
+AFTER = {"activation_checkpointing": True}
 
 
 def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import heapq
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,6 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
         raise DataError(f"{out}: predictions are written as .jsonl; choose this ending")
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         loader = job.work.evaluation.get("")
-        engine.built = replace(engine.built, computes_loss=False)  # the outputs are wanted
         if job.plan.batch.sequence_parallel_size > 1:
             raise TaskError(
                 "predict: not possible with sequence parallelism, where a rank has a slice of each row; choose another engine"

@@ -22,7 +22,7 @@ from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Config, Facts
-from dsframe.config.resolve import epochs, inherit, scaling
+from dsframe.config.resolve import epochs, inherit
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
@@ -152,7 +152,7 @@ def prepare(run: Run, world: World) -> Job:
     config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
-    rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
+    rates = schedules.planned(config, task, optimizer.learning_rate)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=bool(evaluation))
     progress = Progress(
@@ -194,8 +194,7 @@ def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates because the file asks for it."""
     run, plan = job.run, job.plan
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-    for line in (*run.lines, scaled, *of_data):
+    for line in (*run.lines, *of_data):
         if line:
             job.say(line)
 

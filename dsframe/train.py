@@ -108,7 +108,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         if world.is_main and not options.quiet and not launched:
             for problem in config.problems:
                 # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
-                if problem.code not in ("auto", "auto-later", "lr-scaling", "imports"):
+                if problem.code not in ("auto", "auto-later", "imports"):
                     print(shown(str(problem), sys.stderr), file=sys.stderr)
         from dsframe.run import choose, execute
 

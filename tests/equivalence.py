@@ -115,9 +115,6 @@ _EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
 _ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
-_CHUNKS = switched(loss_chunk_tokens=100)
-"""Which divides no micro-batch."""
-
 SINGLE = Case("single", {}, lambda _, arguments: python(list(arguments)), 1)
 REFERENCES: dict[str, Case] = {
     "fp32": SINGLE,
@@ -154,11 +151,7 @@ CASES: dict[str, Case] = {
         "ddp", switched(activation_checkpointing=True, compile="blocks"), tasks=("gpt",), in_suite=False
     ),
     "horovod channels last": Case("horovod", switched(channels_last=True), horovodrun, tasks=("cnn",), in_suite=False),
-    "zero3 in chunks": Case("deepspeed", {**zero(3, **_ALONE), **_CHUNKS}, deepspeed, tasks=("gpt", "llama")),
-    "ddp in chunks": Case("ddp", _CHUNKS, tasks=("gpt", "llama"), in_suite=False),
-    "fsdp in chunks": Case("fsdp", _CHUNKS, tasks=("gpt", "llama"), in_suite=False),
-    "horovod in chunks": Case("horovod", _CHUNKS, horovodrun, tasks=("gpt", "llama"), in_suite=False),
-    "tensor in chunks": Case("deepspeed", {**_TENSOR, **_CHUNKS}, deepspeed, tasks=("gpt", "llama"), in_suite=False),
+    "zero3 without prefetch": Case("deepspeed", zero(3, **_ALONE), deepspeed, tasks=("gpt", "llama")),
     "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt", "llama", "mixtral", "opt")),
     "tensor 2x2 zero3": Case("deepspeed", {**_TENSOR, **zero(3)}, processes=4, tasks=("gpt", "llama")),
     "tensor x pipeline zero1": Case("deepspeed", {**_TENSOR, **pipeline(), **zero(1)}, processes=4, tasks=("gpt",)),
@@ -177,9 +170,9 @@ CASES: dict[str, Case] = {
         for stage in range(4)
     },
     "sequence zero1": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, deepspeed, tasks=("gpt", "llama")),
-    "sequence zero3 in chunks": Case(
+    "sequence zero3": Case(
         "deepspeed",
-        {"sequence_parallel_size": 2, **zero(3, **_ALONE), **_CHUNKS},
+        {"sequence_parallel_size": 2, **zero(3, **_ALONE)},
         deepspeed,
         tasks=("gpt", "llama"),
         in_suite=False,

@@ -122,10 +122,9 @@ FEATURES: Mapping[str, Feature] = {
         accumulations=(1,),
         cuts=(1,),
     ),
-    "qwen3 moe in chunks": Feature(
+    "qwen3 moe": Feature(
         {
             "task": {"name": "causal-language-model", "model": _QWEN, "context": 32, "samples": 500},
-            "model": {"loss_chunk_tokens": 100},
         },
         accumulations=(1,),
         cuts=(1,),

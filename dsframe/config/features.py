@@ -11,7 +11,6 @@ from typing import NamedTuple
 from dsframe.config.read.reader import Path, keys
 from dsframe.config.schema.conditions import Row, holds, matches, value_at
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.optimizer import MUP
 from dsframe.config.schema.settings import Settings
 
 LOGGERS: Mapping[str, str | None]
@@ -30,8 +29,6 @@ def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path,
     for section, package in LOGGERS.items():
         if package and file.on(section):
             yield (section, "enabled"), package
-    if file.optimizer is not None and file.optimizer.type.lower() in MUP:
-        yield ("optimizer", "type"), "mup"
 
 
 class Feature(NamedTuple):
@@ -79,6 +76,4 @@ def own_adam(file: DeepSpeed) -> bool:
 def makes_groups(file: DeepSpeed) -> str:
     """Who makes groups of parameters inside DeepSpeed, so that nobody else can; empty: nobody."""
     name = file.optimizer.type if file.optimizer else ""
-    if name.lower() in ("muon", *MUP):
-        return name
-    return ""
+    return name if name.lower() == "muon" else ""

@@ -17,7 +17,7 @@ from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean
-from dsframe.config.resolve import auto, batch, epochs, inherit, scaling
+from dsframe.config.resolve import auto, batch, epochs, inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
 from dsframe.config.rules import report
@@ -304,11 +304,8 @@ def _check_facts(file: DeepSpeed, settings: Settings, facts: Facts, findings: Fi
         return
     if facts.world_size is None:
         batch.check(file, findings)
-    elif sizes := batch.solve(file, facts.world_size, findings, bool(facts.replicas)):
+    elif batch.solve(file, facts.world_size, findings, bool(facts.replicas)):
         batch.check_groups(file, facts.world_size, findings)
-        scaled = scaling.sentence(settings.large_batch, sizes.train_batch_size)
-        if scaled:
-            findings.note("dsframe.large_batch", scaled, code="lr-scaling")
 
 
 def _restore(raw: dict[str, Any], written: dict[str, Any], name: str) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from dsframe.data.loader import EvaluationLoader as EvaluationLoader
     from dsframe.data.loader import Loader as Loader
     from dsframe.data.loader import as_source as as_source
-    from dsframe.data.preferences import Preferences as Preferences
     from dsframe.data.sampler import Sampler as Sampler
     from dsframe.data.sampler import permutation as permutation
     from dsframe.data.source import Batch as Batch
@@ -30,7 +29,6 @@ _HOMES = {
     "ImageSource": "source",
     "Loader": "loader",
     "Pad": "collate",
-    "Preferences": "preferences",
     "Sampler": "sampler",
     "Source": "source",
     "TensorSource": "source",

@@ -18,7 +18,7 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import derivatives
 from dsframe.model.build import Dependence
-from dsframe.model.forward import Inputs, Measure, MicroBatch, TargetedInputs, Terms, loss_of
+from dsframe.model.forward import Inputs, Measure, MicroBatch, Terms, loss_of
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
@@ -95,10 +95,6 @@ class ModelEngine(Engine):
 
     def _begin_step(self) -> None:
         self._terms = {}
-
-    def _joined(self, inputs: Inputs, targets: Any) -> Inputs:
-        """Returns what the model is called with: also the ``targets``, if it computes its loss."""
-        return TargetedInputs(inputs, targets) if self.built.computes_loss else inputs
 
     def _loss(self, outputs: Any, batch: MicroBatch) -> Tensor:
         """Returns the loss of a micro-batch, times its weight."""

@@ -239,7 +239,7 @@ class PartsEngine(Engine):
             if plan.config.deepspeed.scheduler and plan.optimizer.learning_rate:
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:
-                schedule = schedules.planned(config, whole, optimizer.learning_rate, plan.batch.train_batch_size)
+                schedule = schedules.planned(config, whole, optimizer.learning_rate)
         part_plan = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
         return replace(part_plan, part=name, frozen=name not in self._losses)
 

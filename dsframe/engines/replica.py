@@ -6,7 +6,7 @@ rest of an optimizer step is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
-from dsframe.model import ema, formats, gradient_hooks, lbfgs
+from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, outputs_of
 from dsframe.model.plan import Plan
@@ -63,8 +63,6 @@ class ReplicaEngine(ModelEngine):
         self._updates = 0
         if not plan.frozen:
             self.optimizer = self._distribute(plan.optimizer.build(self.built.groups.split(self._named_parameters())))
-            if self.built.watch and lbfgs.needs_closure(self.optimizer):
-                self.built.watch.allow_writes()
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:
@@ -143,8 +141,6 @@ class ReplicaEngine(ModelEngine):
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         rates = self.plan.schedule(self._updates)
         rates.apply(self.optimizer.param_groups)
-        if lbfgs.needs_closure(self.optimizer):
-            return self._step_with_closure(list(micro_batches), rates.learning_rate)
         loss = self._gradients(micro_batches, scale)
         return self._update(loss, rates.learning_rate, scale)
 
@@ -166,33 +162,11 @@ class ReplicaEngine(ModelEngine):
                 parameter.grad = torch.zeros_like(parameter)
         return total / steps
 
-    def _step_with_closure(self, batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """**Collective.** A step of an optimizer that evaluates the same batch several times; figures are the first's."""
-        evaluations: list[tuple[Tensor, Tensor | None]] = []
-
-        def closure() -> float:
-            if self._masters:
-                self._masters.give_weights()
-            self.optimizer.zero_grad()
-            self._begin_step()  # only the terms of the last evaluation of the batch
-            loss = self._gradients(batches, 1.0)
-            norm = self._clip(1.0, always=True)
-            evaluations.append((loss, norm))
-            # All ranks search along the line by the same number.
-            return float(self.sum_over_ranks(loss.reshape(1).double())) / self.plan.world.size
-
-        self.optimizer.step(closure)
-        self._updates += 1
-        self._updated()
-        self.optimizer.zero_grad()
-        loss, norm = evaluations[0]
-        return self._result(loss.to(self.built.dtype), learning_rate, norm, skipped=False)
-
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
         loss itself, detached."""
         with self._whole_weights():
-            outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
+            outputs = self._forward(self.module, batch.inputs)
             loss = self._touch_unused(self._loss(outputs, batch))
             backward(loss * factor if factor != 1.0 else loss, torch.autograd.backward, self.built.watch)
         return loss.detach()
@@ -248,7 +222,6 @@ class ReplicaEngine(ModelEngine):
         """Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
-        inputs = self._joined(inputs, targets)
         with self._whole_weights():
             outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
             self.model.train()
@@ -277,17 +250,14 @@ class ReplicaEngine(ModelEngine):
 
     def state(self) -> EngineState:
         """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
-        held = self.views(), self._frozen(), lbfgs.by_parameter(self.optimizer)
+        held = self.views(), self._frozen(), self.optimizer
         parameters = ShardedParameters(state_replica.shards(*held), state_replica.read(*held))
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
-        held = lbfgs.by_parameter(self.optimizer)
-        state_replica.write(self.views(), self._frozen(), held, saved)
-        if isinstance(held, lbfgs.ByParameter):
-            held.put_back()
+        state_replica.write(self.views(), self._frozen(), self.optimizer, saved)
         load_buffers(self.model, saved)
         if self._masters:
             self._masters.give_weights()

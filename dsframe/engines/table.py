@@ -109,7 +109,7 @@ BUILT_IN: dict[str, Entry] = {
             "grad_accum_dtype",
             "skip_nonfinite",
         }
-        | {"lamb", "lion", "muon", "muadam", "quantized_base"},
+        | {"lamb", "lion", "muon", "quantized_base"},
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
@@ -124,7 +124,7 @@ BUILT_IN: dict[str, Entry] = {
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         several=SEVERAL,
-        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook", "quantized_base"},
+        supports=REPLICA | {"gradient_sum", "skip_nonfinite", "gradient_hook", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
         ignores=MODELS_OWN,
     ),
@@ -134,7 +134,7 @@ BUILT_IN: dict[str, Entry] = {
         install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
         launcher="horovodrun",
         several=SEVERAL,
-        supports=REPLICA | {"closure", "gradient_sum", "fp16_compression", "skip_nonfinite", "quantized_base"},
+        supports=REPLICA | {"gradient_sum", "fp16_compression", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
         ignores=MODELS_OWN,
     ),
@@ -151,7 +151,7 @@ BUILT_IN: dict[str, Entry] = {
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         several=SEVERAL,
-        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "quantized_base"},
+        supports=REPLICA | {"gradient_sum", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
         ignores=MODELS_OWN,
         size="one",

@@ -17,7 +17,7 @@ from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, gradient_hooks, groups, loss_head, max_norm, overrides, switches, sync_batch_norm
+from dsframe.model import formats, gradient_hooks, groups, max_norm, overrides, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.groups import ParameterGroups
@@ -57,9 +57,6 @@ class BuiltModel:
     """The adapter of a frozen base model, if the file asks for it."""
     parts: tuple[Part, ...] = ()
     """What the model is made of; nothing where there are several models."""
-    computes_loss: bool = False
-    """True if the model computes its loss itself, a slice of tokens at a time: it is then given the
-    targets with the inputs."""
     origin: str = ""
     """Where a large model was built before it was sharded; printed at start."""
     depends: tuple[Dependence, ...] = ()
@@ -128,7 +125,6 @@ def build_model(
         groups=parameter_groups,
         adapter=adapter,
         parts=parts,
-        computes_loss=loss_head.settle_chunks(plan.config, task, model),
         origin=origin,
         depends=_all_dependences(plan, model),
         gradient_hooks=gradient_hooks.find(model),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dsframe.errors import TaskError
-from dsframe.model import loss_head, output_classes
+from dsframe.model import output_classes
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
 if TYPE_CHECKING:
@@ -49,13 +49,6 @@ class MicroBatch:
         return (cls(inputs, targets, weight) for inputs, targets in batches)
 
 
-class TargetedInputs(NamedTuple):
-    """Inputs of a model that computes its loss itself (``BuiltModel.computes_loss``)."""
-
-    inputs: Inputs
-    targets: Any
-
-
 class Arguments(NamedTuple):
     """Inputs of a model that is called with positional arguments and keywords."""
 
@@ -66,17 +59,13 @@ class Arguments(NamedTuple):
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
     positional ones, anything else the one argument."""
-    named: dict[str, Any] = {}
-    if isinstance(inputs, TargetedInputs):
-        named = {loss_head.TARGETS: inputs.targets}
-        inputs = inputs.inputs
     if isinstance(inputs, Arguments):
-        return model(*inputs.args, **inputs.kwargs, **named)
+        return model(*inputs.args, **inputs.kwargs)
     if isinstance(inputs, Mapping):
-        return model(**inputs, **named)
+        return model(**inputs)
     if isinstance(inputs, (tuple, list)):
-        return model(*inputs, **named)
-    return model(inputs, **named)
+        return model(*inputs)
+    return model(inputs)
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, watch: WeightWatch | None) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dsframe.config import Config
 
 _ADAM = frozenset({"adam", "adamw"})
-_DEEPSPEED_ONLY = frozenset({"lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
+_DEEPSPEED_ONLY = frozenset({"lamb", "lion", "muon"})
 
 
 @dataclass(frozen=True)

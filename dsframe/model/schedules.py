@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dsframe.config.resolve import scaling
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, Problem, TaskError
 from dsframe.model import hf_schedules
@@ -39,17 +38,12 @@ def constant(base: float) -> Schedule:
     return lambda updates: Rates(base)
 
 
-def scaled(schedule: Schedule, factor: float, warmup_steps: int = 0) -> Schedule:
-    """``schedule`` with every rate times ``factor``, which grows from 1 over the first ``warmup_steps`` updates.
-
-    Every schedule is proportional to its rates, so this is the same as scaling the optimizer's rate and each rate among the
-    scheduler's params (least, largest, cycled) alike. The ramp is Goyal et al. 2017 (arXiv 1706.02677), section 2.2.
-    """
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """``schedule`` with every rate times ``factor``."""
 
     def at(updates: int) -> Rates:
         rates = schedule(updates)
-        grown = min(1.0, updates / warmup_steps) if warmup_steps else 1.0
-        return replace(rates, learning_rate=rates.learning_rate * (1.0 + (factor - 1.0) * grown))
+        return replace(rates, learning_rate=rates.learning_rate * factor)
 
     return at
 
@@ -322,12 +316,12 @@ def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]
             yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}"
 
 
-def planned(config: Config, task: Task, base: float, train_batch_size: int) -> Schedule:
-    """Returns the file's or the task's schedule over the optimizer's rate ``base``, scaled to the batch if the file asks for it.
+def planned(config: Config, task: Task, base: float) -> Schedule:
+    """Returns the file's or the task's schedule over the optimizer's rate ``base``.
 
     Raises TaskError where both have one, or where the task's gives no number.
     """
-    scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
+    scheduler = config.deepspeed.scheduler
     schedule = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
     if task.schedule(0) is not None:
         if scheduler:
@@ -341,11 +335,4 @@ def planned(config: Config, task: Task, base: float, train_batch_size: int) -> S
                 f"{type(task).__name__}.weight_decay is not possible with ReduceLROnPlateau; remove one of them"
             )
         schedule = with_weight_decay(schedule, task)
-    if wanted.lr_scaling == "none":
-        return schedule
-    if scheduler and scheduler.type == "ReduceLROnPlateau":
-        raise _wrong(
-            "type", "ReduceLROnPlateau is not possible with dsframe.large_batch.lr_scaling; remove one of them"
-        )
-    assert isinstance(wanted.warmup_steps, int)  # the steps of an epoch are known
-    return scaled(schedule, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)
+    return schedule

@@ -20,7 +20,7 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss, decoder, experts, partitions, shared_sequences
+from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
@@ -101,8 +101,6 @@ class CausalLanguageModelTask(Task):
         return loss + config.router_aux_loss_coef * balance, loads
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if chunked_loss.is_scored(logits, targets):
-            return chunked_loss.mean(logits)
         return self._criterion(
             logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
         )
@@ -114,12 +112,6 @@ class CausalLanguageModelTask(Task):
             "bits_per_token": Sum(total / math.log(2), targets.numel()),
             "accuracy": right_tokens(logits_of(outputs), targets),
         }
-
-    def head(self, model: nn.Module) -> nn.Module | None:
-        """Raises TaskError where the model does more with the logits than this layer gives."""
-        _refuse_changed_logits(self.pretrained_config)
-        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
-        return head
 
     def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         """Raises TaskError where the model is no chain of its layers."""
@@ -200,8 +192,6 @@ def logits_of(outputs: Any) -> Tensor:
 
 def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
     """Returns how many of the targets that count have the largest logit."""
-    if chunked_loss.is_scored(logits, targets):
-        return Sum(logits[:, 2].sum(), logits[:, 1].sum())
     counted = targets != IGNORED
     return accuracy(logits[counted], targets[counted])
 
@@ -216,21 +206,6 @@ def small(config: Any) -> Any:
             with contextlib.suppress(AttributeError):  # it follows from another setting
                 setattr(small_config, name, value)
     return small_config
-
-
-def _refuse_changed_logits(config: Any) -> None:
-    """Raises TaskError where a small model of this kind changes its output layer's results, by a cap or a factor."""
-    config = small(config)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        model = _transformers.build("AutoModelForCausalLM", config, None).eval()
-        given: list[Tensor] = []
-        model.get_output_embeddings().register_forward_hook(lambda *call: given.append(call[-1]))  # type: ignore[operator]
-        logits = model(input_ids=torch.arange(1, 7)[None]).logits
-    if not (given and torch.equal(given[-1], logits)):
-        raise TaskError(
-            f'loss_chunk_tokens: a model of model_type "{config.model_type}" changes the logits of its output layer, by a cap or '
-            "a factor; remove loss_chunk_tokens"
-        )
 
 
 def _size_of(look: Mapping[str, Any]) -> int | None:

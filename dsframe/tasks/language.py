@@ -14,7 +14,6 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from dsframe.data import text
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
-from dsframe.tasks import chunked_loss
 from dsframe.tasks.layers import Layer, Tied
 from dsframe.tasks.task import Attention, Sum, Task, accuracy
 
@@ -70,24 +69,15 @@ class LanguageTask(Task):
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
         return tokens, tokens
 
-    def head(self, model: nn.Module) -> nn.Module:
-        return list(model.children())[-1]
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if chunked_loss.is_scored(outputs, targets):
-            return chunked_loss.mean(outputs)
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
-        if chunked_loss.is_scored(outputs, targets):
-            total, right = outputs[:, 0].sum(), Sum(outputs[:, 2].sum(), targets.numel())
-        else:
-            total = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="sum")
-            right = accuracy(outputs, targets)
+        total = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="sum")
         return {
             "loss": Sum(total, targets.numel()),
             "bits_per_byte": Sum(total / math.log(2), targets.numel()),
-            "accuracy": right,
+            "accuracy": accuracy(outputs, targets),
         }
 
     def train_data(self) -> Source:

@@ -254,15 +254,6 @@ class Task:
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         return list(cast(nn.Sequential, model)) if plain else None  # not children(): one may be there twice
 
-    def head(self, model: nn.Module) -> nn.Module | None:
-        """The linear layer of ``model``, of :meth:`model`, that gives a language model's logits ``[rows, time, vocabulary]``; None:
-        there is no such layer. What it gives has to be what the model gives.
-
-        Where the file says ``"loss_chunk_tokens"``, :meth:`loss` and :meth:`metrics` get in the place of the logits three sums for
-        each row, ``[rows, 3]``: the losses of its targets, how many of those are not -100, and in an evaluation how many are right.
-        """
-        return None
-
     def share_sequences(
         self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
     ) -> None:

@@ -8,7 +8,7 @@ import transformers
 from torch.nn import functional
 
 import dsframe
-from dsframe.data import Preferences
+from dsframe.data import Pad
 
 
 def log_probabilities(logits, targets):
@@ -21,8 +21,8 @@ class DirectPreferences(dsframe.Task):
     """Learns to prefer the chosen answer more than the model that the training begins with does."""
 
     def __init__(self, folder="model", context=64, beta=0.1):
-        self.folder, self.beta = folder, beta
-        self.pairs = Preferences(transformers.AutoTokenizer.from_pretrained(folder), context)
+        self.folder, self.context_length, self.beta = folder, context, beta
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def model(self):
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
@@ -43,18 +43,29 @@ class DirectPreferences(dsframe.Task):
         reference = self.model().eval()
         with torch.no_grad():
             for first in range(0, len(rows), 16):
-                inputs, targets = self.pairs(rows[first : first + 16])
-                flat = {key: value.flatten(0, 1) for key, value in inputs.items()}
-                found = log_probabilities(reference(**flat).logits, targets.flatten(0, 1)).view(-1, 2)
+                inputs, targets = self._pairs(rows[first : first + 16])
+                found = log_probabilities(reference(**inputs).logits, targets).view(-1, 2)
                 for row, pair in zip(rows[first : first + 16], found.tolist(), strict=True):
                     row["reference"] = pair
         return rows
 
     def collate(self, rows):
-        """Two sequences for each row: the chosen answer, then the rejected one."""
-        inputs, targets = self.pairs(rows)
+        inputs, targets = self._pairs(rows)
         reference = torch.tensor([row["reference"] for row in rows])
-        return {key: value.flatten(0, 1) for key, value in inputs.items()}, (targets.flatten(0, 1), reference)
+        return inputs, (targets, reference)
+
+    def _pairs(self, rows):
+        """Two sequences for each row: the chosen answer, then the rejected one. Only answers have targets."""
+        sequences = [self._sequence(row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")]
+        batch = Pad(multiple=8)(sequences)
+        return batch, batch.pop("labels")
+
+    def _sequence(self, prompt, answer):
+        before, after = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+        after = [*after, self.tokenizer.eos_token_id]
+        tokens, learned = before + after, [-100] * len(before) + after
+        end = self.context_length + 1
+        return {"input_ids": tokens[:end][:-1], "labels": learned[1:end]}
 
     def rewards(self, outputs, targets):
         """How much more probable each answer has become, ``[rows, 2]``."""

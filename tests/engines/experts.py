@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3 groups": ("mixtral", {**spread(), **zero(3)}),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "recomputed": {"model": {"activation_checkpointing": True, "loss_chunk_tokens": 24}},
+    "recomputed": {"model": {"activation_checkpointing": True}},
     "groups": GROUPS,
 }
 """In the section "dsframe", by the last word of a case's name."""

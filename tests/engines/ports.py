@@ -219,8 +219,6 @@ class Case:
     """Whether it draws in training: on two ranks then with per_sample_randomness."""
     float64: bool = False
     """Whether it is in float64, which DeepSpeed does not keep."""
-    closure: bool = False
-    """Whether a step evaluates its batch several times, which engines of shards do not."""
     alone: bool = False
     """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
     bound: float = 0.0
@@ -229,7 +227,7 @@ class Case:
     def runs_on(self, engine: str) -> bool:
         """Whether two ranks of this engine train it."""
         excluded = {"deepspeed"} if self.float64 else set()
-        return not (self.alone or engine in excluded | ({"deepspeed", "fsdp"} if self.closure else set()))
+        return not (self.alone or engine in excluded)
 
 
 def _file(kind: str, rate: float, **params: Any) -> dict[str, Any]:
@@ -266,10 +264,6 @@ def _matrices_decay(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
-
-
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
 
 CASES: dict[str, Case] = {
@@ -284,7 +278,6 @@ CASES: dict[str, Case] = {
     "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
     "series": Case(Series, _adamw, ADAMW, float64=True),
-    "series lbfgs": Case(Series, _lbfgs, _file("LBFGS", 0.5, max_iter=4, history_size=5), float64=True, closure=True),
     "carried": Case(
         Carried,
         _adamw,

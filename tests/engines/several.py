@@ -57,6 +57,6 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
         ranks=batch.data_parallel_size,
         device=device,
     )
-    rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
+    rates = schedules.planned(config, task, optimizer.learning_rate)
     plan = Plan(config, here, task, optimizer, rates, batch, device)
     return partial(parts.make, engines.load(name, config), plan), loader

@@ -29,7 +29,6 @@ SHORT = {
     "benchmarks.tokenise": ("--megabytes 1 --ranks 1", r"\n +1 second +\d"),
     "benchmarks.accuracy": ("--help", "--seeds SEEDS"),
     "benchmarks.gpu": ("--help", "--tiny"),
-    "benchmarks.chunked_loss": ("--tokens 64 --vocabulary 500 --width 16 --rounds 1", r"\nplain[\s\S]*\ndsframe, auto"),
     "benchmarks.evaluation": ("--engines ddp --rounds 1", r"\n\| ddp \| [\s\S]*\nbound, "),
     "benchmarks.longest_context": ("--help", "--limit"),
     "benchmarks.time_to_accuracy": ("--help", "--held-out"),

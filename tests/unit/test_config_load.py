@@ -191,7 +191,6 @@ def test_auto_takes_what_the_file_itself_says() -> None:
     [
         ("Muon", {"muon_lr": 0.02, "adam_lr": 3e-4}, "WarmupLR", None),
         ("Muon", {}, "WarmupLR", None),
-        ("MuSGD", {"lr": 0.1}, "WarmupLR", None),
         ("Muon", {"muon_lr": 0.01, "adam_lr": 0.01}, "WarmupDecayLR", 0.01),
         ("Muon", {"lr": 0.01}, "WarmupDecayLR", 0.01),
         ("Muon", {"adam_lr": 0.02}, "WarmupDecayLR", 0.02),
@@ -201,7 +200,7 @@ def test_auto_takes_what_the_file_itself_says() -> None:
 def test_auto_is_the_rate_of_the_optimizer(
     optimizer: str, params: dict[str, float], scheduler: str, rate: float | None
 ) -> None:
-    """None is as where the key is left out: the optimizer's rates, several with Muon and muP, are reached in proportion."""
+    """None is as where the key is left out: the optimizer's rates, several with Muon, are reached in proportion."""
     course = {"warmup_max_lr": "auto", **({"total_num_steps": 5000} if scheduler == "WarmupDecayLR" else {})}
     sections = {"optimizer": {"type": optimizer, "params": params}, "scheduler": {"type": scheduler, "params": course}}
     found = load({TRAIN: 8, **sections}).deepspeed.scheduler

@@ -165,7 +165,6 @@ def test_what_changes_at_a_restart_is_said(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"optimizer": {"type": "LBFGS"}}, "not possible with LBFGS"),
         (
             {
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},

@@ -127,7 +127,6 @@ def test_intervals_end_where_epochs_end() -> None:
                     "eval_every_steps": each,
                     "log_every_steps": {"epochs": 2},
                     "checkpoints": {"every_steps": each, "keep_every": {"epochs": 4}, "keep_best": "loss:min"},
-                    "large_batch": {"lr_scaling": "linear", "reference_batch_size": 8, "warmup_steps": each},
                 },
             }
         ),
@@ -136,10 +135,8 @@ def test_intervals_end_where_epochs_end() -> None:
     settings = config.settings
     assert settings.eval_every_steps == settings.checkpoints.every_steps == Interval(epochs=1)
     assert (settings.log_every_steps, settings.checkpoints.keep_every) == (5, 10)
-    assert settings.large_batch.warmup_steps == 3
     said = epochs.sentence(config.resolved, config.facts.epoch_steps)
     assert 'dsframe.eval_every_steps {"epochs": 1}: after steps 3, 5, 8, ...; ' in said
-    assert 'dsframe.large_batch.warmup_steps {"epochs": 1} is 3 steps, rounded up' in said
     sampler = Sampler(20, 8, 0)
     schedule = RunSchedule.of(settings, sampler, evaluates=True)
     ends = {sampler.total_steps(count) for count in range(1, 7)}

@@ -192,11 +192,11 @@ def problems(file: Mapping[str, Any], **settings: Any) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(("kind", "zero"), [("Muon", {"stage": 3, "reduce_scatter": False}), ("MuAdamW", {"stage": 0})])
-def test_who_makes_groups_takes_no_others(kind: str, zero: Mapping[str, Any]) -> None:
-    file = {"optimizer": {"type": kind, "params": {"lr": 0.01}}, "zero_optimization": zero}
+def test_who_makes_groups_takes_no_others() -> None:
+    zero = {"stage": 3, "reduce_scatter": False}
+    file = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}, "zero_optimization": zero}
     slower = [{"match": ["*"], "lr_scale": 0.1}]
-    says = f"not possible with {kind}, for which DeepSpeed makes the groups of parameters"
+    says = "not possible with Muon, for which DeepSpeed makes the groups of parameters"
     assert f"dsframe.parameter_groups: {says}" in problems(file, parameter_groups=slower)
     assert f"dsframe.no_decay: {says}" in problems(file, no_decay="norms-and-biases")
     assert says not in problems(file, parameter_groups=[{"match": ["embed*"], "freeze": True}])

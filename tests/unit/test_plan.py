@@ -213,14 +213,12 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
             "plain": {},
             "all": {"activation_checkpointing": {"every": 1}},
             "some": {"activation_checkpointing": {"every": 2}},
-            "sliced": {"loss_chunk_tokens": 16},
         }.items():
             config = load({"train_batch_size": 64, "dsframe": {"task": task, "model": switch}})
             known = traced(config, tasks.build(config.settings.task, 1))
             found[name] = predict(config, "ddp", known, GPU, 1)
         memory = {name: one.memory.activations for name, one in found.items()}
         assert memory["all"] < memory["some"] < memory["plain"]
-        assert memory["sliced"] + found["sliced"].memory.buffers < memory["plain"] + found["plain"].memory.buffers
         assert known.block < known.parameters / 2, "ZeRO-3 gathers a recomputed block, not the model"
 
 

@@ -87,7 +87,7 @@ def test_rates_reach_the_optimizer() -> None:
     ],
 )
 def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, Any]) -> None:
-    """As the rates of Muon's halves, and those by muP's widths, do with DeepSpeed's and torch's own classes."""
+    """As the rates of Muon's halves do with DeepSpeed's and torch's own classes."""
     from deepspeed.runtime import lr_schedules
 
     theirs, ours = (
@@ -250,14 +250,14 @@ class Halving(dsframe.Task):
 
 def test_a_tasks_own_schedule() -> None:
     document = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.8}}}
-    rates = schedules.planned(load(document), Halving(), 0.8, 4)
+    rates = schedules.planned(load(document), Halving(), 0.8)
     assert [rates(updates).learning_rate for updates in (0, 1, 3, 1)] == [0.8, 0.4, 0.1, 0.4]
     with pytest.raises(TaskError, match=r"Halving\.schedule\(5\) returned nan; return a factor"):
         rates(5)
     both = load({**document, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})
     with pytest.raises(TaskError, match=r'Halving\.schedule gives the rate, and the file has "scheduler" too'):
-        schedules.planned(both, Halving(), 0.8, 4)
-    assert schedules.planned(both, dsframe.Task(), 0.8, 4)(0).learning_rate == 0.8
+        schedules.planned(both, Halving(), 0.8)
+    assert schedules.planned(both, dsframe.Task(), 0.8)(0).learning_rate == 0.8
 
 
 class Decaying(dsframe.Task):
@@ -268,7 +268,7 @@ class Decaying(dsframe.Task):
 def test_a_tasks_own_weight_decay() -> None:
     """Groups without a decay keep none; others have it again after it was 0."""
     document = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.8}}}
-    schedule = schedules.planned(load(document), Decaying(), 0.8, 4)
+    schedule = schedules.planned(load(document), Decaying(), 0.8)
     groups: list[dict[str, Any]] = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
     seen = []
     for updates in (1, 0, 2):
@@ -277,7 +277,7 @@ def test_a_tasks_own_weight_decay() -> None:
     assert seen == [[0.1, 0.0, None], [0.0, 0.0, None], [0.2, 0.0, None]]
     plateau = {"type": "ReduceLROnPlateau", "params": {}}
     with pytest.raises(TaskError, match=r"Decaying\.weight_decay is not possible with ReduceLROnPlateau"):
-        schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8, 4)
+        schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8)
 
 
 def test_what_is_said_of_a_schedule() -> None:

@@ -1,1 +1,1 @@
-"""What a file leaves open and the run decides: batch, "auto", learning-rate scaling."""
+"""What a file leaves open and the run decides: batch, "auto"."""

@@ -17,7 +17,7 @@ from dsframe.config.read.findings import Findings, Resolved
 from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
-from dsframe.config.schema.optimizer import MUP, muon_rates
+from dsframe.config.schema.optimizer import muon_rates
 from dsframe.config.schema.settings import LanguageTask
 
 TRAINER_MICRO_BATCH = 8
@@ -80,7 +80,7 @@ def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:
 def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
     name, schedule = (str(inside(raw, (section, "type"))) for section in ("optimizer", "scheduler"))
     name = name.lower()
-    if schedule == "WarmupLR" and name in ("muon", *MUP):
+    if schedule == "WarmupLR" and name == "muon":
         return None, "each parameter warms up to the optimizer's own rate for it, as where the key is left out"
     params = inside(raw, ("optimizer", "params"))
     for key in ("muon_lr", "lr", "adam_lr") if name == "muon" else ("lr",):

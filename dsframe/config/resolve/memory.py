@@ -13,7 +13,7 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 
 _UNITS = {"": 1, "b": 1} | {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", 1)}
-_MOMENTS = dict.fromkeys(("adam", "adamw", "lamb", "muadam", "muadamw", "adamax", "nadam", "radam", "adadelta"), 2)
+_MOMENTS = dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta"), 2)
 
 
 def parse(text: str) -> int:
@@ -50,8 +50,6 @@ class Cost:
 def moments(file: DeepSpeed) -> int:
     """fp32 numbers that the optimizer keeps for each parameter."""
     name = file.optimizer.type.lower() if file.optimizer else "adamw"
-    if file.optimizer and name == "lbfgs":
-        return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
     plain = name == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
     return _MOMENTS.get(name, 0 if plain else 1)
 

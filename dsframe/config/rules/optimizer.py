@@ -10,7 +10,7 @@ from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.optimizer import MUP, OF_TASK, SPELLINGS, muon_rates
+from dsframe.config.schema.optimizer import OF_TASK, SPELLINGS, muon_rates
 from dsframe.config.schema.parameters import (
     DEEPSPEED_OPTIMIZERS,
     DEEPSPEED_SCHEDULERS,
@@ -62,7 +62,7 @@ def _optimizer(context: RuleContext) -> None:
         return
     if context.optimizer in ("adam", "adamw"):
         _adam(context)
-    untested = context.optimizer in ("lamb", *MUP) or context.optimizer not in DEEPSPEED_OPTIMIZERS
+    untested = context.optimizer == "lamb" or context.optimizer not in DEEPSPEED_OPTIMIZERS
     by_zero = context.stage and not (context.optimizer == "adafactor" and context.by_deepspeed)  # refused anyway
     if untested and by_zero and not context.file.zero_allow_untested_optimizer:
         message = f"{name} is untested with ZeRO: DeepSpeed raises"
@@ -195,6 +195,3 @@ def _rates(context: RuleContext, scheduler: Scheduler) -> None:
         if muon != adam:
             message = f"{message} Muon's two halves have {muon:g} and {adam:g}"
             context.conflict("scheduler.type", message, f'write one "lr" under "optimizer", or {remedy}')
-    elif context.optimizer in MUP:
-        message = f"{message} {context.optimizer}'s rates differ by the layers' widths"
-        context.conflict("scheduler.type", message, remedy)

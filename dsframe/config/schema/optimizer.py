@@ -22,11 +22,7 @@ def muon_rates(params: Mapping[str, Any]) -> tuple[float, float]:
     return 0.02 if muon is None else float(muon), 3e-4 if adam is None else float(adam)
 
 
-MUP = ("muadam", "muadamw", "musgd")
-"""Optimizers of the package ``mup``, whose rates differ by the layers' widths."""
-
-
-SPELLINGS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+SPELLINGS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 """The usual spellings of DEEPSPEED_OPTIMIZERS, in the same order."""
 
 OF_TASK = "task"
@@ -37,7 +33,7 @@ class Optimizer(Section):
     """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe asks for one."""
 
     type: str
-    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, a class of ``torch.optim`` such as SGD; ``module:Class``, an
+    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, a class of ``torch.optim`` such as SGD; ``module:Class``, an
     optimizer of your own in the form of torch's; or ``task``, what ``Task.optimizer`` makes. DeepSpeed takes these two at stage 0,
     and at stages 1 to 3 with ``zero_allow_untested_optimizer``."""
     params: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from dsframe.config.schema.settings_checkpoints import Checkpoints
 from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
 from dsframe.config.schema.settings_images import ImageData as ImageData
-from dsframe.config.schema.settings_model import LargeBatch, Model
+from dsframe.config.schema.settings_model import Model
 from dsframe.config.schema.settings_report import Profile
 from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
 from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
@@ -169,7 +169,7 @@ class Settings(Section):
     engine, reading a checkpoint and trying the evaluation. 0: wait for ever."""
     parameter_groups: list[ParameterGroup] = []
     """Parameters with another weight decay or learning rate, and frozen parameters. One belongs to one group at most.
-    Refused with Muon and MuP, which make groups themselves. ``Task.parameter_groups`` gives the same from a
+    Refused with Muon, which makes groups itself. ``Task.parameter_groups`` gives the same from a
     program."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
     """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
@@ -182,8 +182,6 @@ class Settings(Section):
     optimizers: dict[str, ModelOptimizer] = {}
     """Optimizers of a task with several models (``Task.models``), by the models' names; the other models are trained
     by the file's ``optimizer``. A scheduler's rates are for that one, and the others' are in proportion."""
-    large_batch: LargeBatch = Field(default_factory=LargeBatch.model_construct)
-    """Scaling of the learning rate with the batch size."""
     model: Model = Field(default_factory=Model.model_construct)
     """Switches that save memory or time."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Section, StepsOrNone
+from dsframe.config.schema.base import Count, Section
 
 
 class Recomputation(Section):
@@ -34,11 +34,6 @@ class Model(Section):
             return Recomputation.model_construct(modules=chosen, every=1)
         return Recomputation() if chosen else None
 
-    loss_chunk_tokens: Count | Literal["auto"] | None = None
-    """Compute a language model's loss for this many tokens at a time, so the logits of all tokens are never in memory
-    at once; with a large vocabulary they take the most memory of a step. ``"auto"``: slices of 128 MiB. Default: all
-    at once. Refused in a pipeline, with ``"compile": true``, and for models that change their output layer's
-    logits."""
     channels_last: bool = False
     """Use torch's channels_last memory format for 2-D convolutions."""
     keep_in_fp32: list[str] = Field(default_factory=list)
@@ -50,14 +45,3 @@ class Model(Section):
     micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""
     compile: bool | Literal["blocks"] = False
     """torch.compile: the whole model, or each repeated block by itself."""
-
-
-class LargeBatch(Section):
-    """Learning rates for another batch size than the one they were found for. Nothing is scaled unless this asks for it."""
-
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply every learning rate by ``train_batch_size / reference_batch_size``, or by its square root."""
-    reference_batch_size: Count | None = None
-    """Batch size that the file's learning rates are for."""
-    warmup_steps: StepsOrNone = 0
-    """Steps over which that factor grows from 1, multiplied with the schedule."""

@@ -299,7 +299,7 @@ class ZeroEngine(ModelEngine):
         losses: list[Tensor] = []
         for batch in micro_batches:
             with self._whole_weights():
-                loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
+                loss = self._loss(self._forward(batch.inputs), batch)
                 self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
@@ -352,7 +352,7 @@ class ZeroEngine(ModelEngine):
         if alone:
             self._engine.eval()
         with self._whole_weights():
-            outputs = self._forward(self._joined(inputs, targets))
+            outputs = self._forward(inputs)
             measured = measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
         if alone:
             self._engine.train()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dsframe.engines import precision
-from dsframe.model import loss_head, switches
-from dsframe.model.forward import TargetedInputs, call
+from dsframe.model import switches
+from dsframe.model.forward import call
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, model_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
@@ -104,9 +104,6 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
             given: Any = map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype))
             if rows == ROWS[0]:
                 batch_bytes = _bytes((given, wanted)) / rows
-                sliced = config is not None and _slice_loss(task, module, config)
-            if sliced:
-                given = TargetedInputs(given, wanted)
             runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, chosen))
     return _model(module, runs, dtype, len(chosen), layers=layers, batch_bytes=batch_bytes)
 
@@ -120,17 +117,6 @@ def _chosen(module: nn.Module, config: Config | None) -> list[str]:
     if config.deepspeed.pipeline.stages > 1 and config.deepspeed.pipeline.activation_checkpoint_interval:
         return switches.picked(module, None, "activation_checkpoint_interval")
     return []
-
-
-def _slice_loss(task: Task, module: nn.Module, config: Config) -> bool:
-    """True if the model computes the loss itself, some tokens at a time."""
-    wanted = config.settings.model.loss_chunk_tokens
-    head: Any = list(module.children())[-1] if task.layers() else task.head(module)
-    if wanted is None or head is None:
-        return False
-    loss_head.switch(head, wanted)
-    loss_head.listen(module, head)
-    return True
 
 
 class _Operations(OperationCounter):  # type: ignore[no-untyped-call]
