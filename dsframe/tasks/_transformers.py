@@ -182,7 +182,7 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
             if pickled
             else "there is no .safetensors file"
         )
-        raise TaskError(f'task.model: {model_folder}: {why}; "fresh": true takes the configuration alone')
+        raise TaskError(f"task.model: {model_folder}: {why}")
     index = model_folder / "model.safetensors.index.json"
     weight_map = _object(index).get("weight_map")
     known_files = [file.name for file in files]
@@ -218,9 +218,7 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
             output_loading_info=True,
         )
     except Exception as error:  # as above
-        raise TaskError(
-            f'task.model: {model_folder}: {_one_line(error)}; "fresh": true takes the configuration alone'
-        ) from error
+        raise TaskError(f"task.model: {model_folder}: {_one_line(error)}") from error
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]

@@ -22,7 +22,7 @@ from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
+from dsframe.tasks.task import Attention, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -74,7 +74,7 @@ class CausalLanguageModelTask(Task):
             raise TaskError(f"task.context: {context} tokens, but the model's max_position_embeddings is {limit}")
 
     def model(self) -> nn.Module:
-        weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
+        weights = self.settings.model if isinstance(self.settings.model, str) else None
         model = _transformers.build("AutoModelForCausalLM", self._stored_config, weights, self.context.dtype)
         if self.pretrained_config is not self._stored_config:
             _transformers.resize(model, self.pretrained_config.vocab_size)
@@ -225,7 +225,9 @@ class ImageClassificationTask(Task):
         self.workers = settings.workers
         self.images = images.describe(settings)
         self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
-        if images.prepares(settings) and settings.image_size is None:  # of files, which have no size of their own
+        if (
+            settings.dataset == "image-folder" and settings.image_size is None
+        ):  # of files, which have no size of their own
             self.images = replace(self.images, size=_size_of(self._look) or self.images.size)
         facts = {
             "num_labels": self.images.classes,
@@ -269,7 +271,7 @@ class ImageClassificationTask(Task):
         self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
     def model(self) -> nn.Module:
-        weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
+        weights = self.settings.model if isinstance(self.settings.model, str) else None
         return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
 
     def example(self) -> tuple[Tensor, Tensor]:
@@ -296,7 +298,7 @@ class ImageClassificationTask(Task):
             "image_mean": list(facts.mean),
             "image_std": list(facts.std),
         }
-        if images.prepares(self.settings):  # as dsframe.data.folder.Look evaluates
+        if self.settings.dataset == "image-folder":  # as dsframe.data.folder.Look evaluates
             look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
             look |= {"do_center_crop": True, "crop_size": sides}
         return {
@@ -306,17 +308,6 @@ class ImageClassificationTask(Task):
             "origin": _transformers.origin(self.settings.model),
             "preprocessor_config": json.dumps(look, indent=2) if facts.channels == 3 else None,
         }
-
-    @property
-    def prepares(self) -> bool:
-        return images.prepares(self.settings)
-
-    def prepare(self, say: Say) -> None:
-        if "image_mean" in self._look:
-            say(
-                f"dsframe: images are normalised by the model folder's mean {self.images.mean} and std {self.images.std}"
-            )
-        images.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:
         return images.load(self.settings, self.images, train=True, seed=self.seed)

@@ -11,9 +11,8 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
-from dsframe.tasks import cuts
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Say, Sum, Task, accuracy
+from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import VisionTask as VisionSettings
@@ -48,22 +47,12 @@ class VisionTask(Task):
     def example(self) -> tuple[Tensor, Tensor]:
         return self.images.example()
 
-    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
-        return super().cut(model) if self.settings.model == "cnn" else cuts.classifier(model)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
         total = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs, targets)}
-
-    @property
-    def prepares(self) -> bool:
-        return data.prepares(self.settings)
-
-    def prepare(self, say: Say) -> None:
-        data.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:
         return data.load(self.settings, self.images, train=True, seed=self.seed)

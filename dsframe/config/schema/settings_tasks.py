@@ -60,8 +60,6 @@ class CausalLanguageModelTask(Section):
     Hugging Face hub (its cache is read, and filled where there is a network): its weights are the first ones."""
     resize_embeddings: bool = False
     """Resize the embeddings of a pretrained model to a larger tokenizer. New rows are drawn around the mean of the old."""
-    fresh: bool = False
-    """Take only the configuration from the folder, and draw new weights from the seed."""
     tokenizer: str | None = None
     """Local folder or ``hub:NAME`` of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
     context: Count = 128
@@ -86,5 +84,3 @@ class ImageClassificationTask(ImageData):
     """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
     configuration class, sized for the data set. Or a local folder with a model, or ``hub:NAME@REVISION``: its weights are the first
     ones, and the output layer is a new one where the classes differ."""
-    fresh: bool = False
-    """Take only the configuration from the folder, and draw new weights from the seed."""
