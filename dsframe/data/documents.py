@@ -6,7 +6,6 @@ They are read in order and a few at a time: memory does not depend on the size o
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import glob
 import gzip
@@ -32,8 +31,6 @@ PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
 _ROWS = 256
 """Rows of parquet and of saved data sets that are in memory at once."""
-_LONGEST_FIELD = 1 << 30
-"""Characters of a field of CSV."""
 _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
 HUB = "hub:"
@@ -188,22 +185,6 @@ def _decoded(content: bytes, path: Path, done: int) -> str:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 
 
-def _csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Rows of texts, whose columns the first line names."""
-    csv.field_size_limit(_LONGEST_FIELD)
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.DictReader(file, strict=True)
-        try:
-            for value in lines:
-                if None in value or None in value.values():
-                    raise DataError(f"{path}:{lines.line_num}: has other columns than the first line")
-                yield Row(f"{path}:{lines.line_num}", value)
-        except csv.Error as error:
-            raise DataError(f"{path}:{lines.line_num + 1}: not CSV ({error})") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 ({error.reason}, behind line {lines.line_num})") from None
-
-
 def _arrow(path: Path) -> Any:
     try:
         import pyarrow
@@ -296,7 +277,6 @@ def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
 _READERS = {
     **dict.fromkeys((".jsonl", ".jsonl.zst", ".jsonl.gz"), _jsonl),
     ".parquet": _parquet,
-    ".csv": _csv,
     ".txt": _text,
 }
 

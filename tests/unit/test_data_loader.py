@@ -163,11 +163,6 @@ class Odd:
         return indices
 
 
-def test_a_source_that_gives_no_pair_is_refused() -> None:
-    with pytest.raises(DataError, match=r"Odd.batch must return \(inputs, targets\); got Tensor"):
-        next(Loader(Odd(), seed=0, micro_batch_size=2).stream())
-
-
 class OddLeaf(Odd):
     def batch(self, indices: Tensor, epoch: int) -> Any:
         return {"rows": indices, "names": [str(index) for index in indices.tolist()]}, indices
@@ -232,11 +227,6 @@ def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:
     assert _dense(windows).is_contiguous()
     images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert _dense(images) is images
-
-
-def test_batches_arrive_on_the_device() -> None:
-    batch = next(Loader(images(), seed=0, micro_batch_size=2, device="meta").stream())
-    assert {leaf.device.type for leaf in batch} == {"meta"}
 
 
 @pytest.mark.parametrize("data", [images(), Noisy()])

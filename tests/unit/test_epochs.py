@@ -86,8 +86,6 @@ def test_schedules_inside_of_schedules() -> None:
             {"type": "StepLR", "params": {"step_sizee": 3}},
             r'params\.step_sizee: unknown key; did you mean "step_size"\?',
         ),
-        ({"type": "StepLR"}, r'params: "step_size" is required'),
-        ({"params": {}}, r"\.type: is required"),
         (3, r": 3 must be "),
     ],
 )
@@ -162,9 +160,7 @@ def test_a_tenth_of_an_epoch_is_a_tenth() -> None:
         ({"epoch": 1}, r"step_size\.epoch: unknown key; did you mean \"epochs\"\?"),
         ({"steps": 3}, r"step_size\.steps: unknown key; write a number of steps"),
         ({"epochs": 0}, r"step_size\.epochs: 0 must be above 0"),
-        ({"epochs": -1}, r"step_size\.epochs: -1 must be above 0"),
         ({"epochs": "1"}, r"step_size\.epochs: \"1\" must be a number; write 1 without quotes"),
-        ({"epochs": True}, r"step_size\.epochs: true must be a number"),
         ({}, r"step_size\.epochs: is required"),
         ("1", r"step_size: \"1\" must be a whole number or \{\"epochs\": 1\}"),
     ],
@@ -175,11 +171,6 @@ def test_mistakes_are_named(written: Any, message: str) -> None:
     inside = [{"type": "StepLR", "params": {"step_size": written}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]
     with pytest.raises(ConfigError, match=r"schedulers\[0\]\.params\." + message):
         load(scheduler("SequentialLR", milestones=[3], schedulers=inside))
-
-
-def test_a_list_says_what_it_may_hold() -> None:
-    with pytest.raises(ConfigError, match=r"milestones: 3 must be a list of whole numbers or \{\"epochs\": 1\}"):
-        load(scheduler("MultiStepLR", milestones=3))
 
 
 def test_where_it_has_no_meaning_it_is_refused() -> None:

@@ -98,11 +98,6 @@ def test_five_samples_are_read() -> None:
     assert list(told[0]) == [str(index) for index in data[0].read[1:]]
 
 
-def test_a_data_set_of_two_is_enough() -> None:
-    (told,) = of_ranks(loader(Words(["a", "b"])))
-    assert list(told) == ["0", "1"]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_sample_and_the_ranks_are_named(workers: int) -> None:
     words = [f"word {index}" for index in range(100)]
@@ -176,19 +171,6 @@ def test_the_same_samples_have_the_same_digest_tomorrow() -> None:
     """Checkpoints keep them."""
     (told,) = of_ranks(loader(TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))))
     assert told == {"0": "b454b1cfde2d9ae3", "1": "66a90fcbdb72e09e", "2": "fb81c4c9284a257e"}
-
-
-def test_sources_and_workers_are_read_alike() -> None:
-    class Source:
-        def __len__(self) -> int:
-            return 7
-
-        def batch(self, indices: Tensor, epoch: int) -> Any:
-            return indices * (epoch + 1.0), indices
-
-    told = of_ranks(loader(Source()), loader(Source(), workers=2))
-    assert told[0] == told[1]
-    assert list(told[0]) == ["0", "3", "6", "2"]
 
 
 TASK = """

@@ -159,26 +159,6 @@ def test_what_is_wrong_is_said_before_training(wanted: list[Any], says: str, by_
         settled(task=Tokens(wanted)) if by_task else settled(*wanted)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            [{"match": ["body.*"], "lr": 2}],
-            r"Tokens\.parameter_groups: lr; +Extra inputs are not permitted.*give dicts",
-        ),
-        ([3], r"Tokens\.parameter_groups: 'int' object is not iterable; give dicts"),
-    ],
-)
-def test_a_task_gives_what_a_file_would(given: Any, says: str) -> None:
-    with pytest.raises(TaskError, match=says):
-        settled(task=Tokens(given))
-
-
-def test_groups_come_from_one_place() -> None:
-    with pytest.raises(TaskError, match='the file has "parameter_groups" too; remove one of them'):
-        settled({"match": ["*"], "lr_scale": 2}, task=Tokens([{"match": ["*"], "lr_scale": 2}]))
-
-
 def test_an_optimizer_without_decay_cannot_have_it_by_groups() -> None:
     spec = optimizers.read(load(FILE | {"optimizer": {"type": "Rprop", "params": {"lr": 0.01}}}))
     with pytest.raises(ConfigError, match="Rprop has no weight_decay, and parameter groups have one"):

@@ -249,12 +249,10 @@ def test_batch_norm_is_found() -> None:
         ({"model": {"hidden_size": 3}}, r"task.model: no model_type; such as llama"),
         ({"model": {"model_type": "lama"}}, r'model_type "lama": not known to transformers .*did you mean "llama"\?'),
         ({"model": {**LLAMA, "hiden_size": 3}}, r'hiden_size: no setting of LlamaConfig; did you mean "hidden_size"\?'),
-        ({"model": {**LLAMA, "hidden_size": "3"}}, r"task.model: .*hidden_size.*expected int, got str"),
         (
             {"model": {**LLAMA, "hidden_size": 33}},
             r"task.model: .*33\) is not a multiple of the number of attention heads",
         ),
-        ({"model": VIT}, r'model_type "vit": transformers has no AutoModelForCausalLM for it'),
         (
             {"model": {**LLAMA, "vocab_size": 100}},
             r"vocab_size 100 is too small: without a tokenizer there are 256 tokens",
@@ -267,7 +265,6 @@ def test_batch_norm_is_found() -> None:
             {"model": "some/model"},
             r"some/model is not a local folder with a model; of the Hugging Face hub: hub:some/model",
         ),
-        ({"tokenizer": "some/model"}, r"some/model is not a local folder with a tokenizer"),
     ],
 )
 def test_models_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
@@ -65,12 +64,10 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"id": 1, "text": row} for row in rows])
     parquet.write_table(arrow.table({"id": [1] * len(rows), "text": rows}), tmp_path / "b.parquet")
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))
-    with (tmp_path / "c.csv").open("w", newline="", encoding="utf-8-sig") as out:
-        csv.writer(out).writerows([("id", "text"), *((1, row) for row in rows)])
     for number, row in enumerate(rows):
         (tmp_path / f"{number:03}.txt").write_text(row)
     expected = [byte for row in rows for byte in (*row.encode(), 256)]
-    for pattern in ("a.jsonl", "b.parquet", "c.csv", "saved", "*.txt"):
+    for pattern in ("a.jsonl", "b.parquet", "saved", "*.txt"):
         assert tokens(prepared(pattern)) == expected, pattern
     words = tokenizer(tmp_path / "words")
     again = tokens(prepared(["a.jsonl", "b.parquet"], words=words))
@@ -298,21 +295,17 @@ def bad(path: Path) -> dict[str, tuple[Any, str]]:
     jsonl(path / "shape.jsonl", [{"messages": "hello"}])
     jsonl(path / "half.jsonl", [{"prompt": "a"}])
     (path / "folder").mkdir()
-    (path / "short.csv").write_text("id,text\n1,a\n2\n")
-    (path / "quotes.csv").write_text('text\n"a"b\n')
     return {
         "no file": ({"train": "none*.jsonl"}, "task.data.train: none*.jsonl: no such file"),
         "a kind": (
             {"train": "words/tokenizer.json"},
-            "files of .jsonl, .jsonl.zst, .jsonl.gz, .parquet, .csv, .txt are read",
+            "files of .jsonl, .jsonl.zst, .jsonl.gz, .parquet, .txt are read",
         ),
         "a folder": ({"train": "folder"}, "folder is a folder, but none that datasets.save_to_disk wrote"),
         "twice": ({"train": ["good.jsonl", "g*.jsonl"]}, "good.jsonl is named twice, by good.jsonl and g*.jsonl"),
         "column": ({"train": "other.jsonl"}, "other.jsonl:2: no column \"text\"; it has 'body', 'id'; name the column"),
         "json": ({"train": "broken.jsonl"}, "broken.jsonl:3: not JSON ("),
         "encoding": ({"train": "latin.jsonl"}, "latin.jsonl:2: not UTF-8"),
-        "cells": ({"train": "short.csv"}, "short.csv:3: has other columns than the first line"),
-        "quotes": ({"train": "quotes.csv"}, "quotes.csv:2: not CSV ("),
         "text": ({"train": "latin.txt"}, "latin.txt: not UTF-8 (invalid continuation byte at byte 4)"),
         "list": ({"train": "list.jsonl"}, "list.jsonl:1: list in place of a JSON object"),
         "number": ({"train": "number.jsonl"}, 'number.jsonl:1: "text" is int in place of a text'),

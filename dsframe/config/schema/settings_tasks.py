@@ -33,7 +33,7 @@ class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
     train: str | list[str]
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, CSV,
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet,
     text (one document a file), or a folder that ``datasets.save_to_disk`` wrote."""
     eval: str | list[str] | None = None
     """Validation data. Default: none, so there is no evaluation."""
