@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
+from dsframe.tasks import cuts
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Sum, Task, accuracy
 
@@ -46,6 +47,9 @@ class VisionTask(Task):
 
     def example(self) -> tuple[Tensor, Tensor]:
         return self.images.example()
+
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
+        return super().cut(model) if self.settings.model == "cnn" else cuts.classifier(model)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
