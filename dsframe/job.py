@@ -191,10 +191,9 @@ def _refuse_several(run: Run) -> None:
 
 
 def _announce(job: Job) -> None:
-    """What the user should know of the machine, and what this run does to rates because the file asks for it."""
-    run, plan = job.run, job.plan
+    """What the user should know of the machine and the data."""
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    for line in (*run.lines, *of_data):
+    for line in (*job.run.lines, *of_data):
         if line:
             job.say(line)
 
