@@ -60,7 +60,7 @@ def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], c
 
 def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path: Path) -> None:
     """One worker waits for nobody, and is one process."""
-    assert moved("fine-tuned", "reference-async-parameter-server", tmp_path) == moved("fine-tuned", "single", tmp_path)
+    assert moved("nanogpt", "reference-async-parameter-server", tmp_path) == moved("nanogpt", "single", tmp_path)
 
 
 def test_ranks_part_between_two_averages(report: dict[str, Any]) -> None:
