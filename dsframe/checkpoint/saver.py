@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,7 @@ class Saver:
         self._staging = staging.Staging() if asynchronous else None
         self._model_files: dict[str, bytes] | None = None
         """What makes the folder one of transformers', from the first save on."""
+        self._told = False
         self._writing: tuple[int, Writing] | None = None
         self._begun: int | None = None
         """The step whose folder this rank has made, to write into."""
@@ -111,6 +113,7 @@ class Saver:
         """
         began = time.perf_counter()
         self.settle()
+        self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
         begun = catch_io_error(lambda: self._begin(step)) if world.is_main else ""
         self._check(step, begun)
@@ -169,6 +172,7 @@ class Saver:
 
         One that is still being written gets it when it is whole. A run that ends before evaluates again when it goes on.
         """
+        self._look_for_metric(evaluation)
         if self._engine.plan.world.is_main and evaluation:
             self._ratings[step] = evaluation
         if self._writing is None:
@@ -218,6 +222,14 @@ class Saver:
         if self._writing is not None:
             self._writing[1].finish()
             self._writing = None
+
+    def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
+        metric = (self._retention.best or "").partition(":")[0]
+        value = evaluation.get(metric, 0.0)
+        if not math.isfinite(value) and not self._told:
+            what = "NaN" if math.isnan(value) else "infinite"
+            self._say(f"warning: keep_best: {metric} is {what} here, so this checkpoint cannot be the best")
+            self._told = True
 
     def _prune(self) -> str:
         try:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +23,11 @@ SUFFIXES = frozenset(
 )
 _JUNK = frozenset({"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"})
 """Folders that systems make; also those whose names begin with a dot."""
+MOST_CHECKED = 100_000
+"""Images that are opened before training begins; of a larger folder it would take too long."""
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+"""What is near the end of a file that is whole."""
+_TAIL = 1 << 16
 _TEST_FOLDERS = ("val", "test", "eval")
 
 
@@ -126,6 +135,61 @@ def _files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
         paths += [Path(parent, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
     return sorted(paths)
+
+
+def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:
+    """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
+    root = Path(data_dir).expanduser()
+    places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
+    files = [file for place in places for name in classes for file in _files(place / name)]
+    paths = [file for file in files if file.suffix.lower() in SUFFIXES]
+    filled = {file.relative_to(root).parts[:2] for file in paths}
+    for place in places[1:]:
+        if lacking := [name for name in classes if (place.name, name) not in filled]:
+            say(f"dsframe: no images of {', '.join(lacking)} in {place}")
+    if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
+        counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
+        say(f"dsframe: files in {root} that are not read as images: {counts}")
+    if len(paths) > MOST_CHECKED:
+        say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
+        return
+    refuse_damaged((str(path), partial(_opened, path)) for path in paths)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+def refuse_damaged(pictures: Iterable[tuple[str, Callable[[], IO[bytes]]]]) -> None:
+    """Raises DataError that names all of ``pictures``, each with what opens it, which are no whole images."""
+    pillow()
+    pictures = list(pictures)
+    with ThreadPoolExecutor(8) as pool:
+        reasons = pool.map(lambda picture: _damage(picture[1]), pictures)
+        damaged = [f"{name} ({why})" for (name, _), why in zip(pictures, reasons, strict=True) if why]
+    if damaged:
+        more = f" and {len(damaged) - 10} more" if len(damaged) > 10 else ""
+        raise DataError(f"{len(damaged)} files cannot be read as images: {'; '.join(damaged[:10])}{more}")
+
+
+def _damage(opened: Callable[[], IO[bytes]]) -> str:
+    """What is wrong with a picture; "" for nothing that its head and its end show."""
+    images = pillow()
+    try:
+        with opened() as file:
+            with images.open(file) as image:
+                refuse_unshown(image)
+                image_format = image.format
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            ends = _ENDS.get(image_format, b"") in file.read()
+            if not ends and image_format != "JPEG":
+                return "its end is missing"
+            if not ends:  # cut off, or a telephone has put a film behind its picture
+                file.seek(0)
+                images.open(file).load()
+    except (OSError, SyntaxError, ValueError, images.DecompressionBombError, DataError) as error:
+        return str(error)
+    return ""
 
 
 def refuse_unshown(image: Any) -> None:

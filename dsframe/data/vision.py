@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,16 @@ def describe(settings: ImageData) -> Images:
         names = tuple(folder.class_names(settings.data_dir))
         return replace(images, size=settings.image_size or images.size, classes=len(names), names=names)
     return images
+
+
+def prepares(settings: ImageData) -> bool:
+    """Whether :func:`prepare` has work to do."""
+    return settings.dataset == "image-folder"
+
+
+def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str], None]) -> None:
+    """Opens the files of a folder. Raises DataError, with the names of all damaged files."""
+    folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
 
 
 def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:

@@ -13,7 +13,7 @@ from dsframe.data import vision as data
 from dsframe.errors import TaskError
 from dsframe.tasks import cuts
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Sum, Task, accuracy
+from dsframe.tasks.task import Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import VisionTask as VisionSettings
@@ -57,6 +57,13 @@ class VisionTask(Task):
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
         total = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs, targets)}
+
+    @property
+    def prepares(self) -> bool:
+        return data.prepares(self.settings)
+
+    def prepare(self, say: Say) -> None:
+        data.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:
         return data.load(self.settings, self.images, train=True, seed=self.seed)

@@ -75,6 +75,7 @@ def test_the_best_stays_and_is_found(
     dsframe.fit(Told(), file())
     said = capsys.readouterr().err
     assert names(folder) == ["best", "latest", "step-00000006", "step-00000010"]
+    assert "warning: keep_best: precision is NaN here, so this checkpoint cannot be the best" in said
     assert "  best        precision 0.9000 after step 6" in said
     assert f"  best saved  {Path('run/checkpoints/step-00000006')}" in said
     best = load_model("run", Told(), best=True).state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,19 @@ def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words
         folder.rgb(file)
 
 
+def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path: Path) -> None:
+    picture = Image.fromarray(RAMP).convert("RGB")
+    previews = written(tmp_path / "a.jpg", picture, format="MPO", save_all=True, append_images=[picture])
+    film = written(tmp_path / "b.jpg", picture)
+    film.write_bytes(film.read_bytes() + bytes(1 << 17))
+    for place in (previews, film):
+        assert not folder._damage(partial(place.open, "rb"))
+        with Image.open(place) as file:
+            assert np.abs(np.asarray(folder.rgb(file), int) - RAMP[..., None]).max() <= 3
+    film.write_bytes(film.read_bytes()[:300])
+    assert folder._damage(lambda: film.open("rb"))
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     for name in ("cat", "dog"):
@@ -115,10 +129,29 @@ def test_what_systems_leave_is_neither_class_nor_picture(pictures: Path) -> None
     assert read(pictures) == before
 
 
-def test_a_class_without_pictures_is_refused(pictures: Path) -> None:
+def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures: Path) -> None:
+    (pictures / "train" / "dog" / "9.heic").write_bytes(b"x")
+    said: list[str] = []
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert said == [f"dsframe: files in {pictures} that are not read as images: 1 with .heic"]
+    written(pictures / "val" / "cat" / "0.png", Image.fromarray(RAMP))
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert f"dsframe: no images of dog in {pictures / 'val'}" in said
     (pictures / "train" / "bird").mkdir()
+    (pictures / "train" / "dog" / "9.heic").unlink()
     with pytest.raises(DataError, match="no images of bird"):
         read(pictures)
+
+
+def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> None:
+    said: list[str] = []
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    cut = pictures / "train" / "cat" / "1.png"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    (pictures / "train" / "dog" / "2.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
+        folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert not said
 
 
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:
