@@ -149,7 +149,7 @@ def prepare(run: Run, world: World) -> Job:
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
-    config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
+    config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, entry.replicas))
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate)

@@ -163,7 +163,7 @@ def _about(config: Config, task: Task, checkpoint: Found) -> dict[str, Any]:
     )
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
-    facts = Facts(checkpoint.ranks, steps, sampler.epoch_steps, task.hidden_size)
+    facts = Facts(checkpoint.ranks, steps, sampler.epoch_steps)
     config = config.resolve(facts)
     manifest = about(
         config,

@@ -5,7 +5,6 @@ Every message is ours: what is there, what is expected, what to write.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -14,17 +13,11 @@ from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, show
 from dsframe.config.read.reader import NOT_JSON, Path, inside, number_of
-from dsframe.config.read.suggest import closest
+from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, Shape, children, shape
 from dsframe.config.schema.settings import TASKS
 from dsframe.engines.table import TABLE
-
-_MEANT = {
-    "gpu": ("none",), "cuda": ("none",), "average": ("mean",), "avg": ("mean", "average"), "mean": ("average",),
-    "warning": ("WARN",),
-}  # fmt: skip
-"""Words of other tools -> the words here, of which one may be possible."""
 
 _RANGES = {
     "greater_than": "must be above {gt:.15g}", "greater_than_equal": "must be at least {ge:.15g}",
@@ -36,7 +29,6 @@ _RANGES = {
 _FORMS = {"keep_best": '"metric:min" or "metric:max"', "metric": '"metric:min" or "metric:max"'}
 _VAGUE = ("_type", "literal_error", "tag_invalid")
 """Ends of pydantic's kinds of errors that say nothing about the value's range."""
-_PLACEHOLDER = re.compile(r"[A-Z][A-Za-z0-9_]*|.*[$<{].*")
 _NULL_RAISES = (
     ("sequence_parallel_size",),
     ("torch_autocast", "dtype"),
@@ -153,10 +145,9 @@ def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Find
         findings.error(here, f"{show(value)} is not {form}", code="range", at_value=True)
     elif expected.literals and not bare and (isinstance(value, str) or expected.kinds <= {"int", "null"}):
         words = [word for word in expected.literals if isinstance(word, str)]
-        meant = next((word for word in _MEANT.get(str(value).lower(), ()) if word in words), None)
-        if meant is None and isinstance(value, str):
-            meant = closest(value, words, max(1, len(value) // 3))
-        remedy = f'did you mean "{meant}"?' if meant else ""
+        remedy = did_you_mean(value, words, max(1, len(value) // 3)) if isinstance(value, str) else ""
+        if value in ("gpu", "cuda") and "none" in words:  # whose nearest word is "cpu"
+            remedy = 'did you mean "none"?'
         findings.error(here, f"{show(value)} must be {expected.phrase}", remedy, code="value", at_value=True)
     else:
         _wrong_type(here, value, expected, findings)
@@ -168,8 +159,7 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
     word = str(value).lower().rstrip(",")
     if findings.written(here) in findings.document.bare:
         shown = str(value).rstrip(",")
-        template = "replace the placeholder of the template" if _PLACEHOLDER.fullmatch(shown) else ""
-        remedy = NOT_JSON.get(shown, template)
+        remedy = NOT_JSON.get(shown, "")
         shown = f"{shown} without quotes is text and"
     elif isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
         remedy = f"write {value.strip()} without quotes"
@@ -177,8 +167,6 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         remedy = f"write {show(_TRUTH[word])} without quotes"
     elif here == ("fp16", "loss_scale") and value == "dynamic":
         remedy = "write 0 for dynamic loss scaling"
-    elif value is None and here == ("scheduler", "params"):
-        remedy = "write {}"
     elif key := _only_key(here, value, fields):
         remedy = f'write {{"{key}": {show(value)}}}'
     elif value is None or (value is False and expected.section):

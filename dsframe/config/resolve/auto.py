@@ -1,7 +1,7 @@
 """Resolves ``"auto"``, the value that Hugging Face's Trainer fills in before DeepSpeed sees the file.
 
-Each rule is the Trainer's own where it has one (``transformers.integrations.deepspeed``): bucket sizes from the hidden
-size, ``lr`` and the like from its default arguments, the number of steps from the data. Everywhere else in the sections
+Each rule is the Trainer's own where it has one (``transformers.integrations.deepspeed``): ``lr``
+and the like from its default arguments, the number of steps from the data. Everywhere else in the sections
 that DeepSpeed parses with pydantic, ``"auto"`` means DeepSpeed's default. It never reaches DeepSpeed.
 """
 
@@ -18,7 +18,6 @@ from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
 from dsframe.config.schema.optimizer import muon_rates
-from dsframe.config.schema.settings import LanguageTask
 
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
@@ -36,8 +35,6 @@ class Facts:
     """Optimizer steps of the whole training."""
     epoch_steps: Fraction | None = None
     """Optimizer steps of an epoch: no whole number where the last batch takes samples of the next epoch."""
-    hidden_size: int | None = None
-    """Hidden size of the model."""
     replicas: bool | None = None
     """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
     engine: str | None = None
@@ -51,23 +48,6 @@ Rule = Callable[[dict[str, Any], Facts], Answer]
 
 def _default(value: Any, reason: str = _TRAINER) -> Rule:
     return lambda raw, facts: (value, reason)
-
-
-def _from_hidden(compute: Callable[[int], float], formula: str) -> Rule:
-    def rule(raw: dict[str, Any], facts: Facts) -> Answer:
-        size = facts.hidden_size or _width(raw)
-        return None if size is None else (int(compute(size)), f"{formula}, and the model's hidden size is {size}")
-
-    return rule
-
-
-def _width(raw: dict[str, Any]) -> int | None:
-    """The hidden size of a language model, where the file alone tells it."""
-    task = inside(raw, ("dsframe", "task"))
-    width = inside(task, ("model", "hidden_size"))
-    if isinstance(task, dict) and task.get("name") == "language":
-        width = task.get("width", LanguageTask.model_fields["width"].default)
-    return width if isinstance(width, int) else None
 
 
 def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:
@@ -112,13 +92,8 @@ RULES: Mapping[str, Rule] = {
     "scheduler.params.warmup_type": _default("log", "DeepSpeed's default"),
     "fp16.enabled": _default(False, "DeepSpeed's default; the Trainer would take its --fp16"),
     "bf16.enabled": _default(False, "DeepSpeed's default; the Trainer would take its --bf16"),
-    "zero_optimization.reduce_bucket_size": _from_hidden(lambda n: n * n, "hidden size squared"),
-    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden(lambda n: 0.9 * n * n, "0.9 x hidden size squared"),
-    "zero_optimization.stage3_param_persistence_threshold": _from_hidden(lambda n: 10 * n, "10 x hidden size"),
     "pipeline.stages": _default(1, "no pipeline unless the file asks for one"),
 }  # fmt: skip
-_WAITS_FOR = {"zero_optimization": "hidden size", "scheduler": "number of steps"}
-"""Section -> what of the training its ``"auto"`` may wait for."""
 
 
 def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
@@ -133,7 +108,7 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
         if answer is None:
             del owner[path[-1]]
             findings.pending.add(path)
-            message = f'"auto" is resolved when the {_WAITS_FOR[str(path[0])]} of the training is known'
+            message = '"auto" is resolved when the number of steps of the training is known'
             findings.note(path, message, code="auto-later", at_value=True)
         else:
             owner[path[-1]] = answer[0]

@@ -32,7 +32,7 @@ class Zero(Coerced):
     reduce_scatter: bool = True
     """Reduce gradients by reduce-scatter, else by all-reduce."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements reduced at a time. ``"auto"`` is the hidden size squared."""
+    """Elements reduced at a time."""
     use_multi_rank_bucket_allreduce: bool = True
     """Merge the buckets of several ranks into one all-reduce. For small models on many GPUs."""
     allgather_partitions: bool = True
@@ -62,9 +62,9 @@ class Zero(Coerced):
     cpu_offload: bool | None = None
     """Deprecated: ``"offload_optimizer": {"device": "cpu"}``."""
     stage3_prefetch_bucket_size: Size = 50_000_000
-    """Parameter elements fetched ahead. ``"auto"`` is 0.9 of the hidden size squared."""
+    """Parameter elements fetched ahead."""
     stage3_param_persistence_threshold: Size = 100_000
-    """Parameters with fewer elements stay on every rank. ``"auto"`` is 10 times the hidden size. Where the file names neither
+    """Parameters with fewer elements stay on every rank. Where the file names neither
     this nor another limit of what is kept, all of a model of up to 8,388,608 parameters stays."""
     stage3_model_persistence_threshold: Size = sys.maxsize
     """Most elements that may stay on every rank in all."""
