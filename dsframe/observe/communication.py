@@ -115,9 +115,9 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By this rank; of collectives the mean over its group."""
         return sum(traffic.received_bytes for traffic in self.by_kind.values())
 
-    def add(self, kind: str, payload: int, ranks: int, label: str = "") -> None:
-        """One collective of ``ranks`` ranks with so many bytes of payload. ``label``: what tells it from others of its kind."""
-        traffic = self.by_kind.setdefault(kind + label, Traffic())
+    def add(self, kind: str, payload: int, ranks: int) -> None:
+        """One collective of ``ranks`` ranks with so many bytes of payload."""
+        traffic = self.by_kind.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
         if kind in _RING:

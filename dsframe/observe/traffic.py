@@ -7,7 +7,6 @@ training, in which nothing overlaps. Times are in the traces.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,55 +14,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.config.rules.report import kind_of
 from dsframe.observe.communication import Communication
 from dsframe.observe.observer import Observer, ObserverContext
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from dsframe.config.schema.monitor import CommsLogger
     from dsframe.events import Training
 
 FILE = "communication.json"
 """In the run's directory."""
-_LIBRARIES = ("/torch/", "/deepspeed/", "/horovod/", "/dsframe/observe/", "/contextlib.py", "/unittest/")
-
-
-class _Counter(Communication):  # type: ignore[no-untyped-call]
-    """Counts the kinds that are asked for."""
-
-    def __init__(self, section: CommsLogger, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._section, self._say, self.step = section, say, 0
-        self._kinds = {kind_of(name) for name in section.prof_ops}
-
-    def add(self, kind: str, payload: int, ranks: int, label: str = "") -> None:
-        if not self._section.prof_all and kind not in self._kinds:
-            return
-        label += f", by {_caller()}" if self._section.debug else ""
-        super().add(kind, payload, ranks, label)
-        if self._section.verbose:
-            self._say(f"step {self.step}: {kind} of {payload:,} bytes among {ranks} ranks{label}")
 
 
 def observer(context: ObserverContext) -> Observer:
     """This rank's counts."""
-    section = context.plan.config.deepspeed.comms_logger
-    assert section is not None
-    return TrafficLog(section, context.plan.directory, context.say)
+    return TrafficLog(context.plan.directory, context.say)
 
 
 class TrafficLog(Observer):
     """Of one rank, over the whole of its training steps."""
 
-    def __init__(self, section: CommsLogger, directory: Path, say: Callable[[str], None]) -> None:
-        self._counter, self._say = _Counter(section, say), say
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self._counter, self._say = Communication(), say
         self._file, self._steps, self._reported = directory / FILE, 0, (0, 0.0)
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        self._counter.step = step
         with self._counter:
             yield
         self._steps += 1
@@ -87,11 +61,3 @@ class TrafficLog(Observer):
         sent = [sum(kind["sent_bytes"] for kind in rank.values()) / self._steps / 1e6 for rank in ranks]
         most = f"rank {sent.index(max(sent))} sent {max(sent):.4g} MB"
         self._say(f"dsframe: communication in a step, counted: {most}; all of it in {self._file}")
-
-
-def _caller() -> str:
-    """The function that had it sent: the innermost that is not one of the libraries."""
-    frame: FrameType = sys._getframe(2)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-        frame = frame.f_back
-    return frame.f_code.co_name

@@ -11,17 +11,6 @@ from dsframe.config.schema.base import Interval
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 
-KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send", "receive",
-)  # fmt: skip
-"""Kinds of collectives that are counted."""
-_OTHER_NAMES = {
-    "isend": "send",
-    "irecv": "receive",
-    "recv": "receive",
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-}
 METRICS = {
     "vision": ("loss", "accuracy"),
     "image-classification": ("loss", "accuracy"),
@@ -32,23 +21,8 @@ METRICS = {
 _CHECKPOINTS = "dsframe.checkpoints"
 
 
-def kind_of(operation: str) -> str | None:
-    """Return the kind of an operation by DeepSpeed's name: ``all_gather_into_tensor`` is an all-gather."""
-    name = operation.strip().lower()
-    name = _OTHER_NAMES.get(name, name).replace("_", "-")
-    return next((known for known in KINDS if name == known or name.startswith(f"{known}-")), None)
-
-
 def check(context: RuleContext) -> None:
-    """Report what is wrong with the logged collectives and the kept checkpoints."""
-    section = context.file.comms_logger
-    if section is not None and section.enabled and not section.prof_all and context.wrote("dsframe"):
-        for name in section.prof_ops:
-            if kind_of(name) is None:
-                remedy = f"choose from {', '.join(known.replace('-', '_') for known in KINDS)}"
-                message = f"{name!r} is no collective"
-                context.findings.error("comms_logger.prof_ops", message, remedy, code="value", at_value=True)
-                break
+    """Report what is wrong with the kept checkpoints."""
     _checkpoints(context)
 
 

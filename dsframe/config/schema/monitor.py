@@ -92,13 +92,13 @@ class CommsLogger(Coerced):
     enabled: bool = False
     """Turns it on."""
     prof_all: bool = True
-    """Every operation."""
+    """Without effect in dsframe, which counts every operation."""
     prof_ops: list[str] = []
-    """Names of operations, when ``prof_all`` is false."""
+    """Without effect in dsframe."""
     verbose: bool = False
-    """Print each operation."""
+    """Without effect in dsframe."""
     debug: bool = False
-    """Tell operations apart by the function that had them sent."""
+    """Without effect in dsframe."""
 
 
 class Timers(Unmodelled):
