@@ -47,11 +47,6 @@ class RuleContext:
         return self.entry.by_deepspeed
 
     @property
-    def pipelined(self) -> bool:
-        """True if DeepSpeed splits the model into stages."""
-        return self.by_deepspeed and self.file.pipeline.stages > 1
-
-    @property
     def splits_layers(self) -> bool:
         """True if DeepSpeed splits each layer (tensor parallelism)."""
         return self.by_deepspeed and self.file.tensor_parallel.autotp_size > 1
