@@ -157,7 +157,7 @@ def test_a_tenth_of_an_epoch_is_a_tenth() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"epoch": 1}, r"step_size\.epoch: unknown key; write a number of steps"),
+        ({"epoch": 1}, r"step_size\.epoch: unknown key; did you mean \"epochs\"\?"),
         ({"steps": 3}, r"step_size\.steps: unknown key; write a number of steps"),
         ({"epochs": 0}, r"step_size\.epochs: 0 must be above 0"),
         ({"epochs": "1"}, r"step_size\.epochs: \"1\" must be a number; write 1 without quotes"),
