@@ -75,7 +75,9 @@ class _Repair:
         name, key = dotted(here), str(here[-1])
         if issubclass(owner, Epochs):
             meant = closest(key, owner.model_fields, 1)
-            self.unknown(here, remedy=f'did you mean "{meant}"?' if meant else 'write a number of steps, or {"epochs": 1}')
+            self.unknown(
+                here, remedy=f'did you mean "{meant}"?' if meant else 'write a number of steps, or {"epochs": 1}'
+            )
         elif len(here) == 1 and is_comment(key):
             self.findings.note(here, "taken as a comment", code="comment")
         elif name in REMOVED:
