@@ -105,7 +105,7 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
     assert wide["wrong"] == wide["fetched"] == []
     assert wide["wider"] <= 0
     assert wide["columns"] == 2
-    assert {"Loss", "Difference of the training loss to deepspeed"} <= set(wide["titles"])
+    assert "Loss" in wide["titles"]
     assert wide["rows"]["samples a second"] == [f"1,000,00{number}" for number in range(5)]
     assert wide["rows"]["largest difference of the loss"][1:] == ["2e-7", "4e-7", "6e-7", "8e-7"]
     assert {colour(name) for name in ("#ffffff", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")} <= colours

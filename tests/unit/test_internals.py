@@ -47,7 +47,7 @@ def ours() -> set[str]:
         torch,
         torch.Tensor,
         torch.nn.Linear(1, 1),
-        torch.optim.Optimizer,
+        torch.optim.SGD([torch.zeros(1)]),
         torch.distributed,
         dict,
         list,
