@@ -84,7 +84,7 @@ def main() -> int:
     from dsframe.model.plan import Plan
 
     task, batch, device = tasks.build(config.settings.task, 0), config.batch(world.size), device_of(world)
-    config = config.resolve(Facts(world_size=world.size, total_steps=9, hidden_size=None))
+    config = config.resolve(Facts(world_size=world.size, total_steps=9))
     optimizer = optimizers.read(config)
     plan = Plan(config, world, task, optimizer, schedules.constant(1e-4), batch, device)
     engine = engines.load(engines.choose(config, world.launcher).name, config)(plan)

@@ -38,7 +38,7 @@ def test_under_mpirun_and_horovodrun(tmp_path: Path) -> None:
         assert (summary["launcher"], summary["world_size"], summary["description"]) == (
             name,
             2,
-            "Horovod (MPI, average, a round every 5 ms)",
+            "Horovod (MPI, mean, a round every 5 ms)",
         )
         assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
 
@@ -53,5 +53,5 @@ def test_on_two_hosts(tmp_path: Path) -> None:
             run_ranks(network.on("node1", command), cwd=tmp_path, timeout_seconds=120).check()
     run_ranks(python([*TRAIN, "alone"]), cwd=tmp_path, timeout_seconds=120).check()
     for name in ("launch", "horovodrun"):
-        assert read_summary(tmp_path / name)["description"] == "Horovod (MPI, average, a round every 5 ms)"
+        assert read_summary(tmp_path / name)["description"] == "Horovod (MPI, mean, a round every 5 ms)"
         assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
