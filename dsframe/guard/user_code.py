@@ -7,6 +7,7 @@ Only where one ends a process is its traceback read, by :func:`user_traceback`.
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,15 @@ _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
 _OF_ONE_RANK = ("/deepspeed/runtime/zero/linear.py", "/torch/distributed/fsdp/_fully_shard/_fully_shard.py")
 """Files of theirs that compute, or refuse to be copied."""
+_WHERE = "\nFix it there; --verbose prints the whole traceback"
 _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
     "else as model(inputs); here they are {kind}"
 )
 
 
+_IN_BACKWARD = re.compile("modified by an inplace operation|backward through the graph a second time")
+"""What autograd says of a model's own mistakes. No frame of the model is there any more."""
 _READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
 
 
@@ -78,6 +82,8 @@ def user_traceback(error: Exception) -> str | None:
     by = next((call for call in reversed(above) if call.ours), None)
     if by is None:
         return None
+    if _IN_BACKWARD.search(str(error)) and any(call.frame.f_code is forward.backward.__code__ for call in calls):
+        return f"the backward pass of the task's model raised {_told(error)}{_WHERE}"
     deepest = calls[-1].file
     if any(name in deepest for name in _COMMUNICATION) and not deepest.endswith(_OF_ONE_RANK):
         return None
@@ -89,7 +95,7 @@ def user_traceback(error: Exception) -> str | None:
 
 def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
     whose = "the task's model" if _is_model_call(by) else "the task's code"
-    lines = [f"{whose} raised {type(error).__name__}: {str(error).rstrip() or 'no message'}"]
+    lines = [f"{whose} raised {_told(error)}"]
     for call in theirs:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
         if call.source:
@@ -101,7 +107,11 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
-    return "\n".join(lines) + "\nFix it there; --verbose prints the whole traceback"
+    return "\n".join(lines) + _WHERE
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip() or 'no message'}"
 
 
 def _kind(inputs: Any) -> str:

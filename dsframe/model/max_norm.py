@@ -22,10 +22,11 @@ class LimitedEmbedding(nn.Embedding):
     """An embedding whose limit holds on all ranks."""
 
     limit: float
-    shorten: Callable[[LimitedEmbedding, Tensor], None]
+    shorten: Callable[[LimitedEmbedding, Tensor], None] | None
+    """None of a frozen one, which is left as it is."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        if self.training:
+        if self.training and self.shorten:
             self.shorten(self, input)
             return super().forward(input)
         rows = super().forward(input)
@@ -34,16 +35,17 @@ class LimitedEmbedding(nn.Embedding):
 
 
 def share_limits(model: nn.Module, engine: Any) -> frozenset[str]:
-    """Lets the limits of the trained embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``; returns the names
-    of their weights."""
+    """Lets the limits of the embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``; returns the names of the
+    weights that are written for it, which are those that are trained."""
     names = set()
     for name, module in model.named_modules():
         limit = getattr(module, "limit", module.max_norm) if isinstance(module, nn.Embedding) else None
-        if type(module) in (nn.Embedding, LimitedEmbedding) and limit is not None and module.weight.requires_grad:
+        if type(module) in (nn.Embedding, LimitedEmbedding) and limit is not None:
             weight = f"{name}.weight".removeprefix(".")
             module.__class__, module.max_norm = LimitedEmbedding, None
-            vars(module).update(limit=limit, shorten=_shortening(engine, weight))
-            names.add(weight)
+            trained = module.weight.requires_grad
+            vars(module).update(limit=limit, shorten=_shortening(engine, weight) if trained else None)
+            names |= {weight} if trained else set()
     return frozenset(names)
 
 

@@ -270,12 +270,31 @@ class WeightWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.register_hook and not self._examined and not args[0].is_leaf and (line := _caller()):
+            args = (args[0], self._examining(args[1], line))
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
         if name not in _METADATA or func is torch.autograd.grad:
             self._check_call(func, name, args, kwargs)
         return func(*args, **kwargs)
+
+    def _examining(self, hook: Callable[[Tensor], Any], line: str) -> Callable[[Tensor], Any]:
+        """A hook on the gradient of what a forward pass computes; says where it is not linear."""
+
+        def examined(gradient: Tensor) -> Any:
+            returned = hook(gradient)
+            if returned is not None:
+                with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
+                    doubled = hook(2 * gradient)
+                if not torch.allclose(doubled, 2 * returned, rtol=1e-3, atol=0.0):
+                    self.told.append(
+                        f"{line} changes the gradient of an output, and not linearly: it is of one micro-batch, so the training "
+                        "depends on the micro batch size"
+                    )
+            return returned
+
+        return examined
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._refuse_transforms()

@@ -1024,6 +1024,44 @@ class TiedTable(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
 
 
+class _Guarded(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.body, self.head, self.what = nn.Linear(8, 16), nn.Linear(16, 3), what
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs).tanh()
+        if hidden.requires_grad and self.what != "spoilt":
+            hook = {
+                "clip": lambda gradient: gradient.clamp(-0.01, 0.01),
+                "turn": torch.neg,
+                "look": lambda gradient: None,
+            }
+            hidden.register_hook(hook[self.what])
+        outputs = self.head(hidden)
+        if self.what == "spoilt":
+            hidden.add_(1.0)
+        return outputs
+
+
+class Guarded(Rows):
+    """Changes the gradient of an output by a hook, or spoils what the backward pass needs."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def model(self) -> nn.Module:
+        return _Guarded(self.what)
+
+
+class FrozenTable(Words):
+    """A frozen table with a limit."""
+
+    def model(self) -> nn.Module:
+        table = nn.Embedding.from_pretrained(3 * torch.randn(20, 8), max_norm=1.0)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
+
+
 class _Normed(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
     "stages of ZeRO-1": (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}),
 }
+ENGINES = tuple(setup for setup in SETUPS if not setup.startswith("stages"))
 READ = "outside of its module's forward pass"
 WRITTEN = "only to a copy|was written|were written|writes to its weight"
 SHARDED = {"fsdp", "zero3"}
@@ -108,6 +110,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
     "a tied table with a limit": ("TiedTable", {}, {}),
     "views that are written to": ("Residual", {}, {}),
+    "a frozen table with a limit": ("FrozenTable", {}, {}),
+    "an output's gradient is turned": ("Guarded", {"what": "turn"}, {}),
+    "what backward needs is written": (
+        "Guarded",
+        {"what": "spoilt"},
+        dict.fromkeys(ENGINES, "the backward pass of the task's model raised RuntimeError"),
+    ),
     "rows of length one": ("Normed", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
@@ -129,7 +138,6 @@ LATER = {
 """Cases that begin after the first step: the steps that were logged when they are refused."""
 STATEFUL = {"a hook writes later", "state of the loss"}
 """Cases whose tasks count steps, or keep something, in attributes."""
-ENGINES = tuple(setup for setup in SETUPS if not setup.startswith("stages"))
 RIGHT = {
     "weights in the loss": ("zero2",),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
@@ -168,6 +176,8 @@ RIGHT = {
     "classes with slots": ("fsdp", "zero3"),
     "backward in the loss": ("single",),
     "a tied table with a limit": ENGINES,
+    "a frozen table with a limit": ENGINES,
+    "an output's gradient is turned": ("zero3", "fsdp"),
     "rows of length one": ("ddp",),
     "views that are written to": ("fsdp",),
     "time first, summed": ENGINES,
@@ -242,7 +252,8 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
     more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
     finished = run(tmp_path, file(case, setup, **more), SETUPS[setup][0])
     assert finished.returncode in (4, 5), finished
-    (line,) = {line.removeprefix("[rank 1] ") for line in finished.stderr.splitlines() if "dsframe: error: " in line}
+    said = (re.sub(r"^\[rank \d\] ", "", line) for line in finished.stderr.splitlines())
+    (line,) = {line for line in said if line.startswith(("dsframe: error: ", "error: "))}
     words = CASES[case][2][setup].split("|")
     assert any(word in line for word in words), line
     rows = (
@@ -324,6 +335,15 @@ def test_recomputed_blocks_change_their_buffers_once(
         run(folder, file("buffers", setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
         found[again] = losses(folder / "run")
     assert found[True] == found[False]
+
+
+@pytest.mark.parametrize(("what", "said"), [("clip", 1), ("turn", 0), ("look", 0)])
+def test_a_hook_that_clips_the_gradient_of_an_output_is_said(
+    what: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, what, ("Guarded", {"what": what}, {}))
+    finished = run(tmp_path, file(what, "ddp"), 2).check()
+    assert finished.stderr.count("changes the gradient of an output, and not linearly") == said
 
 
 @pytest.mark.parametrize("setup", ["ddp", "zero3"])
