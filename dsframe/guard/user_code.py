@@ -24,7 +24,7 @@ _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
 _OF_ONE_RANK = ("/deepspeed/runtime/zero/linear.py", "/torch/distributed/fsdp/_fully_shard/_fully_shard.py")
 """Files of theirs that compute, or refuse to be copied."""
-_WHERE = "\nFix it there; --verbose prints the whole traceback"
+_REMEDY = "\nFix it there; --verbose prints the whole traceback"
 _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
     "else as model(inputs); here they are {kind}"
@@ -83,7 +83,7 @@ def user_traceback(error: Exception) -> str | None:
     if by is None:
         return None
     if _IN_BACKWARD.search(str(error)) and any(call.frame.f_code is forward.backward.__code__ for call in calls):
-        return f"the backward pass of the task's model raised {_told(error)}{_WHERE}"
+        return f"the backward pass of the task's model raised {_named(error)}{_REMEDY}"
     deepest = calls[-1].file
     if any(name in deepest for name in _COMMUNICATION) and not deepest.endswith(_OF_ONE_RANK):
         return None
@@ -95,7 +95,7 @@ def user_traceback(error: Exception) -> str | None:
 
 def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
     whose = "the task's model" if _is_model_call(by) else "the task's code"
-    lines = [f"{whose} raised {_told(error)}"]
+    lines = [f"{whose} raised {_named(error)}"]
     for call in theirs:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
         if call.source:
@@ -107,10 +107,10 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
-    return "\n".join(lines) + _WHERE
+    return "\n".join(lines) + _REMEDY
 
 
-def _told(error: Exception) -> str:
+def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip() or 'no message'}"
 
 

@@ -60,7 +60,7 @@ class _Shown:
     def show(self, module: nn.Module, *values: Any) -> Any:
         value = values[-1]
         register(value)
-        if self._refuses:
+        if self._refuses and not isinstance(value, Tensor) and torch.is_grad_enabled():
             _refuse_hidden(module, value)
         places = _places(value)
         self._places = places if places or not isinstance(value, _TRANSPARENT) else None
@@ -82,7 +82,7 @@ def _refuse_hidden(module: nn.Module, value: Any) -> None:
     """Raises TaskError where what ``module`` returns holds a tensor with a gradient that no hook can see: in a function, for
     example. Its backward pass would then come before, or after, what a library does around it."""
     for leaf in pytree.tree_leaves(value):
-        if torch.is_grad_enabled() and not isinstance(leaf, Tensor) and _hides(leaf, _DEPTH):
+        if not isinstance(leaf, Tensor) and _hides(leaf, _DEPTH):
             name = type(module).__name__.removeprefix("FSDP")
             raise TaskError(
                 f"{name} returns a {type(leaf).__name__} that holds tensors with gradients, which libraries that shard weights "

@@ -1037,7 +1037,8 @@ class _Guarded(nn.Module):
                 "turn": torch.neg,
                 "look": lambda gradient: None,
             }
-            hidden.register_hook(hook[self.what])
+            for _ in range(2):
+                hidden.register_hook(hook[self.what])
         outputs = self.head(hidden)
         if self.what == "spoilt":
             hidden.add_(1.0)

@@ -45,7 +45,7 @@ class ZeroShards(Shards):
         shard = weight.ds_tensor
         flat, size = weight.detach().flatten(), shard.ds_numel
         piece = flat[weight.ds_process_group.rank() * size :][:size]
-        shard.flatten()[: piece.numel()].copy_(piece)
+        shard.view(-1)[: piece.numel()].copy_(piece)
 
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
         """**Collective.** As they are; to take them, the weights have to be whole until the end of the backward pass."""
