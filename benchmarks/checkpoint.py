@@ -4,10 +4,12 @@ torch.distributed.checkpoint and DeepSpeed's own save, memory, and who waits.
     python -m benchmarks.checkpoint                                       # one process
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine ddp     # ranks write in parallel
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine deepspeed --stage 3
+    python -m benchmarks.checkpoint --width 2048 --layers 40 --optimizer SGD --at-once       # 2 B parameters in 24 GiB
 
 Rank 0 prints the table: medians of --rounds, in which everything is done once, in turn (a disk is slower where it was not
 written before, and the machine has other things to do). Everything is written to --folder (default: the temporary folder) and
-removed. "Extra memory" is the most that the resident set of any one rank grew while saving. Files are forced to the disk before
+removed. "Extra memory" is the most that the resident set of any one rank grew while saving, without what a step of training
+grows by itself, where training runs meanwhile. Files are forced to the disk before
 a clock stops, and put out of the page cache before they are read; verifying reads them into it again, as it does before a resume.
 """
 
@@ -35,6 +37,11 @@ from dsframe.model.forward import MicroBatch
 from dsframe.run import settle_threads
 
 CHUNK = 64 << 20
+OPTIMIZERS = {
+    "AdamW": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "momentum": {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}},
+    "SGD": {"type": "SGD", "params": {"lr": 1e-4}},
+}
 STEPS_BEFORE = 3
 """Steps from a run's start to its first save: a thread makes memory ready meanwhile."""
 
@@ -46,17 +53,15 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument(
-        "--momentum", action="store_true", help="SGD's instead of Adam's two, for a model that is larger"
-    )
+    parser.add_argument("--optimizer", default="AdamW", choices=tuple(OPTIMIZERS), help="two moments, one, or none")
+    parser.add_argument("--at-once", action="store_true", help="nothing in the background, which takes a copy's memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
-    adam = {"type": "AdamW", "params": {"lr": 1e-4}}
     document = {
         "train_batch_size": world.size,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}} if options.momentum else adam,
+        "optimizer": OPTIMIZERS[options.optimizer],
         "zero_optimization": {"stage": options.stage},
         "dsframe": {
             "engine": options.engine,
@@ -65,7 +70,7 @@ def main() -> int:
                 "name": "language",
                 "layers": options.layers,
                 "width": options.width,
-                "heads": 12,
+                "heads": max(1, options.width // 64),
                 "context": 32,
                 "corpus": "synthetic",
                 "samples": 64,
@@ -132,14 +137,16 @@ def main() -> int:
             for _ in range(STEPS_BEFORE):
                 train()
         savers[asynchronous] = saver
+        trains = asynchronous and world.size == 1
+        own = growth(train) if trains else 0
         before = settle_memory()
         all_gather_text(engine, "")
         began = time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
-        while asynchronous and saver._writing is not None and saver._writing[1]._thread.is_alive() and world.size == 1:
+        while trains and saver._writing is not None and saver._writing[1]._thread.is_alive():
             train()
         saver.settle()
-        seconds, grown = time.perf_counter() - began, peak_memory() - before
+        seconds, grown = time.perf_counter() - began, peak_memory() - before - own
         told = [
             [float(part) for part in line.split()] for line in all_gather_text(engine, f"{stall} {seconds} {grown}")
         ]
@@ -176,14 +183,14 @@ def main() -> int:
     count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     checkpoint.close()
     for _ in range(options.rounds):
-        for asynchronous in (False, True):
+        for asynchronous in (False,) if options.at_once else (False, True):
             distributed(engine, folder / "dcp", table, asynchronous)
         deepspeeds(engine, folder / "deepspeed", table)
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
-        saved(False)
-        loaded(saved(True))
+        path = saved(False)
+        loaded(path if options.at_once else saved(True))
     if world.is_main:
         print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with {optimizer.kind}")
         table.show()
@@ -366,6 +373,13 @@ def forget(folder: Path) -> None:
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def growth(action: Callable[[], Any]) -> int:
+    """Bytes by which the resident set grows in ``action``, at its peak."""
+    before = settle_memory()
+    action()
+    return peak_memory() - before
 
 
 def settle_memory() -> int:

@@ -19,11 +19,11 @@ from dsframe.tools.commands import add_overrides, command
 if TYPE_CHECKING:
     from torch import nn
 
-    from dsframe.checkpoint.deepspeed_files import Found
     from dsframe.checkpoint.store import Store
     from dsframe.config import Config
     from dsframe.model.state import EngineState
     from dsframe.tasks.task import Task
+    from dsframe.tools.deepspeed_files import Found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,11 +69,12 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     One parameter is in memory at a time, beside what torch maps and, at stages 1 to 3, one flat tensor with its moments.
     Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
     """
-    from dsframe.checkpoint import deepspeed_files, store
+    from dsframe.checkpoint import store
     from dsframe.checkpoint.byte_files import catch_io_error
     from dsframe.checkpoint.store import Store
     from dsframe.model import groups
     from dsframe.model.state import EngineState, aliases, compare, persistent_buffers
+    from dsframe.tools import deepspeed_files
 
     task.seed = config.settings.seed
     checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))

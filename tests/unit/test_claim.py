@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from dsframe import run
-from dsframe.checkpoint import deepspeed_files
-from dsframe.checkpoint.deepspeed_files import Found
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
 from dsframe.run_dir import lock, output
 from dsframe.run_dir.lock import RunLock
-from dsframe.tools import convert
+from dsframe.tools import convert, deepspeed_files
+from dsframe.tools.deepspeed_files import Found
 from tests.engines.odd_task import Odd
 
 HOLD = """

@@ -11,10 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dsframe.checkpoint import deepspeed_files
 from dsframe.config import load
 from dsframe.errors import CheckpointError
-from dsframe.tools import convert
+from dsframe.tools import convert, deepspeed_files
 
 
 class Hostile:
