@@ -75,7 +75,7 @@ class Trainer:
         """``watchdog``: entered by the caller."""
         self.engine, self.loader = engine, work.loader
         self._progress = outputs.progress
-        self._watchdog, self._observers = watchdog, observers
+        self._watchdog = watchdog
         self._weights, self._trial = LossWeights(engine), LossTrial(engine, work.loader)
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
         self.training.copy_model = partial(running_model.copy_of, engine)

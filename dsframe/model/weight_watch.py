@@ -84,17 +84,13 @@ class WeightWatch(TorchFunctionMode):
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since the ranks last compared what each has written."""
         self._watching = False
-        self._first = self._losses = 0
+        self._first = 0
         self._without_gradients: Counter[nn.Module] = Counter()
         self.recomputes_inside = False
         """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
         self.told: list[str] = []
         """What the run says once."""
-
-    def allow_writes(self) -> None:
-        """The optimizer itself writes weights in the middle of a step, as L-BFGS does: no write is looked at."""
-        self._but = frozenset(name for name, _ in self._model.named_parameters())
 
     # One step.
 
@@ -109,7 +105,7 @@ class WeightWatch(TorchFunctionMode):
             self._check_writes(written, "between two steps, in a hook for example")
             self._after = {}
             self._unconfirmed.clear()
-        self._losses, self._last = 0, {}
+        self._last = {}
         self._versions = self._counted()
         if self._watching:
             self._refuse_converted("between two steps")
@@ -219,13 +215,11 @@ class WeightWatch(TorchFunctionMode):
 
     def computed(self, loss: Tensor) -> None:
         """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
-        self._losses += 1
         if not self._whole:  # some libraries put other objects in the place of parameters while modules run
             now = [parameter.requires_grad for parameter in self._model.parameters()]
             if len(now) == len(self._trained) and now != self._trained:
                 self._refuse_frozen(now, "in this step")
-        # Optimizers that evaluate a batch several times move weights between its losses.
-        if not self._first or self._losses > self._engine.plan.batch.accumulation_steps:
+        if not self._first:
             return
         if not self._watching:
             self._note_writes(self._rewritten() if self._whole else [], "in the forward pass or the loss")

@@ -42,14 +42,13 @@ class Traffic:
     payload_bytes: int = 0
     """Of the whole tensors: what each rank begins with (reduce-scatter, all-to-all) or ends with (the others)."""
     sent_bytes: float = 0.0
-    received_bytes: float = 0.0
 
 
 _RING: Mapping[str, float] = {
     "all-reduce": 2.0,
     **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter"), 1.0),
 }
-"""Each rank sends and receives so many times (N - 1) / N of the payload."""
+"""Each rank sends so many times (N - 1) / N of the payload."""
 
 _SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
 # Operator -> kind, and the number of the argument that is the payload.
@@ -110,24 +109,15 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By this rank; of collectives the mean over its group."""
         return sum(traffic.sent_bytes for traffic in self.by_kind.values())
 
-    @property
-    def bytes_received(self) -> float:
-        """By this rank; of collectives the mean over its group."""
-        return sum(traffic.received_bytes for traffic in self.by_kind.values())
-
     def add(self, kind: str, payload: int, ranks: int) -> None:
         """One collective of ``ranks`` ranks with so many bytes of payload."""
         traffic = self.by_kind.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
         if kind in _RING:
-            share = _RING[kind] * payload * (ranks - 1) / ranks
-            traffic.sent_bytes += share
-            traffic.received_bytes += share
+            traffic.sent_bytes += _RING[kind] * payload * (ranks - 1) / ranks
         elif kind == "send":
             traffic.sent_bytes += payload
-        else:
-            traffic.received_bytes += payload
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

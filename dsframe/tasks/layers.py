@@ -43,11 +43,6 @@ class TiedLayer(nn.Module):
         super().__init__()
         self.weight, self._function = weight, tie.function
 
-    @property
-    def is_linear(self) -> bool:
-        """True if it is a plain linear layer."""
-        return self._function is nn.functional.linear
-
     def forward(self, inputs: Tensor) -> Tensor:
         return self._function(inputs, self.weight)
 

@@ -71,7 +71,6 @@ def test_known_collectives(name: str) -> None:
     assert counted.by_kind[kind].calls == 1
     assert counted.by_kind[kind].payload_bytes == payload
     assert counted.by_kind[kind].sent_bytes == sent
-    assert counted.by_kind[kind].received_bytes == (payload if kind == "receive" else 0 if kind == "send" else sent)
     assert counted.bytes_sent == counted.by_kind[kind].sent_bytes
     assert set(counted.by_kind) == {kind}
 
@@ -81,7 +80,7 @@ def test_barriers_and_the_end_of_counting() -> None:
         dist.barrier()
     dist.all_reduce(ones(10))
     assert counted.by_kind == {}
-    assert counted.bytes_sent == counted.bytes_received == 0
+    assert counted.bytes_sent == 0
 
 
 def test_what_cannot_be_counted_says_so() -> None:
