@@ -193,8 +193,8 @@ class Trainer:
             self._trial.step_ended()
         if watch:
             watch.end(step)
-            while watch.told:
-                self._progress.say(f"dsframe: {watch.told.pop()}")
+            while watch.notes:
+                self._progress.say(f"dsframe: {watch.notes.pop()}")
         self._watchdog.done(step)
         average = plan.config.settings.ema
         if average and not result.skipped and step % average.every_steps == 0:

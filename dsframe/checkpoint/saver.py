@@ -66,7 +66,7 @@ class Saver:
         self._staging = staging.Staging() if asynchronous else None
         self._model_files: dict[str, bytes] | None = None
         """What makes the folder one of transformers', from the first save on."""
-        self._told = False
+        self._said = False
         self._writing: tuple[int, Writing] | None = None
         self._begun: int | None = None
         """The step whose folder this rank has made, to write into."""
@@ -226,10 +226,10 @@ class Saver:
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         value = evaluation.get(metric, 0.0)
-        if not math.isfinite(value) and not self._told:
+        if not math.isfinite(value) and not self._said:
             what = "NaN" if math.isnan(value) else "infinite"
             self._say(f"warning: keep_best: {metric} is {what} here, so this checkpoint cannot be the best")
-            self._told = True
+            self._said = True
 
     def _prune(self) -> str:
         try:

@@ -41,7 +41,7 @@ class DrawTrial:
     """Looks whether the first forward pass in training moves torch's generator, and costs nothing after it."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.found = False
+        self.moved = False
         """True once the model has drawn."""
         self._before: Tensor | None = None
 
@@ -52,7 +52,7 @@ class DrawTrial:
         def end(*_: Any) -> None:
             if self._before is None:
                 return
-            self.found = not torch.equal(self._before, _generator(device))
+            self.moved = not torch.equal(self._before, _generator(device))
             for hook in hooks:
                 hook.remove()
 

@@ -487,9 +487,9 @@ class _Draws:
         self._every = every
 
     @property
-    def found(self) -> bool:
+    def moved(self) -> bool:
         """True once one has."""
-        return any(trial.found for trial in self._every)
+        return any(trial.moved for trial in self._every)
 
 
 class _Calls:

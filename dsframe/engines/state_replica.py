@@ -110,11 +110,11 @@ def shards(
 
 
 def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
-    def one(tensor: Tensor) -> TensorShard:
+    def shard_of(tensor: Tensor) -> TensorShard:
         shape = tuple(tensor.shape if slot.start is None else slot.shape)
         return TensorShard(shape, full_precision(tensor.dtype), *slot.span(tensor), lambda: slot.flat(tensor))
 
-    return ParameterShard(slot.name, {key: one(tensor) for key, tensor in tensors.items()}, scalars)
+    return ParameterShard(slot.name, {key: shard_of(tensor) for key, tensor in tensors.items()}, scalars)
 
 
 @torch.no_grad()

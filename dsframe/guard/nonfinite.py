@@ -34,7 +34,7 @@ class FirstNonFinite:
         finite = torch.isfinite(torch.as_tensor(value, device=first.device))
         return torch.minimum(first, torch.where(finite, self._none, step))
 
-    def found(self) -> Tensor:
+    def exists(self) -> Tensor:
         """1 where there is such a step, else 0: a number on the device."""
         return torch.isfinite(torch.minimum(self._loss, self._gradients)).double()
 

@@ -18,7 +18,13 @@ _STATUS, _CGROUP = Path("/proc/self/status"), Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST = 32 << 20  # what glibc accepts: half of one of its heaps
-_TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+_SETTINGS = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_MMAP_MAX_",
+    "GLIBC_TUNABLES",
+)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -86,7 +92,7 @@ def keep_freed() -> bool:
 
 
 def _tell(mmap_from: int, trim_from: int) -> bool:
-    if any(name in os.environ for name in _TOLD):
+    if any(name in os.environ for name in _SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

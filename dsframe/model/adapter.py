@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAME = "default"
 """peft's name of the adapter, which is part of its parameters' names."""
 _FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_OWN = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{NAME}(\.|$)")
+_OF_ADAPTER = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{NAME}(\.|$)")
 """In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
 _HEADS = ("classifier", "score", "qa_outputs")
 """Output layers that peft trains whole, by the end of their names (peft_model.py)."""
@@ -311,7 +311,7 @@ def _compare_outputs(expected: Tensor | None, given: Tensor | None, when: str) -
 
 def is_adapters(name: str) -> bool:
     """True for the name of an adapter's own parameter."""
-    return _OWN.search(name) is not None
+    return _OF_ADAPTER.search(name) is not None
 
 
 def _wrong(config: Config, message: str, remedy: str) -> ConfigError:

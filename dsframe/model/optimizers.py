@@ -50,13 +50,13 @@ class OptimizerSpec:
         """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
         if self.kind.lower() == "muon":
             return max(muon_rates(self.arguments))
-        if self.own:
+        if self.is_users:
             return float(self.arguments["lr"])
         params = Optimizer.variant({"type": self.kind}, "params")
         return float(self.arguments.get("lr", params.model_fields["lr"].default if params else 1e-3))
 
     @property
-    def own(self) -> bool:
+    def is_users(self) -> bool:
         """True for an optimizer of the user's own, by class or made by the task."""
         return ":" in self.kind or self.kind == OF_TASK
 
@@ -111,7 +111,7 @@ def read(config: Config) -> OptimizerSpec:
     if section.type == OF_TASK:
         return OptimizerSpec(section.type, None, section.params)
     if ":" in section.type:
-        return OptimizerSpec(section.type, _own(section.type), section.params)
+        return OptimizerSpec(section.type, _users_class(section.type), section.params)
     name = section.type.lower()
     if name in _ADAM:
         if own_adam(config.deepspeed):
@@ -140,7 +140,7 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
 
 def try_out(spec: OptimizerSpec, device: torch.device) -> None:
     """Makes one update of a number with torch's optimizer. Raises ConfigError where torch refuses its arguments on this device."""
-    if spec.own or spec.cls is None or spec.cls is torch.optim.SparseAdam:
+    if spec.is_users or spec.cls is None or spec.cls is torch.optim.SparseAdam:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.zeros_like(number)
@@ -151,7 +151,7 @@ def try_out(spec: OptimizerSpec, device: torch.device) -> None:
         raise _wrong("params", f"{spec.name}: {error}") from None
 
 
-def _own(name: str) -> type[torch.optim.Optimizer]:
+def _users_class(name: str) -> type[torch.optim.Optimizer]:
     """The user's class ``module:Class``. Raises ConfigError where there is none, or it is no optimizer of torch's kind."""
     module, _, attribute = name.partition(":")
     try:

@@ -89,7 +89,7 @@ class WeightWatch(TorchFunctionMode):
         self.recomputes_inside = False
         """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
-        self.told: list[str] = []
+        self.notes: list[str] = []
         """What the run says once."""
 
     # One step.
@@ -285,8 +285,8 @@ class WeightWatch(TorchFunctionMode):
                     f"{line} changes the gradient of an output, and not linearly: it is of one micro-batch, so the training "
                     "depends on the micro batch size"
                 )
-                if text not in self.told and not torch.allclose(doubled, 2 * returned, rtol=1e-3, atol=0.0):
-                    self.told.append(text)  # once for a line that registers many
+                if text not in self.notes and not torch.allclose(doubled, 2 * returned, rtol=1e-3, atol=0.0):
+                    self.notes.append(text)  # once for a line that registers many
             return returned
 
         return examined
@@ -395,7 +395,7 @@ class WeightWatch(TorchFunctionMode):
             )
         if not self._said:
             self._said = True
-            self.told.append(f"{where}: the same on all ranks, and kept")
+            self.notes.append(f"{where}: the same on all ranks, and kept")
 
     def _where(self, written: Mapping[str, Any], when: str) -> str:
         line = next((self._writes[name] for name in written if name in self._writes), "")

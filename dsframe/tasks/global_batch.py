@@ -41,17 +41,17 @@ class _Gather(torch.autograd.Function):
         ctx.ranks, ctx.rows = ranks, len(rows)
         wide = _transport(rows.dtype)
         table = rows.new_zeros((ranks.plan.world.size * len(rows), *rows.shape[1:]), dtype=wide)
-        table[_own(ctx)] = rows.to(wide)
+        table[_rows_of(ctx)] = rows.to(wide)
         return ranks.sum_over_ranks(table).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         total = ctx.ranks.sum_over_ranks(gradient.contiguous().to(_transport(gradient.dtype)))
-        return total[_own(ctx)].to(gradient.dtype), None
+        return total[_rows_of(ctx)].to(gradient.dtype), None
 
 
-def _own(ctx: Any) -> slice:
+def _rows_of(ctx: Any) -> slice:
     first = ctx.ranks.plan.world.rank * ctx.rows
     return slice(first, first + ctx.rows)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsframe.config import Config
     from dsframe.model.state import EngineState
     from dsframe.tasks.task import Task
-    from dsframe.tools.deepspeed_files import Found
+    from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,14 +142,14 @@ def _write(
     return folder.commit(manifest["step"], {**manifest, **writer.manifest, "files": files})
 
 
-def _buffers(checkpoint: Found, model: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+def _buffers(checkpoint: DeepSpeedCheckpoint, model: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in wanted if name not in checkpoint.module]
     if missing:
         raise CheckpointError(f"{checkpoint.path} has no buffer {missing[0]}, which the model has")
     return {name: checkpoint.module[name].clone() for name in wanted}
 
 
-def _about(config: Config, task: Task, checkpoint: Found) -> dict[str, Any]:
+def _about(config: Config, task: Task, checkpoint: DeepSpeedCheckpoint) -> dict[str, Any]:
     from dsframe.checkpoint.changes import about
     from dsframe.data.loader import as_source
     from dsframe.data.sampler import Sampler

@@ -56,7 +56,7 @@ def load(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Found:
+class DeepSpeedCheckpoint:
     """The contents of a DeepSpeed checkpoint."""
 
     path: Path
@@ -125,7 +125,7 @@ def find(directory: Path, tag: str | None) -> Path:
     return directory / tag
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> DeepSpeedCheckpoint:
     """Returns what lies in a checkpoint's folder; tensors are mapped, not read. Raises CheckpointError with the reason."""
     names = {file.name for file in path.iterdir()}
     for pattern, what in (
@@ -164,7 +164,7 @@ def read(path: Path) -> Found:
             for rank in range(ranks):
                 for name, part in load(path / files[rank])["frozen_param_fragments"].items():
                     frozen.setdefault(name, []).append(part)
-    return Found(
+    return DeepSpeedCheckpoint(
         path=path,
         stage=stage,
         step=int(model["global_steps"]),
@@ -208,7 +208,9 @@ def _loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState | None:
     )
 
 
-def _stage_0(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+def _stage_0(
+    checkpoint: DeepSpeedCheckpoint, is_trained: Mapping[str, bool], shapes: Shapes
+) -> Iterator[ParameterState]:
     """The optimizer numbers its parameters: all of the model's, or those that are trained, in the model's order."""
     optimizer = checkpoint.optimizers[0]
     base = _base(optimizer, 0)
@@ -253,7 +255,9 @@ def _cut(
         start += size
 
 
-def _stage_1_2(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+def _stage_1_2(
+    checkpoint: DeepSpeedCheckpoint, is_trained: Mapping[str, bool], shapes: Shapes
+) -> Iterator[ParameterState]:
     for number, group in enumerate(checkpoint.groups):
         held = [split(_base(optimizer, 2)["state"].get(number, {}), _FLAT) for optimizer in checkpoint.optimizers]
         if any(
@@ -275,7 +279,9 @@ def _stage_1_2(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes
         yield from _cut(list(group), group, flat, moments, held[0][1])
 
 
-def _stage_3(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+def _stage_3(
+    checkpoint: DeepSpeedCheckpoint, is_trained: Mapping[str, bool], shapes: Shapes
+) -> Iterator[ParameterState]:
     ranks = len(checkpoint.optimizers)
     weights = [
         torch.cat([flat.flatten() for flat in optimizer["fp32_flat_groups"]]) for optimizer in checkpoint.optimizers

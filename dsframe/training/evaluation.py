@@ -43,7 +43,7 @@ class Evaluation:
         ``say``: rank 0's voice, silent on others. ``on_batch``: is given outputs and targets of each batch that this rank has."""
         self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
         self._on_batch = on_batch
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._has_loss = type(engine.plan.task).loss is not Task.loss
         self._no_loss = ""
         """Why this rank could not compute the loss."""
@@ -231,8 +231,8 @@ class Evaluation:
             )
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._said:
+            self._said.add(line)
             self._say(line)
 
     @contextmanager

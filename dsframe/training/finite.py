@@ -46,7 +46,7 @@ class FiniteCheck(Listener):
         """**Collective.** Raises TrainingError: a checkpoint of NaN would push good ones out."""
         if not self._stops:
             return
-        on_ranks = self._engine.sum_over_ranks(self._first.found().detach().reshape(1))
+        on_ranks = self._engine.sum_over_ranks(self._first.exists().detach().reshape(1))
         if float(on_ranks) > 0:
             self.fail(training)
 

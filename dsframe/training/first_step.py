@@ -59,7 +59,7 @@ class FirstStep(Listener):
                 f"dsframe: model or loss draws with NumPy, Python's random or a generator of its own, for no sample, {ON_RANKS}"
             )
         known = any(dependence.on_processes for dependence in built.depends)
-        if built.draws and built.draws.found and not known:
+        if built.draws and built.draws.moved and not known:
             say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
         if trial.draws and not built.sample_draws:
             say(f"dsframe: this task's loss draws random numbers, others on each rank, {ON_RANKS}")

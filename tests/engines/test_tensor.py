@@ -77,7 +77,7 @@ EXPERTS = Cut((8, 3), (2, 4, 3), 1, ((3, 1),))
 @pytest.mark.parametrize("cut", [PACKED, ROW, EXPERTS, Cut((5,), (5,), 0, ((3, 2),))])
 def test_shares_make_the_whole_again(cut: Cut) -> None:
     whole = torch.arange(math.prod(cut.shape), dtype=torch.float32).view(cut.shape)
-    shares = [cut.own(whole, rank, (-1,)) for rank in range(2)]
+    shares = [cut.share(whole, rank, (-1,)) for rank in range(2)]
     assert [share.numel() for share in shares] == [cut.numel(rank) for rank in range(2)]
     assert sum(share.numel() for share in shares) == whole.numel()
     assert torch.equal(cut.whole(shares), whole)
@@ -85,7 +85,7 @@ def test_shares_make_the_whole_again(cut: Cut) -> None:
 
 def test_query_key_and_value_are_each_cut() -> None:
     whole = torch.arange(12)[:, None].expand(12, 3)
-    assert PACKED.own(whole, 1, (6, 3))[:, 0].tolist() == [2, 3, 6, 7, 10, 11]
+    assert PACKED.share(whole, 1, (6, 3))[:, 0].tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_a_state_of_another_model_is_refused() -> None:

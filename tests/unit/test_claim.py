@@ -24,7 +24,7 @@ from dsframe.errors import ConfigError, WorldError
 from dsframe.run_dir import lock, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.tools import convert, deepspeed_files
-from dsframe.tools.deepspeed_files import Found
+from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
 from tests.engines.odd_task import Odd
 
 HOLD = """
@@ -124,7 +124,7 @@ def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch
     }
     task = Odd()
     module = task.model().state_dict()
-    found = Found(tmp_path, 2, 5, 5, 1, 0.01, None, "0.19.8", module, {}, [], [], {})
+    found = DeepSpeedCheckpoint(tmp_path, 2, 5, 5, 1, 0.01, None, "0.19.8", module, {}, [], [], {})
     monkeypatch.setattr(deepspeed_files, "find", lambda directory, tag: directory)
     monkeypatch.setattr(deepspeed_files, "read", lambda path: found)
     with held(tmp_path) as (holder, _), pytest.raises(WorldError, match=f"in use by another run .process {holder} on"):

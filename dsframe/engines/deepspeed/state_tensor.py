@@ -35,7 +35,7 @@ class Cut:
     widths: tuple[tuple[int, ...], ...]
     """Segment -> rank -> extent. Query, key and value packed into one weight are three segments, each cut for itself."""
 
-    def own(self, whole: Tensor, rank: int, shape: Sequence[int]) -> Tensor:
+    def share(self, whole: Tensor, rank: int, shape: Sequence[int]) -> Tensor:
         """``rank``'s share of ``whole``, in the ``shape`` that the rank's parameter has."""
         view = whole.reshape(self.view)
         parts = [
@@ -126,19 +126,19 @@ class Shares(SavedView):
         """``shapes``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
         compare("parameter", {name: cut[name].shape if name in cut else shapes[name] for name in shapes}, saved.shapes)
         super().__init__(saved)
-        self._own, self._cut, self._rank = shapes, cut, rank
+        self._shapes, self._cut, self._rank = shapes, cut, rank
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Of this rank's parameters."""
-        return self._own
+        return self._shapes
 
     def parameter(self, name: str) -> ParameterState:
         """This rank's share. Optimizer state that is not shaped like the weight stays as it is."""
         parameter = self._saved.parameter(name)
         if name not in self._cut:
             return parameter
-        share: Callable[[Tensor], Tensor] = lambda whole: self._cut[name].own(whole, self._rank, self._own[name])  # noqa: E731
+        share: Callable[[Tensor], Tensor] = lambda whole: self._cut[name].share(whole, self._rank, self._shapes[name])  # noqa: E731
         moments = {key: share(m) if m.shape == parameter.weight.shape else m for key, m in parameter.moments.items()}
         return ParameterState(name, share(parameter.weight), moments, parameter.scalars)
 
