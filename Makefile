@@ -76,7 +76,7 @@ bench-quick: setup-test ## bounds that hold on a busy machine too: the time of a
 	python -m benchmarks.many_ranks --ranks 2,16
 
 mutants: setup-test ## puts each bug of tests/mutants.json into a copy of the code: its tests must fail
-	python -m tests.mutants
+	python -m tests.mutants --jobs $(WORKERS)
 
 startup: setup-test ## from the command to the first step, warm and without compiled ops, beside scripts written by hand (10 minutes)
 	python -m benchmarks.startup

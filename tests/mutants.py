@@ -1,6 +1,6 @@
 """Bugs that the tests must notice: each is put into a copy of the code, and its test must fail.
 
-    python -m tests.mutants [NAME ...]           # prints the table (make mutants)
+    python -m tests.mutants [NAME ...]           # prints the table, and one line for each folder (make mutants)
 
 ``mutants.json`` has them: a file, the text that is replaced (it stands there once), its replacement, and
 the tests that are run, those nearest to the file. A bug that passes is "survived", with exit code 1.
@@ -9,6 +9,7 @@ the tests that are run, those nearest to the file. A bug that passes is "survive
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,15 +56,16 @@ def mutants() -> list[Mutant]:
     return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in json.loads(LIST.read_text(encoding="utf-8"))]
 
 
-def killed(mutant: Mutant, folder: Path) -> bool:
+def killed(mutant: Mutant) -> bool:
     """Runs the tests on a copy of the code with the bug in it."""
-    tree = folder / "tree"
-    if tree.exists():
-        shutil.rmtree(tree)
-    tree.mkdir()
+    with tempfile.TemporaryDirectory(prefix="dsframe-mutant-") as folder:
+        return _fails(mutant, Path(folder))
+
+
+def _fails(mutant: Mutant, tree: Path) -> bool:
     for path in REPOSITORY.iterdir():
         if path.name in ("dsframe", "tests"):  # pytest puts the folder of the tests first, behind every link
-            shutil.copytree(path, tree / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(path, tree / path.name)  # compiled files too: they are of files with the same times
         elif path.name != ".git":
             (tree / path.name).symlink_to(path)
     mutant.put_into(tree)
@@ -77,20 +80,28 @@ def killed(mutant: Mutant, folder: Path) -> bool:
     return done.returncode == 1
 
 
+def timed(mutant: Mutant) -> tuple[bool, float]:
+    """Whether the tests noticed it, and their seconds."""
+    began = time.monotonic()
+    return killed(mutant), time.monotonic() - began
+
+
 def main() -> int:
-    """Prints a line for each mutant; 1 where one survives."""
+    """Prints a line for each mutant and for each folder; 1 where one survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    names = parser.parse_args().names
-    chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
-    survived = 0
-    with tempfile.TemporaryDirectory(prefix="dsframe-mutants-") as folder:
-        for mutant in chosen:
-            began = time.monotonic()
-            dead = killed(mutant, Path(folder))
-            survived += not dead
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if not options.names or mutant.name in options.names]
+    folders: dict[str, list[tuple[bool, float]]] = collections.defaultdict(list)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, (dead, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
             state = "killed  " if dead else "SURVIVED"
-            print(f"{state} {time.monotonic() - began:4.0f} s  {mutant.file:32} {mutant.name}", flush=True)
+            print(f"{state} {seconds:4.0f} s  {mutant.file:32} {mutant.name}", flush=True)
+            folders[str(Path(mutant.file).parent)].append((dead, seconds))
+    for folder, results in sorted(folders.items()):
+        print(f"| {folder} | {sum(dead for dead, _ in results)} of {len(results)} | {sum(s for _, s in results):.0f} |")
+    survived = sum(not dead for results in folders.values() for dead, _ in results)
     print(f"{len(chosen) - survived} of {len(chosen)} killed")
     return int(survived > 0)
 
