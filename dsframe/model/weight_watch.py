@@ -75,6 +75,8 @@ class WeightWatch(TorchFunctionMode):
         """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
         self._direct: dict[str, str] = {}
         self._writes: dict[str, str] = {}
+        self._replaced: dict[str, Tensor] | None = None
+        """In a trial, the contents of the weights that it writes to."""
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
@@ -159,12 +161,15 @@ class WeightWatch(TorchFunctionMode):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around an evaluation before the first step."""
-        self._watching = True
+        """Around an evaluation before the first step. Puts back what it writes to weights."""
+        self._watching, self._replaced = True, {}
         try:
             yield
         finally:
-            self._watching = False
+            with torch.no_grad():
+                for name, content in self._replaced.items():
+                    self._parameters[name].copy_(content)
+            self._watching, self._replaced = False, None
 
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
@@ -353,14 +358,22 @@ class WeightWatch(TorchFunctionMode):
                     f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
                 )
             self._writes.setdefault(name, line)
+            if self._replaced is not None and name not in self._replaced:
+                self._replaced[name] = self._parameters[name].detach().clone()
 
     def _name_of_memory(self, tensor: Tensor) -> str:
         """The weight in whose memory a tensor lies; "" for none."""
         storage = _storage(tensor)
         weights = self._parameters.items() if self._whole else self._model.named_parameters()
-        return next(
-            (name for name, weight in weights if storage and is_whole(weight) and _storage(weight) == storage), ""
-        )
+        names = {
+            name: weight for name, weight in weights if storage and is_whole(weight) and _storage(weight) == storage
+        }
+        if len(names) > 1:  # of a flat buffer of an engine's, the one that is there
+            place = tensor.data_ptr()
+            for name, weight in names.items():
+                if 0 <= place - weight.data_ptr() < weight.nbytes:
+                    return name
+        return next(iter(names), "")
 
     # What is found.
 

@@ -118,6 +118,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         dict.fromkeys(ENGINES, "the backward pass of the task's model raised RuntimeError"),
     ),
     "rows of length one": ("Normed", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "set from the first batch": (
+        "FromData",
+        {},
+        {"ddp": "not the same numbers", "zero2": "1.bias, 1.scale were written", "zero3": "writes to 1.bias", "fsdp": WRITTEN},
+    ),
     "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
@@ -180,6 +185,7 @@ RIGHT = {
     "an output's gradient is turned": ("zero3", "fsdp"),
     "rows of length one": ("ddp",),
     "views that are written to": ("fsdp",),
+    "set from the first batch": ("single",),
     "time first, summed": ENGINES,
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
     **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},

@@ -547,9 +547,10 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.is_external_param = False
-        gathered = [parameter for parameter in parameters if parameter.ds_status is available]
-        if gathered:
-            gathered[0].partition(gathered)
+    # Not after an error: the module that raised it still holds its weights, and DeepSpeed would raise another.
+    gathered = [parameter for parameter in parameters if parameter.ds_status is available]
+    if gathered:
+        gathered[0].partition(gathered)
 
 
 # Pipelines.
