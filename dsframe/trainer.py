@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -156,7 +157,8 @@ class Trainer:
         reporter.step = start.step
         trains = training.first_step <= training.last_step
         if self.evaluation and trains:
-            self.evaluation.try_out()
+            with watch.explaining() if (watch := self.engine.built.watch) else nullcontext():
+                self.evaluation.try_out()
             phases.done("trial of evaluation")
         self._progress.begin(start.step)
         self._watchdog.begin(start.step)
@@ -182,13 +184,8 @@ class Trainer:
         if watch:
             watch.begin(step)
         micro_batches = self._weights.settle(self._read(stream))
-        with self.events.around_step(step):
-            try:
-                result = self.engine.train_step(self._observed(micro_batches, step))
-            except Exception as error:
-                if watch and (explained := watch.explained(error)):
-                    raise explained from error
-                raise
+        with self.events.around_step(step), watch.explaining() if watch else nullcontext():
+            result = self.engine.train_step(self._observed(micro_batches, step))
         if step == self.training.first_step:
             self._trial.step_ended()
         if watch:

@@ -224,8 +224,10 @@ class ReplicaEngine(ModelEngine):
         self.model.eval()
         with self._whole_weights():
             outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
-            self.model.train()
-            return measure(outputs, targets) if measure else {}
+            try:
+                return measure(outputs, targets) if measure else {}  # which may call the model
+            finally:
+                self.model.train()
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 from dsframe.tasks.task import Task
 
@@ -33,10 +34,17 @@ def line_of(task: Task, model: nn.Module) -> str:
         for code in _codes(function.__code__):
             if _differentiates(code, function.__globals__):
                 return f"{code.co_filename}:{code.co_firstlineno}"
-            called = (function.__globals__.get(name) for name in code.co_names)
+            called = [function.__globals__.get(name) for name in code.co_names]
             ahead += [
                 other for other in called if isinstance(other, FunctionType) and other.__module__ == function.__module__
             ]
+            for other in called:
+                if (
+                    isinstance(other, type)
+                    and issubclass(other, Function)
+                    and not other.__module__.startswith("torch.")
+                ):
+                    ahead += _methods(other)
     return ""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -87,6 +88,9 @@ def whole(module: nn.Module) -> Iterator[None]:
         yield
         return
     copies = _copies(list(sharded.values()))
+    if not torch.is_grad_enabled():  # a model may take derivatives in an evaluation all the same
+        for copy, weight in zip(copies, sharded.values(), strict=True):
+            copy.requires_grad_(weight.requires_grad)
     versions = [copy._version for copy in copies]
     recurrent = [(inner, inner._flat_weights) for inner in module.modules() if isinstance(inner, nn.RNNBase)]
     with _reparametrize_module(module, dict(zip(sharded, copies, strict=True)), tie_weights=True):

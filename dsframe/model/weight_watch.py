@@ -49,6 +49,19 @@ _MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deeps
 """Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
+_OTHER_ENGINES = 'choose engine "single" or "horovod", or ZeRO 0 to 2'
+_JVP = (
+    "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
+    "have: use torch.autograd.grad with create_graph=True"
+)
+_UPSTREAM = {
+    "You must implement the jvp function": _JVP,
+    "the jvp is not returning a view": _JVP,
+    "Expected to mark a variable ready only once": "a backward pass inside of the backward pass (torch.autograd.backward in an "
+    "autograd.Function, or use_reentrant=True) reaches a weight several times, and {} reduces a gradient once: return gradients "
+    "(torch.autograd.grad)",
+}
+"""Errors of torch's in a forward or backward pass, of which the engine is the reason -> what is said."""
 _WHOLE_STEPS = (
     "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
     "rank (ddp, horovod, or ZeRO 0 to 2)"
@@ -251,6 +264,16 @@ class WeightWatch(TorchFunctionMode):
                     'follow; write "bf16", "fp16" or "torch_autocast" in the file'
                 )
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around a step, or an evaluation. Raises what :meth:`explained` returns in the place of an error."""
+        try:
+            yield
+        except Exception as error:
+            if explained := self.explained(error):
+                raise explained from error
+            raise
+
     def explained(self, error: Exception) -> DsframeError | None:
         """Returns what is to be said instead of ``error`` where parameters were made meanwhile, or where weights that a library
         gives up were used directly."""
@@ -259,6 +282,8 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
+        if found := next((remedy for text, remedy in _UPSTREAM.items() if text in str(error)), ""):
+            return EngineError(f"{found.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:
             return None

@@ -30,6 +30,7 @@ from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
 from dsframe.training import sample_trial, unmoved
 from dsframe.training.module_state import ModuleState
+from dsframe.training.shared_buffers import but_statistics
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
@@ -46,6 +47,8 @@ class LossTrial:
         self._votes = dict.fromkeys(_KINDS, 0)
         self._state = set[str]()
         self._numbers = set[str]()
+        self._weights = dict[str, str]()
+        """Weights of modules that the task holds beside the model, which the loss has changed."""
         self._buffers = set[str]()
         """The model's that the loss has changed."""
         self._others: list[Any] = []
@@ -70,6 +73,7 @@ class LossTrial:
         if self._held is not None:
             self.of_model.step_ended()
             self.draws_others = self._others != _other_generators(self._engine)
+            self._weights = self._held.changed_weights()
             self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
             self._held = None
 
@@ -78,7 +82,7 @@ class LossTrial:
         where the loss has a state that ranks, or a run that is ``resumed``, would not share. ``differing``: the model's buffers
         that are not the same on all ranks."""
         engine, task = self._engine, self._engine.plan.task
-        self._state |= self._buffers.intersection(differing)
+        self._state |= {name for name in self._buffers.intersection(differing) if but_statistics([name])}
         verdict = self._judge_state(resumed=resumed)
         kind, why = self._agreed(), ""
         if task.gathers_rows:
@@ -120,14 +124,17 @@ class LossTrial:
         state = {
             name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
         }
-        names = ", ".join(sorted(state))
+        weights = all_gather_text(self._engine, json.dumps(self._weights, sort_keys=True))
+        if resumed or len(set(weights)) > 1:  # what all ranks change alike is right until a resume
+            state |= {name for text in weights for name in json.loads(text)}
+        names = ", ".join(sorted(state | self._weights.keys()))
         if state and (resumed or world.size > 1):
             why = "a resumed run would begin with another" if resumed else "each rank would have its own"
             raise TaskError(
                 f"{whose}.loss changes {names}, a state that the task keeps: {why}, and no checkpoint has it. Keep it as a buffer "
                 "of a module that model() returns, and make it from the rows of all ranks (dsframe.tasks.global_batch.all_rows)"
             )
-        if state or self._numbers:
+        if names or self._numbers:
             return f"loss changes {names or ', '.join(sorted(self._numbers))} of the task, which no checkpoint has"
         return ""
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
+from xxhash import xxh3_64_hexdigest
 
 from dsframe.checkpoint import generators
 from dsframe.engine import Engine
@@ -23,6 +25,8 @@ _FEW = 1000
 """Entries of a list or dict that is copied for the look; a data set has more."""
 _ELEMENTS = 1 << 22
 """Elements of a tensor that is copied for the look."""
+_HELD = 1 << 25
+"""Elements of all weights of a task's own modules that are copied for the look: 128 MiB."""
 
 
 def twin(task: Task) -> Task:
@@ -182,7 +186,8 @@ def _same(before: Any, after: Any) -> bool:
 
 
 class HeldBuffers:
-    """The buffers of the modules that a task holds, as they were when this was made."""
+    """The buffers of the modules that a task holds, and the weights of those that are not the model's, such as a teacher; as they
+    were when this was made. Weights of more than ``_HELD`` elements are not looked at."""
 
     def __init__(self, engine: Engine) -> None:
         watch, task = engine.built.watch, engine.plan.task
@@ -202,6 +207,24 @@ class HeldBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.layout == torch.strided
         ]
+        own = {id(weight) for weight in watch.model.parameters()} if watch else set()
+        weights = {
+            f"{attribute}.{name}": weight
+            for attribute, value in vars(task).items()
+            if isinstance(value, nn.Module) and value not in names
+            for name, weight in value.named_parameters()
+            if id(weight) not in own and not is_lazy(weight)
+        }
+        few = sum(weight.numel() for weight in weights.values()) <= _HELD
+        self._weights = {name: (weight, weight.detach().clone()) for name, weight in weights.items() if few}
+
+    def changed_weights(self) -> dict[str, str]:
+        """Returns the names of the weights that have changed since, with a digest of what they are now."""
+        return {
+            name: xxh3_64_hexdigest(weight.detach().cpu().double().numpy().tobytes())
+            for name, (weight, before) in self._weights.items()
+            if not _same(before, weight.detach())
+        }
 
     def changed(self, *, of_model: bool = False) -> set[str]:
         """Returns the names of those that have changed since: of the task's own modules, or of the model."""
@@ -215,5 +238,8 @@ class HeldBuffers:
         """Puts them back."""
         for _, _, buffers, key, was, before in self._held:
             buffers[key] = was
-            if not torch.equal(was, before):  # autograd may need it as it is, and would see that it is written to
-                was.copy_(before)
+            if not torch.equal(was, before):
+                was.data.copy_(before)  # autograd, which may need it as it is now again, sees no write to ``data``
+        for weight, before in self._weights.values():
+            if not torch.equal(weight, before):
+                weight.data.copy_(before)

@@ -1129,3 +1129,139 @@ class FromData(Rows):
 
     def eval_data(self) -> Any:
         return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+
+
+class _Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, field: Any, start: Tensor, *weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            end = start + 0.5 * field(start)
+        ctx.field = field
+        ctx.save_for_backward(start, *weights)
+        return end
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        start, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            start = start.detach().requires_grad_()
+            of_start, *of_weights = torch.autograd.grad(0.5 * ctx.field(start), (start, *weights), gradients[0])
+        return None, gradients[0] + of_start, *of_weights
+
+
+class _Ode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.field, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(_Adjoint.apply(self.field, inputs, *self.field.parameters()))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, block: Any) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(inputs)
+        with torch.no_grad():
+            return block(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            inputs = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.block(inputs), gradients[0])
+        return inputs.grad, None
+
+
+class _Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs)
+        for _ in range(2):
+            hidden = _Reversed.apply(hidden, self.block).tanh()
+        return self.head(hidden)
+
+
+class _Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs, slopes, *_ = torch.func.jvp(self.net, (inputs,), (torch.ones_like(inputs),))
+        return cast(Tensor, outputs + 0.1 * slopes)
+
+
+class _Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weights: dict[str, Tensor] = dict(self.net.named_parameters())
+        with torch.enable_grad():
+            loss = torch.func.functional_call(self.net, weights, (torch.linspace(-1, 1, 8),)).square().mean()
+            slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {name: weights[name] - 0.1 * slope for name, slope in zip(weights, slopes, strict=True)}
+        return cast(Tensor, torch.func.functional_call(self.net, moved, (inputs,)))
+
+
+class Backwards(Rows):
+    """Derivatives by an adjoint method (Chen et al. 2018), by a backward pass in the backward pass (Gomez et al. 2017), in forward
+    mode, and in the evaluation too (Finn et al. 2017)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return {"adjoint": _Ode, "reversible": _Reversible, "forward": _Slopes, "inner": _Adapted}[self.kind]()
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+
+
+class SecondView(Rows):
+    """The loss calls the model again; its statistics are those of both calls."""
+
+    def model(self) -> nn.Module:
+        self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        return self.net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        views = torch.linspace(-1, 1, 8) * torch.arange(len(targets))[:, None]
+        return super().loss(outputs, targets) + 0.1 * self.net(views).square().mean()
+
+
+class HeldTeacher(Rows):
+    """The loss or a hook moves a teacher that the task holds, when the model trains (Tarvainen and Valpola 2017)."""
+
+    def __init__(self, where: str = "loss") -> None:
+        self.where, self.hooks = where, [_Following(self)] if where == "hook" else []
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        self.teacher = copy.deepcopy(net).requires_grad_(False)
+        return net
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for weight, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            weight.lerp_(other + 0.01, 0.1)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if self.where == "loss" and self.net.training:
+            self.move()
+        wanted = self.teacher(torch.linspace(-1, 1, 8))
+        return super().loss(outputs, targets) + 0.1 * (outputs - wanted).square().mean()
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+
+
+class _Following(_Clipping):
+    def on_step(self, run: RunView) -> None:
+        self.task.move()

@@ -123,6 +123,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {},
         {"ddp": "not the same numbers", "zero2": "1.bias, 1.scale were written", "zero3": "writes to 1.bias", "fsdp": WRITTEN},
     ),
+    "an adjoint method": ("Backwards", {"kind": "adjoint"}, {}),
+    "a backward pass in the backward pass": ("Backwards", {"kind": "reversible"}, {"ddp": "reaches a weight several times"}),
+    "derivatives in forward mode": ("Backwards", {"kind": "forward"}, {"zero3": "in forward mode"}),
+    "derivatives in an evaluation": ("Backwards", {"kind": "inner"}, {}),
+    "a second view": ("SecondView", {}, {}),
+    "a teacher that the task holds": ("HeldTeacher", {}, dict.fromkeys(SHARDED, READ)),
     "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
@@ -141,7 +147,7 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
-STATEFUL = {"a hook writes later", "state of the loss"}
+STATEFUL = {"a hook writes later", "state of the loss", "a teacher that the task holds"}
 """Cases whose tasks count steps, or keep something, in attributes."""
 RIGHT = {
     "weights in the loss": ("zero2",),
@@ -186,6 +192,11 @@ RIGHT = {
     "rows of length one": ("ddp",),
     "views that are written to": ("fsdp",),
     "set from the first batch": ("single",),
+    "an adjoint method": ("fsdp", "zero3"),
+    "a backward pass in the backward pass": ("single", "fsdp", "zero3"),
+    "derivatives in an evaluation": ("fsdp", "zero3"),
+    "a second view": ("single",),
+    "a teacher that the task holds": ("single", "ddp"),
     "time first, summed": ENGINES,
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
     **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
@@ -214,8 +225,9 @@ def file(case: str, setup: str, **more: Any) -> dict[str, Any]:
 
 
 def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
+    """Goes on from the run before, if there is one."""
     (tmp_path / "file.json").write_text(json.dumps(document))
-    words = ["-m", "dsframe.train", "--config", "file.json"]
+    words = ["-m", "dsframe.train", "--config", "file.json", "--resume", "auto"]
     return run_ranks(warm(processes, words) if processes > 1 else python(words), cwd=tmp_path, timeout_seconds=150)
 
 
@@ -288,6 +300,15 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
 def test_it_does_not_depend_on_accumulation(case: str, setup: str, tmp_path: Path) -> None:
     run(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
+def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path) -> None:
+    document = file("a teacher that the task holds", "single", steps=2)
+    run(tmp_path, document, 1).check()
+    document["dsframe"]["steps"] = 4
+    finished = run(tmp_path, document, 1)
+    assert finished.returncode == 5
+    assert "teacher.2.weight, a state that the task keeps: a resumed run would begin with another" in finished.stderr
 
 
 def test_limits_hold_in_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,11 @@ class PipelineEngine(ZeroEngine):
         self._evaluating = True
         patches.run_forward(engine, self._micro_batch(MicroBatch(*batch)))
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
-        engine.module.train()
         speaks = engine.is_last_stage() and self._tensor_rank == 0
-        return measure(outputs, batch[1]) if measure and speaks else {}
+        try:
+            return measure(outputs, batch[1]) if measure and speaks else {}
+        finally:
+            engine.module.train()
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
