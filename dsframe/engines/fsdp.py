@@ -163,7 +163,9 @@ class FsdpEngine(ReplicaEngine):
         """**Collective.** Every rank keeps a shard of rank 0's model. Only what a rank has drawn otherwise is sent."""
         local_digests = []
         for tensor in tensors:
-            flat: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            # torch resizes no memory that NumPy has seen, and a module may resize its buffers.
+            own = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+            flat: Any = own.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             local_digests.append(xxhash.xxh3_128_hexdigest(flat))
             if self._spill is not None:
                 self._spill.touched(tensor.nbytes)

@@ -219,7 +219,12 @@ def aliases(model: nn.Module) -> dict[str, str]:
 @torch.no_grad()
 def load_buffers(model: nn.Module, saved: SavedState) -> None:
     """Puts the saved buffers into the model, in place. Raises CheckpointError where names or shapes differ."""
-    buffers, kept = persistent_buffers(model), saved.buffers()
+    kept = saved.buffers()
+    modules = dict(model.named_modules())
+    for name, buffer in kept.items():
+        if (module := modules.get(name.rpartition(".")[0])) is not None:
+            _make_room(module, name.rpartition(".")[2], buffer)
+    buffers = persistent_buffers(model)
     compare(
         "buffer", {name: tuple(b.shape) for name, b in buffers.items()}, {n: tuple(b.shape) for n, b in kept.items()}
     )
@@ -227,9 +232,22 @@ def load_buffers(model: nn.Module, saved: SavedState) -> None:
         buffer.copy_(kept[name])
 
 
+def _make_room(module: nn.Module, key: str, saved: Tensor) -> None:
+    """Makes a buffer that a forward pass makes of None (``register_buffer("mean", None)``), or to which a module that loads itself,
+    as those of ``torch.ao.quantization`` do, gives another shape."""
+    now = module._buffers.get(key)
+    if key in module._buffers and now is None:
+        device = next((weight.device for weight in module.parameters()), saved.device)
+        module._buffers[key] = saved.to(device, copy=True)
+    elif now is not None and now.shape != saved.shape:
+        if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+            module._buffers[key] = torch.empty(saved.shape, dtype=now.dtype, device=now.device)
+
+
 def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
     """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
     differences = [f"{name} is new" for name in expected if name not in saved]
+    made = what == "buffer" and any(name not in expected for name in saved)
     differences += [f"{name} is gone" for name in saved if name not in expected]
     differences += [
         f"{name} has shape {list(expected[name])}, saved {list(saved[name])}"
@@ -240,6 +258,11 @@ def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
             f"the checkpoint belongs to another model ({what}s differ): {'; '.join(differences[:3])}{more}"
+            + (
+                ". A buffer that forward makes is to be registered in __init__, or with persistent=False"
+                if made
+                else ""
+            )
         )
 
 

@@ -73,7 +73,7 @@ def _spans(engine: Engine, kept: Mapping[str, Tensor]) -> tuple[dict[str, _RowSp
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return buffer.clone().cpu().contiguous().reshape(-1).view(torch.uint8)  # NumPy is to see a copy: see fsdp.py
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:

@@ -1265,3 +1265,40 @@ class HeldTeacher(Rows):
 class _Following(_Clipping):
     def on_step(self, run: RunView) -> None:
         self.task.move()
+
+
+class _Observer(nn.Module):
+    """As those of torch.ao.quantization: sizes that the first batch sets, and a loading of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+        self.register_buffer("mean", None)
+        self.largest: Tensor
+        self.mean: Tensor | None
+
+    def _load_from_state_dict(self, *args: Any, **more: Any) -> None:
+        raise NotImplementedError
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            now = weight.detach().abs().amax(1)
+            self.largest.resize_(now.shape).copy_(now)
+            self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+        return weight if self.mean is None else weight / (1 + self.mean + self.largest)[:, None]
+
+
+class _Observed(nn.Linear):
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__(width, outputs)
+        self.observer = _Observer()
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return F.linear(input, self.observer(self.weight), self.bias)
+
+
+class Observing(Rows):
+    """Buffers that are None, or have no elements, before the first step."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Observed(8, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -129,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "derivatives in an evaluation": ("Backwards", {"kind": "inner"}, {}),
     "a second view": ("SecondView", {}, {}),
     "a teacher that the task holds": ("HeldTeacher", {}, dict.fromkeys(SHARDED, READ)),
+    "buffers that the first step makes": ("Observing", {}, {}),
     "time first, summed": ("Reading", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
@@ -196,6 +197,7 @@ RIGHT = {
     "a backward pass in the backward pass": ("single", "fsdp", "zero3"),
     "derivatives in an evaluation": ("fsdp", "zero3"),
     "a second view": ("single",),
+    "buffers that the first step makes": ("ddp", "fsdp", "single"),
     "a teacher that the task holds": ("single", "ddp"),
     "time first, summed": ENGINES,
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
