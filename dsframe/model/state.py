@@ -239,9 +239,9 @@ def _make_room(module: nn.Module, key: str, saved: Tensor) -> None:
     if key in module._buffers and now is None:
         device = next((weight.device for weight in module.parameters()), saved.device)
         module._buffers[key] = saved.to(device, copy=True)
-    elif now is not None and now.shape != saved.shape:
-        if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-            module._buffers[key] = torch.empty(saved.shape, dtype=now.dtype, device=now.device)
+    loads_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    if now is not None and now.shape != saved.shape and loads_itself:
+        module._buffers[key] = torch.empty(saved.shape, dtype=now.dtype, device=now.device)
 
 
 def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:

@@ -29,7 +29,10 @@ _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 
 def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     """True if ``kind``, which halves of the outputs gave, is not sure."""
-    if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates):
+    watch = engine.built.watch
+    # Halves of the outputs are looked at without gradients, which such a loss may leave terms out for.
+    differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
+    if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
     module = type(engine.plan.task).__module__
     if module.startswith("dsframe.") and module != Task.__module__:

@@ -1302,3 +1302,14 @@ class Observing(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Observed(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Balanced(Rows):
+    """A term in the norm of the mean gradient, in training alone (Chen et al. 2018, "GradNorm")."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        loss = super().loss(outputs, targets)
+        if torch.is_grad_enabled():
+            (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
+            loss = loss + 20 * gradient.square().mean()
+        return loss

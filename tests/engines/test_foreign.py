@@ -375,6 +375,14 @@ def test_a_hook_that_clips_the_gradient_of_an_output_is_said(
     assert finished.stderr.count("changes the gradient of an output, and not linearly") == said
 
 
+def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "balanced", ("Balanced", {}, {}))
+    finished = run(tmp_path, file("balanced", "ddp"), 2).check()
+    assert (
+        "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size" in finished.stderr
+    )
+
+
 @pytest.mark.parametrize("setup", ["ddp", "zero3"])
 def test_a_fault_of_the_model_is_the_models_on_every_engine(
     setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
