@@ -1313,3 +1313,16 @@ class Balanced(Rows):
             (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
             loss = loss + 20 * gradient.square().mean()
         return loss
+
+
+class Augmented(Adversaries):
+    """One of the models has no weights, as an augmentation of pictures."""
+
+    def __init__(self) -> None:
+        self.hooks = []
+
+    def models(self) -> Any:
+        return {**super().models(), "augment": lambda: nn.Hardtanh()}
+
+    def _criticise(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return super()._criticise(models, models["augment"](inputs), targets)

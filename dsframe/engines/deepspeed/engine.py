@@ -79,6 +79,12 @@ class ZeroEngine(ModelEngine):
             module, self._model = self._build()
             refuse_scalars(self._model, shards=self._stage == 3)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
+            if self._stage == 3 and not self._elements:
+                made = next(self._model.children(), self._model)
+                raise EngineError(
+                    f"{type(made).__name__} in models() has no parameters, and DeepSpeed ZeRO-3 starts no model without them: "
+                    "call it in the loss, as an attribute of the task"
+                )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             seen = self._stage == 3 and not plan.config.settings.model.compile
             take = output_classes.show(module.modules() if seen else ())
