@@ -282,8 +282,8 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
-        if found := next((remedy for text, remedy in _UPSTREAM.items() if text in str(error)), ""):
-            return EngineError(f"{found.format(self._engine.description)}; {_OTHER_ENGINES}")
+        if remedy := next((known for text, known in _UPSTREAM.items() if text in str(error)), ""):
+            return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:
             return None
