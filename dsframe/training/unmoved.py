@@ -207,13 +207,13 @@ class HeldBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.layout == torch.strided
         ]
-        own = {id(weight) for weight in watch.model.parameters()} if watch else set()
+        of_model = {id(weight) for weight in watch.model.parameters()} if watch else set()
         weights = {
             f"{attribute}.{name}": weight
             for attribute, value in vars(task).items()
             if isinstance(value, nn.Module) and value not in names
             for name, weight in value.named_parameters()
-            if id(weight) not in own and not is_lazy(weight)
+            if id(weight) not in of_model and not is_lazy(weight)
         }
         few = sum(weight.numel() for weight in weights.values()) <= _HELD
         self._weights = {name: (weight, weight.detach().clone()) for name, weight in weights.items() if few}
