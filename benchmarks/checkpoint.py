@@ -8,8 +8,8 @@ torch.distributed.checkpoint and DeepSpeed's own save, memory, and who waits.
 
 Rank 0 prints the table: medians of --rounds, in which everything is done once, in turn (a disk is slower where it was not
 written before, and the machine has other things to do). Everything is written to --folder (default: the temporary folder) and
-removed. "Extra memory" is the most that the resident set of any one rank grew while saving, without what a step of training
-grows by itself, where training runs meanwhile. Files are forced to the disk before
+removed. "Extra memory" is the most that the resident set of any one rank grew while saving, where training runs meanwhile beyond
+what a step of training takes. Files are forced to the disk before
 a clock stops, and put out of the page cache before they are read; verifying reads them into it again, as it does before a resume.
 """
 
@@ -138,15 +138,17 @@ def main() -> int:
                 train()
         savers[asynchronous] = saver
         trains = asynchronous and world.size == 1
-        own = growth(train) if trains else 0
         before = settle_memory()
+        if trains:
+            train()
+            before = peak_memory()
         all_gather_text(engine, "")
         began = time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
         while trains and saver._writing is not None and saver._writing[1]._thread.is_alive():
             train()
         saver.settle()
-        seconds, grown = time.perf_counter() - began, peak_memory() - before - own
+        seconds, grown = time.perf_counter() - began, peak_memory() - before
         told = [
             [float(part) for part in line.split()] for line in all_gather_text(engine, f"{stall} {seconds} {grown}")
         ]
@@ -373,13 +375,6 @@ def forget(folder: Path) -> None:
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def growth(action: Callable[[], Any]) -> int:
-    """Bytes by which the resident set grows in ``action``, at its peak."""
-    before = settle_memory()
-    action()
-    return peak_memory() - before
 
 
 def settle_memory() -> int:
