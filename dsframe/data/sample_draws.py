@@ -179,7 +179,7 @@ class RowDraws(_Draws):
         self.left_out = False
         """True once a draw belonged to no sample, or was of a generator of the task's own."""
 
-    def of(self, data: int, samples: range) -> RowDraws:
+    def of(self, data: int, samples: range | Tensor) -> RowDraws:
         """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
         return self._at(_EVALUATION + data, samples)
 

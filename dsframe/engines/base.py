@@ -43,6 +43,8 @@ class ModelEngine(Engine):
     """True if the optimizer sees the global gradients, so that their norm means something."""
     reduces_repeatedly = True
     """False if a parameter's gradient may come but once in a backward pass."""
+    reaches_model = False
+    """True if each backward pass has to go through the model, so that all ranks do the same."""
     gathers_steps = False
     """True if ranks hold shards, and the weights are whole during each step all the same."""
     _terms: Terms
@@ -98,7 +100,7 @@ class ModelEngine(Engine):
 
     def _loss(self, outputs: Any, batch: MicroBatch) -> Tensor:
         """Returns the loss of a micro-batch, times its weight."""
-        return loss_of(self.plan.task, outputs, batch, self._terms, self.built.watch)
+        return loss_of(self.plan.task, outputs, batch, self._terms, self.built.watch, reaches=self.reaches_model)
 
     def _result(
         self,

@@ -50,6 +50,7 @@ class FsdpEngine(ReplicaEngine):
 
     forward_is_collective = True
     reduces_repeatedly = False
+    reaches_model = True
     _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,25 +82,28 @@ def loss_of(
     batch: MicroBatch,
     terms: Terms,
     watch: WeightWatch | None = None,
+    *,
+    reaches: bool = False,
 ) -> Tensor:
     """Returns the task's loss of a micro-batch times its weight, a scalar; 0 where the weight is 0.
 
-    What the task returns with it is added to ``terms``. Raises TaskError for what is no loss.
+    What the task returns with it is added to ``terms``. ``reaches``: backward passes have to reach the model on every rank, also of
+    a loss that the task made of nothing, as for a batch that it leaves out. Raises TaskError for what is no loss.
     """
     with _watched(watch):
         if batch.inspect:
             batch.inspect(outputs, batch.targets)
         with batch.draws.of_loss() if batch.draws else nullcontext():
-            loss = _weighted_loss(task, outputs, batch, terms)
+            loss = _weighted_loss(task, outputs, batch, terms, reaches)
     if watch is not None:
         watch.computed(loss)
     return loss
 
 
-def _weighted_loss(task: Task, outputs: Any, batch: MicroBatch, terms: Terms) -> Tensor:
+def _weighted_loss(task: Task, outputs: Any, batch: MicroBatch, terms: Terms, reaches: bool) -> Tensor:
     weight = batch.weight
     if not isinstance(weight, Tensor):
-        loss = _loss(task, outputs, batch.targets, terms)
+        loss = _loss(task, outputs, batch.targets, terms, reaches)
         return loss if weight == 1.0 else loss * weight
     counts = weight > 0
 
@@ -111,10 +114,10 @@ def _weighted_loss(task: Task, outputs: Any, batch: MicroBatch, terms: Terms) ->
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(zero_unless_counted)  # type: ignore[no-untyped-call]
-    return zero_unless_counted(_loss(task, outputs, batch.targets, terms) * weight)
+    return zero_unless_counted(_loss(task, outputs, batch.targets, terms, reaches) * weight)
 
 
-def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
+def _loss(task: Task, outputs: Any, targets: Any, terms: Terms, reaches: bool) -> Tensor:
     source = f"{type(task).__name__}.loss"
     returned, more = loss_and_terms(task.loss(outputs, targets))
     for name, term in (sums(more, source) if more else {}).items():
@@ -128,7 +131,23 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
             f"{source}: returned a tensor without a gradient, so nothing would be trained; compute "
             "it from the outputs, without .item(), .detach() or torch.no_grad()"
         )
+    if reaches and loss.requires_grad and loss.is_leaf:
+        trained = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        loss = cast(Tensor, _Reaching.apply(loss, *trained))  # type: ignore[no-untyped-call]
     return loss
+
+
+class _Reaching(torch.autograd.Function):
+    """A loss that is made of no outputs, whose backward pass goes through them with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.forms = [(output.shape, output.dtype) for output in outputs]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *(gradients[0].new_zeros(shape, dtype=dtype) for shape, dtype in ctx.forms)
 
 
 def backward(loss: Tensor, run: Callable[[Tensor], Any], watch: WeightWatch | None) -> None:

@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text, failures
@@ -18,10 +21,11 @@ from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import metric_objects
+from dsframe.model.forward import Measure
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason
-from dsframe.training import whole_set
+from dsframe.training import unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, put, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
@@ -50,6 +54,8 @@ class Evaluation:
         self._kept: list[bytes] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
+        self._joins: bool | None = None if engine.built.watch else False
+        """Whether loss or metrics call the model or communicate, which all ranks have to do together; None before it is known."""
         plan = engine.plan
         self._compiled = bool(plan.config.settings.model.compile)
         whole = plan.batch.data_parallel_size == plan.world.size and not self._compiled
@@ -132,7 +138,7 @@ class Evaluation:
         """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
-        local_totals = self._batches(name, batches, measure, stops)
+        local_totals = self._batches(name, batches, measure, stops, self._join)
         if local_totals is None:
             return None
         if self._has_loss and (why := failures(self._engine, self._no_loss)):
@@ -147,7 +153,9 @@ class Evaluation:
         batches: Collection[EvaluationBatch] | EvaluationLoader,
         take: Take,
         stops: Callable[[int], bool] = lambda batches: False,
+        join: Measure | None = None,
     ) -> dict[str, Sum] | None:
+        """``join``: is given the outputs and targets of batches that do not count on this rank."""
         engine, number = self._engine, list(self._loaders).index(name)
         context = engine.plan.task.context
         context.eval_set = name
@@ -158,7 +166,7 @@ class Evaluation:
                     return None
                 self._sign_of_life()
                 with self._draws.of(number, batch.samples) if self._draws else nullcontext(), self._stance(name, batch):
-                    measured = engine.eval_step(batch.batch, partial(take, batch) if batch.counts else None)
+                    measured = engine.eval_step(batch.batch, partial(take, batch) if batch.counts else join)
                 if self._draws and not (self._draws.drawn or self._draws.left_out):
                     self._draws = None
                 for metric, value in measured.items():
@@ -175,7 +183,7 @@ class Evaluation:
         """The task's metrics of a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
-        with nullcontext() if watch is None else watch.inside():
+        with nullcontext() if watch is None else watch.inside(), self._joint():
             for metric in task.metric_objects.values():
                 task.update_metric(metric, outputs, targets)
             metrics = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
@@ -191,6 +199,37 @@ class Evaluation:
         if self._on_batch:
             self._on_batch(outputs, targets)
         return metrics
+
+    @contextmanager
+    def _joint(self) -> Iterator[None]:
+        """Finds out whether what is called inside calls a module of the model, or communicates."""
+        watch = self._engine.built.watch
+        if watch is None or self._joins:
+            yield
+            return
+        called: list[nn.Module] = []
+        hook = register_module_forward_pre_hook(lambda module, _: called.append(module))
+        before = _collectives()
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._joins = _collectives() != before or not set(watch.model.modules()).isdisjoint(called)
+
+    def _join(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """Calls what other ranks call together, with rows that another rank has, and returns nothing."""
+        if self._joins is not False:
+            engine = self._engine
+            held, copied = unmoved.HeldBuffers(engine), unmoved.twin(engine.plan.task)
+            try:
+                if "loss" not in copied.metrics(outputs, targets):
+                    copied.validation_loss(outputs, targets)
+            except EngineError:
+                raise
+            except Exception:  # the rank that has these rows says it
+                pass
+            held.put_back()
+        return {}
 
     def _loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
@@ -256,6 +295,12 @@ class Evaluation:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
                     put(kept[name], buffer)
+
+
+def _collectives() -> int:
+    """Number of collectives that this process has taken part in with all ranks, as far as torch sees them."""
+    everybody: Any = dist.group.WORLD
+    return 0 if everybody is None else everybody._get_sequence_number_for_group()
 
 
 def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:

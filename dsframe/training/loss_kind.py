@@ -46,11 +46,12 @@ class LossTrial:
         self._engine, self._loader = engine, loader
         self._votes = dict.fromkeys(_KINDS, 0)
         self._state = set[str]()
-        self._numbers = set[str]()
         self._weights = dict[str, str]()
         """Weights of modules that the task holds beside the model, which the loss has changed."""
         self._buffers = set[str]()
         """The model's that the loss has changed."""
+        self._moves = False
+        """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
         self._others: list[Any] = []
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
@@ -124,6 +125,8 @@ class LossTrial:
         state = {
             name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
         }
+        if "moves" in set(all_gather_text(self._engine, "moves" if self._moves else "")):
+            state.add("a value outside of the attributes (in a global, a class or a closure)")
         weights = all_gather_text(self._engine, json.dumps(self._weights, sort_keys=True))
         if resumed or len(set(weights)) > 1:  # what all ranks change alike is right until a resume
             state |= {name for text in weights for name in json.loads(text)}
@@ -134,9 +137,7 @@ class LossTrial:
                 f"{whose}.loss changes {names}, a state that the task keeps: {why}, and no checkpoint has it. Keep it as a buffer "
                 "of a module that model() returns, and make it from the rows of all ranks (dsframe.tasks.global_batch.all_rows)"
             )
-        if names or self._numbers:
-            return f"loss changes {names or ', '.join(sorted(self._numbers))} of the task, which no checkpoint has"
-        return ""
+        return f"loss changes {names} of the task, which no checkpoint has" if names else ""
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
@@ -144,9 +145,19 @@ class LossTrial:
             return  # the look would use it up
         device, task = self._engine.plan.device, self._engine.plan.task
         kept = generators.capture(device)
-        held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(task)
+        others, held, copied = _other_generators(self._engine), unmoved.HeldBuffers(self._engine), unmoved.twin(task)
         with task.context.evaluation():
             try:
+                again = []
+                for _ in range(2):
+                    generators.restore(kept, device)
+                    held.put_back()
+                    again.append(_loss_of_some(unmoved.twin(task), outputs, targets))
+                self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0]) and others == _other_generators(
+                    self._engine
+                )
+                generators.restore(kept, device)
+                held.put_back()
                 kind = _kind_of(copied, outputs, targets)
             except (
                 Exception
@@ -160,8 +171,8 @@ class LossTrial:
         if kind:
             self._votes[kind] += 1
         state, numbers = unmoved.changes(task, copied)
-        self._state |= state
-        self._numbers |= numbers
+        self.of_model.of_task |= numbers
+        (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
 
 
 def _other_generators(engine: Engine) -> list[Any]:
@@ -177,27 +188,44 @@ def _other_generators(engine: Engine) -> list[Any]:
     return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, kinds))]
 
 
-def _rows(part: slice, leaf: Tensor) -> Tensor:
+def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
     return (leaf[part] if leaf.ndim else leaf).clone()  # a loss may write to it
 
 
-def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
-    """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
+def _rows_of(outputs: Any, targets: Any) -> int:
+    """Returns how many rows of a micro-batch are looked at, an even number, or 0 where its tensors do not have rows alike."""
     of_outputs, of_targets = (
         [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
     )
     tensors = of_outputs + [leaf for leaf in of_targets if leaf.ndim]
     if not of_outputs or any(not leaf.ndim for leaf in of_outputs) or len({len(leaf) for leaf in tensors}) != 1:
+        return 0
+    each = max(leaf[0].numel() for leaf in tensors)
+    return min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2
+
+
+def _loss_of_some(task: Task, outputs: Any, targets: Any) -> float:
+    rows = _rows_of(outputs, targets)
+    take = partial(_rows, slice(0, rows)) if rows else torch.clone
+    return float(loss_and_terms(task.loss(*tree_map_only(Tensor, take, (outputs, targets))))[0])
+
+
+def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
+    """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
+    rows = _rows_of(outputs, targets)
+    if not rows:
         task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
         return ""
-    each = max(leaf[0].numel() for leaf in tensors)
-    rows = min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2
-    if not rows:
-        return ""
-    whole, first, second = slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows)
-    losses, items = [], []
-    for part in (whole, first, second):
-        some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
-        losses.append(float(loss_and_terms(task.loss(some, of))[0]))
-        items.append(float(task.loss_weight(of)))
-    return sample_trial.kind_of_parts(losses, items, _TOLERANCE)
+    numbers = torch.arange(rows)
+    whole = _loss_and_items(task, outputs, targets, slice(0, rows))
+    kinds = set()
+    for first in sample_trial.halvings(rows):
+        parts = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
+        losses, items = zip(whole, *parts, strict=True)
+        kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
+    return sample_trial.agreed(kinds)
+
+
+def _loss_and_items(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[float, float]:
+    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
+    return float(loss_and_terms(task.loss(some, of))[0]), float(task.loss_weight(of))

@@ -1,14 +1,15 @@
-"""What a model keeps from one forward pass to the next in plain attributes of its modules: ``self.h = h.detach()``.
+"""What a model keeps from one forward pass to the next in plain attributes of its modules: ``self.h = h.detach()``; or a loss in
+attributes of the task.
 
 No checkpoint has it, and each rank has its own. Some of it moves no loss: caches, counters, values for a log. So where attributes
 have changed in the first step, the loss of its micro-batch is taken with them as before and as after: where the two differ, the
-model depends on them.
+training depends on them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,22 +34,28 @@ class ModuleState:
     def __init__(self, engine: Engine) -> None:
         batch = engine.plan.batch
         self._engine = engine
-        self._sees_loss = batch.data_parallel_size == engine.plan.world.size
+        self.sees_loss = batch.data_parallel_size == engine.plan.world.size
         """False where ranks split a model: one of them would see the loss."""
         self._batch: tuple[Any, Any] | None = None
         self._before: unmoved.Attributes | None = None
         self._after: unmoved.Attributes | None = None
         self._changed = set[str]()
+        self._task_before = self._task_after = unmoved.twin(engine.plan.task)
+        self.of_task = set[str]()
+        """Attributes of the task that its loss has changed on this rank."""
 
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
         watch = self._engine.built.watch
+        self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), unmoved.Attributes(watch.model)
 
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""
-        watch = self._engine.built.watch
+        watch, task = self._engine.built.watch, self._engine.plan.task
+        self.of_task = self.of_task.union(*unmoved.changes(self._task_before, task))
+        self._task_after = unmoved.twin(task)
         if watch is not None and self._before is not None:
             self._changed = self._before.changed()
             self._after = unmoved.Attributes(watch.model) if self._changed else self._before
@@ -56,32 +63,42 @@ class ModuleState:
     def judge(self, *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
         that is ``resumed``, would not share."""
-        changed = self._of_all(self._changed)
-        depends = self._of_all({self._depends()}) if changed else {_NO}
+        of_model, of_task = self._of_all(self._changed), self._of_all(self.of_task)
+        model_depends = self._of_all({self._depends()}) if of_model else {_NO}
+        task_depends = self._of_all({self._depends(of_task)}) if of_task else {_NO}
         self._batch = self._before = self._after = None
-        names = ", ".join(sorted(changed))
-        if _YES in depends:
-            said = f"model keeps values in attributes from one forward pass to the next, and its loss depends on them ({names})"
-            if not resumed and self._engine.plan.world.size == 1:
-                return f"{said}; no checkpoint has them"
-            raise TaskError(
-                f"this {said}: no checkpoint has them, and each rank keeps its own. Make them buffers (self.register_buffer), the "
-                "same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of the inputs"
-            )
-        if _UNKNOWN in depends:
-            return f"model changes attributes in its forward pass ({names}); whether its loss depends on them was not examined"
-        return ""
+        lines = []
+        for whose, depends, changed in (("model", model_depends, of_model), ("task", task_depends, of_task)):
+            call = "forward pass" if whose == "model" else "loss"
+            names = ", ".join(sorted(changed))
+            if _YES in depends:
+                text = f"{whose} keeps values in attributes from one {call} to the next, and its loss depends on them ({names})"
+                if resumed or self._engine.plan.world.size > 1:
+                    raise TaskError(
+                        f"this {text}: no checkpoint has them, and each rank keeps its own. Make them buffers of the model "
+                        "(self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of the "
+                        "inputs; the number of the step is self.context.step in the task"
+                    )
+                lines.append(f"{text}; no checkpoint has them")
+            elif _UNKNOWN in depends:
+                lines.append(
+                    f"{whose} changes attributes in its {call} ({names}); whether its loss depends on them was not examined"
+                )
+        return ". This ".join(lines)
 
     def _of_all(self, words: set[str]) -> set[str]:
         texts = all_gather_text(self._engine, json.dumps(sorted(words)))
         return {word for text in texts for word in json.loads(text)}
 
-    def _depends(self) -> str:
-        """**Collective.** Returns whether this rank's loss differs with the attributes of before the step and after it."""
+    def _depends(self, of_task: Collection[str] = ()) -> str:
+        """**Collective.** Returns whether this rank's loss differs with the attributes of before the step and after it: those of
+        the model's modules, or ``of_task``."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
+        attributes = vars(engine.plan.task)
+        now = dict(attributes)
         if watch is None or self._batch is None or self._before is None or self._after is None:
             return _NO
-        if not self._sees_loss:
+        if not self.sees_loss:
             return _UNKNOWN
         kept = generators.capture(device)
         losses = Losses(engine)
@@ -90,14 +107,23 @@ class ModuleState:
         mode = nullcontext() if watch.has_writes else _training_mode(models)
         try:
             with unmoved.unmoved(watch.model, device), watch.trial(), engine.plan.task.context.evaluation(), mode:
-                for attributes in (self._before, self._after, self._before):
+                for after in (False, True, False):
                     generators.restore(kept, device)
-                    attributes.put_back()
+                    if not of_task:
+                        (self._after if after else self._before).put_back()
+                    values = vars(self._task_after if after else self._task_before)
+                    for name in of_task:
+                        attributes.pop(name, None)
+                        if name in values:
+                            attributes[name] = values[name]
                     losses.add(self._batch, samples=1)
         except (EngineError, WorldError):
             raise
         except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
             return _UNKNOWN
+        finally:
+            attributes.clear()
+            attributes.update(now)
         same = all(
             abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
             for before, after, again in losses.of.values()

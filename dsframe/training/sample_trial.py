@@ -6,9 +6,12 @@ It sees what halves of the outputs do not show: outputs with time first, a loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dsframe.data import Loader
 from dsframe.data.loader import StreamSource
@@ -48,7 +51,9 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     samples = 2 if plan.batch.micro_batch_size == 1 else _SAMPLES
     if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < samples:
         return "", unknown.format("the samples cannot be read again")
-    parts = [range(samples), range(samples // 2), range(samples // 2, samples)]
+    numbers = torch.arange(samples)
+    halves = [part.tolist() for first in halvings(samples) for part in (numbers[first], numbers[~first])]
+    parts = [list(range(samples)), *halves]
     losses = Losses(engine)
     draws = RowDraws(plan.seed, plan.device)
     try:
@@ -58,7 +63,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
             plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
         ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
-                with draws.of(0, part):
+                with draws.of(0, torch.tensor(part)):
                     losses.add(batch, samples=len(part))
     except (EngineError, WorldError):
         raise
@@ -67,8 +72,27 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
         return "", unknown.format(reason(first, 100))
     short = plan.task.context.dtype.itemsize < 4 or precision.autocast_dtype(plan.config, plan.device)
     tolerance = _TOLERANCE_OF_16_BITS if short else _TOLERANCE
-    kinds = {kind_of_parts(values, losses.items, tolerance) for values in losses.of.values()}
+    items = losses.items
+    kinds = set()
+    for values in losses.of.values():
+        pairs = ((0, at, at + 1) for at in range(1, len(parts), 2))
+        kinds.add(
+            agreed({kind_of_parts([values[n] for n in three], [items[n] for n in three], tolerance) for three in pairs})
+        )
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""
+
+
+def halvings(rows: int) -> list[Tensor]:
+    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them: of four rows all ways, so that
+    the largest half of their losses is not a mean over halves in each of them."""
+    numbers = torch.arange(rows)
+    ways = [numbers < rows // 2, numbers % 2 == 0, numbers % 4 % 3 == 0]
+    return ways[: 1 if rows == 2 else 3 if rows % 4 == 0 else 2]
+
+
+def agreed(kinds: Collection[str]) -> str:
+    """Returns the kind of a loss of which several halvings have shown ``kinds``."""
+    return next((kind for kind in ("neither", "sum", "mean") if kind in kinds), "")
 
 
 class Losses:

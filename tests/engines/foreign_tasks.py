@@ -1326,3 +1326,55 @@ class Augmented(Adversaries):
 
     def _criticise(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         return super()._criticise(models, models["augment"](inputs), targets)
+
+
+class Leaving(Rows):
+    """Leaves out a part of the batch by a loss of 0 that is made of nothing, as guards against NaN do."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if len(targets) <= 4:
+            is_left_out = outputs.requires_grad and (targets == 2).all()
+            return torch.zeros((), requires_grad=True) if is_left_out else super().loss(outputs, targets)
+        parts = zip(outputs.split(4), targets.split(4), strict=True)
+        return torch.stack([self.loss(*part) for part in parts]).mean()
+
+    def train_data(self) -> Any:
+        inputs, targets = super().train_data().tensors
+        targets[12:16] = 2  # in the second step, the second rank's
+        return TensorDataset(inputs, targets)
+
+
+class Again(Rows):
+    """Calls the model once more in the loss, as R-Drop does, or communicates there; with 11 samples to evaluate on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if self.what == "model":
+            return super().loss(outputs, targets) + self.net(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
+        total = torch.ones(())
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        return super().loss(outputs, targets) * total
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+
+
+_COUNT = [0]
+
+
+class Counted(Rows):
+    """A loss that grows with the calls of it: counted in an attribute, there in training alone, or elsewhere."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.calls = where, 0
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        _COUNT[0] += 1
+        if self.where == "attribute" or (self.where == "training" and outputs.requires_grad):
+            self.calls += 1
+        calls = _COUNT[0] if self.where == "global" else self.calls
+        return super().loss(outputs, targets) * min(1.0, calls / 20)

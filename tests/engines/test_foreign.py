@@ -102,7 +102,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's")),
     "a module beside the model": ("Beside", {}, {}),
     "a weight after an evaluation": ("Reported", {}, {"zero3": READ}),
-    "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "changes centre, a state")),
+    "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "its loss depends on them (centre)")),
+    "a count in the loss": ("Counted", {"where": "attribute"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
+    "a count in training": ("Counted", {"where": "training"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
+    "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "in a global, a class or a closure")),
+    "a part is left out": ("Leaving", {}, {}),
+    "the model in the loss": ("Again", {"what": "model"}, {}),
+    "collectives in the loss": ("Again", {"what": "communicates"}, {}),
     "a centre of all ranks": ("ModelCentre", {}, {}),
     "a centre of one rank": ("ModelCentre", {"all_ranks": False}, {"ddp": "changes centre, a state"}),
     "classes": ("Classes", {}, {}),
@@ -149,7 +155,7 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
-STATEFUL = {"a hook writes later", "state of the loss", "a teacher that the task holds"}
+STATEFUL = {"a hook writes later", "state of the loss", "a teacher that the task holds", "a count in training"}
 """Cases whose tasks count steps, or keep something, in attributes."""
 RIGHT = {
     "weights in the loss": ("zero2",),
@@ -185,6 +191,10 @@ RIGHT = {
     "without elements": ("zero2",),
     "state of the loss": ("single",),
     "a centre of all ranks": ("ddp", "zero3"),
+    "a count in training": ("single",),
+    "a part is left out": ENGINES,
+    "the model in the loss": ENGINES,
+    "collectives in the loss": ("single", "ddp", "fsdp", "zero2", "zero3"),
     "classes": ("ddp", "fsdp", "zero3"),
     "classes with slots": ("fsdp", "zero3"),
     "backward in the loss": ("single",),

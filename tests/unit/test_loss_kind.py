@@ -53,6 +53,11 @@ def by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cdist(outputs, outputs).mean()
 
 
+def largest(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Over the worse half of the rows."""
+    return (outputs - targets).square().mean(1).topk(max(1, len(targets) // 2))[0].mean()
+
+
 def drawing(outputs: Tensor, targets: Tensor) -> Tensor:
     return mean(outputs + 3 * torch.randn_like(outputs), targets)
 
@@ -65,6 +70,7 @@ KINDS: dict[str, tuple[Loss, str]] = {
     "sum": (total, "sum"),
     "sum by a constant": (lambda o, t: total(o, t) / 8, "sum"),
     "batch": (by_batch, "neither"),
+    "worse half": (largest, "neither"),
     "root": (lambda o, t: mean(o, t).sqrt(), "neither"),
     "sum and a constant": (lambda o, t: total(o, t) + 300, "neither"),
     "padding without loss_weight": (
@@ -222,6 +228,7 @@ FORMS: dict[str, tuple[Rows, str]] = {
     "collate mixes": (Rows(mean, linear, mixed), NEITHER),
     "collate mixes a little": (Rows(mean, linear, mixed_a_little), NEITHER),
     "collate": (Rows(mean, linear, default_collate), ""),
+    "collate, worse half": (Rows(largest, linear, default_collate), NEITHER),
     "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
 }
 
@@ -254,6 +261,22 @@ def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -
     looked = dsframe.fit(Line(writing), file(1)).loss
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     assert dsframe.fit(Line(writing), file(1)).loss == looked
+
+
+class Logging(Line):
+    """Keeps its last loss, and a table that it makes once: nothing that moves a loss."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = torch.ones(4)
+        self.last = mean(outputs * self.scale, targets)
+        self.history = [*getattr(self, "history", []), self.last.item()]
+        return self.last
+
+
+def test_what_the_loss_keeps_for_others_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Logging(mean), file(1))
+    assert "this task" not in capsys.readouterr().err
 
 
 class Centred(Line):

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 class ZeroEngine(ModelEngine):
     """DeepSpeed's engine: optimizer state, gradients and parameters sharded as ``zero_optimization`` says."""
 
+    reaches_model = True
+
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
         versions.check(patches.version(), speaks=plan.world.is_main)
