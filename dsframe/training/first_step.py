@@ -36,6 +36,11 @@ class FirstStep(Listener):
             progress.say(f"dsframe: this task's {line}")
         if line := self._trial.of_model.judge(resumed=step > 1):
             progress.say(f"dsframe: this {line}")
+        if names := ", ".join(sorted(self._trial.changed_by_hooks())):
+            progress.say(
+                f"dsframe: a hook changes {names} of the task, which no checkpoint has: a resumed run begins with another. "
+                'Let models() return it too ("average_of" for a mean teacher), or write it in on_checkpoint and read it in on_start'
+            )
         self._say_draws(training)
         if names := but_statistics(differ):
             progress.say(f"dsframe: this model's buffer {names} follows the samples of each rank, {ON_RANKS}")

@@ -55,6 +55,8 @@ class LossTrial:
         self._others: list[Any] = []
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
+        self._before_hooks: unmoved.HeldBuffers | None = None
+        """The same, after the first step."""
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
         self.draws_others = False
@@ -76,7 +78,12 @@ class LossTrial:
             self.draws_others = self._others != _other_generators(self._engine)
             self._weights = self._held.changed_weights()
             self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
-            self._held = None
+            self._held, self._before_hooks = None, self._held
+
+    def changed_by_hooks(self) -> set[str]:
+        """After the hooks of the first step: weights of the task's own modules that hooks have changed, a teacher's for example."""
+        held, self._before_hooks = self._before_hooks, None
+        return held.changed_weights().keys() - self._weights.keys() if held else set()
 
     def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and

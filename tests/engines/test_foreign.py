@@ -386,6 +386,15 @@ def test_a_hook_that_clips_the_gradient_of_an_output_is_said(
     assert finished.stderr.count("changes the gradient of an output, and not linearly") == said
 
 
+@pytest.mark.parametrize("where", ["loss", "hook"])
+def test_a_teacher_that_no_checkpoint_has_is_said(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "a teacher", ("HeldTeacher", {"where": where}, {}))
+    finished = run(tmp_path, file("a teacher", "single"), 1).check()
+    (line,) = (line for line in finished.stderr.splitlines() if "which no checkpoint has" in line)
+    assert "teacher.0.weight" in line
+    assert ("a hook changes" in line) == (where == "hook")
+
+
 def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "balanced", ("Balanced", {}, {}))
     finished = run(tmp_path, file("balanced", "ddp"), 2).check()
