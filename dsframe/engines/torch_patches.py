@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PATCHES = {
     "settle_buckets": "DDP arranges its buckets anew after the first backward pass: a restarted run would round otherwise",
-    "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one",
+    "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one, and at rare dtypes",
     "by_another_name": "DDP refuses torch's own bf16 hook without NCCL, by its name; Gloo adds bf16 up as well",
     "put_linear_back": "DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, for all that follows in the process",
 }
@@ -22,10 +22,21 @@ PATCHES = {
 
 
 def skip_sparse_buffers(model: nn.Module) -> None:
-    """Each rank's sparse buffers are as its ``model()`` makes them: no library sends them, and checkpoints have none."""
-    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    """Each rank's buffers that no library sends are as its ``model()`` makes them: sparse ones, and rare dtypes."""
+    sparse = [name for name, buffer in model.named_buffers() if not can_be_sent(buffer)]
     if sparse:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
+
+
+def can_be_sent(buffer: torch.Tensor) -> bool:
+    """True for a dense tensor of a dtype that libraries send."""
+    return buffer.layout == torch.strided and buffer.dtype in _SENT
+
+
+_SENT = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
 
 
 def by_another_name(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:

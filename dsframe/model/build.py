@@ -102,6 +102,7 @@ def build_model(
     model, peft = _build_on_cpu(ranks, spill)
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
+    formats.expand_buffers(model)
     formats.keep_in_fp32(plan.config, model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
@@ -267,7 +268,7 @@ def dependences(
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:
     """**Collective.** Raises TaskError on every rank if ``models`` differ between ranks: names, order,
-    shapes, dtypes, what is trained. Called before a library sees them: engines match parameters by
+    shapes, dtypes, what is trained, classes of modules. Called before a library sees them: engines match parameters by
     position, and would fail inside or mix them up.
     """
     differing = first_difference(ranks, [entry for model in models for entry in _entries(model)])
@@ -290,6 +291,10 @@ def _entries(model: nn.Module) -> Iterator[str]:
             yield f"parameter {name} {_form(parameter)}{'' if parameter.requires_grad else ' frozen'}"
     for name, buffer in model.named_buffers():
         yield f"buffer {name} {_form(buffer)}"
+    for name, module in model.named_modules():
+        # What torch's modules say of themselves is what they compute with; others may name a rank or a device there.
+        is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
+        yield f"module {name} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
 
 
 def _form(tensor: Tensor) -> str:

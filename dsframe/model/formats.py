@@ -80,6 +80,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
+def expand_buffers(model: nn.Module) -> None:
+    """Gives memory to each number of buffers that ``expand`` has made: torch writes to no others, at a resume for example."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.layout != torch.strided:
+                continue
+            if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
 def integers_as_buffers(model: nn.Module) -> None:
     """Makes the parameters of whole numbers buffers, in place and under their names: codes and hashes, which nothing trains.
 

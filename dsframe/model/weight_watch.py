@@ -525,6 +525,11 @@ _UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "the layer its sizes",
     ),
     (
+        lambda parameter: parameter.is_meta,
+        'have no memory (device "meta"), so there is nothing to train; make them on the CPU, or give them memory and numbers in '
+        'model(): to_empty(device="cpu"), then an initialisation or load_state_dict()',
+    ),
+    (
         lambda parameter: parameter.layout != torch.strided,
         "is a sparse tensor, which no engine can send; train its values() as a dense parameter, and make the sparse tensor of them "
         "in the forward pass; a frozen one may be a buffer",

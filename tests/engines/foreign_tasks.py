@@ -484,6 +484,8 @@ class _Unusual(nn.Module):
             self.extra = nn.Linear(16, 0)
         if kind == "unfrozen":
             self.head.requires_grad_(False)
+        if kind == "meta":
+            self.body = nn.Linear(8, 16, device="meta")
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
@@ -885,6 +887,8 @@ _BUFFERS: dict[str, Callable[[], Tensor]] = {
     "scalar": lambda: torch.tensor(0.5),
     "empty": lambda: torch.zeros(0),
     "hidden": lambda: torch.linspace(0.5, 1.5, 8),
+    "expanded": lambda: torch.tensor([0.5]).expand(8),
+    "rare": lambda: torch.tensor([3, 5], dtype=torch.uint16),
 }
 HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly")
 
@@ -911,7 +915,7 @@ class _Having(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.more(self.body(inputs).tanh())
-        for kind in self.kinds & {"float64", "bool", "scalar", "hidden"}:
+        for kind in self.kinds & {"float64", "bool", "scalar", "hidden", "expanded"}:
             hidden = hidden * getattr(self, kind).float()
         if "integer" in self.kinds:
             hidden = hidden * (cast(Tensor, self.integer) % 3)

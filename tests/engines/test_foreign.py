@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements")),
     "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), "made in")),
     "lazy": ("Unusual", {"kind": "lazy"}, dict.fromkeys(("single", "zero3"), "no shape before the first forward pass")),
+    "without memory": ("Unusual", {"kind": "meta"}, dict.fromkeys(("single", "fsdp"), "body.bias have no memory")),
     "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in")),
     "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient")),
     "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's")),

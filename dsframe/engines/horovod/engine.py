@@ -34,6 +34,7 @@ from dsframe.cluster.world import World
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
+from dsframe.engines.torch_patches import can_be_sent
 from dsframe.errors import EngineError, WorldError
 from dsframe.host import phases
 from dsframe.model.forward import MicroBatch
@@ -85,9 +86,9 @@ class HorovodEngine(ReplicaEngine):
         return f"Horovod ({transport}, {self._op}{pace()})"
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        hvd.broadcast_parameters(_broadcastable(self.model.state_dict()), root_rank=0)
+        _broadcast(_broadcastable(self.model.state_dict()))
         if self._masters:
-            hvd.broadcast_parameters(dict(self._named_parameters()), root_rank=0)
+            _broadcast(dict(self._named_parameters()))
             self._masters.give_weights()
         # An optimizer without state has nothing to send, and hvd.broadcast_optimizer_state would make it some by taking a
         # step with zero gradients: Adam's bias correction moves on and weight decay shrinks the weights (measured, 0.28.1).
@@ -158,17 +159,25 @@ def _refuse_gpus_without_nccl(device: torch.device) -> None:
         )
 
 
+@torch.no_grad()
+def _broadcast(tensors: Mapping[str, Tensor]) -> None:
+    """**Collective.** Gives each rank rank 0's ``tensors``, also where they do not lie in one piece of memory."""
+    pieces = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    hvd.broadcast_parameters(pieces, root_rank=0)
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            tensor.copy_(pieces[name])
+
+
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit tensors are left out: Gloo cannot send bfloat16; their fp32 masters are sent instead and rounded.
 
-    Sparse ones too: Horovod has no such type, and each rank's model makes the same. Complex ones travel as pairs.
+    So are those that Horovod has no type for: each rank's model makes the same. Complex ones travel as pairs.
     """
     return {
         name: torch.view_as_real(value) if value.is_complex() else value
         for name, value in state.items()
-        if isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and value.dtype not in (torch.bfloat16, torch.bool)
+        if isinstance(value, Tensor) and can_be_sent(value) and value.dtype not in (torch.bfloat16, torch.bool)
     }
 
 
