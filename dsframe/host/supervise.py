@@ -28,6 +28,15 @@ WORKER_VARIABLES = {b"LOCAL_RANK", b"HOROVOD_LOCAL_RANK", b"OMPI_COMM_WORLD_LOCA
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
+def next_on_path(script: Path) -> str | None:
+    """The first program on PATH that has the script's name and is not the script: for the commands in launch/bin."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        candidate = Path(folder or ".", script.name)
+        if candidate.is_file() and os.access(candidate, os.X_OK) and not candidate.samefile(script):
+            return str(candidate)
+    return None
+
+
 def run(
     program: str,
     arguments: list[str],

@@ -269,6 +269,18 @@ def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines() -> N
     assert rewritten("--num_gpus=2 t.py", gpus=True, hostfile=True, visible="2,3") == "--num_gpus=2 t.py"
 
 
+def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed").write_text("")
+    monkeypatch.setenv("PATH", f"{COMMAND.parent}:{tmp_path}")
+    assert command.supervise.next_on_path(COMMAND) is None, "not executable"
+    (tmp_path / "deepspeed").chmod(0o755)
+    assert command.supervise.next_on_path(COMMAND) == str(tmp_path / "deepspeed")
+    link = tmp_path / "link"
+    link.symlink_to(COMMAND.parent)
+    monkeypatch.setenv("PATH", f"{link}:{COMMAND.parent}")
+    assert command.supervise.next_on_path(COMMAND) is None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
