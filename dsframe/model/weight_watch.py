@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,14 +55,18 @@ _JVP = (
     "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
     "have: use torch.autograd.grad with create_graph=True"
 )
+_TWICE = (
+    "a backward pass inside of the backward pass (torch.autograd.backward in an autograd.Function, or use_reentrant=True) reaches "
+    "a weight several times, and {} reduces a gradient once: return gradients (torch.autograd.grad)"
+)
 _UPSTREAM = {
     "You must implement the jvp function": _JVP,
     "the jvp is not returning a view": _JVP,
-    "Expected to mark a variable ready only once": "a backward pass inside of the backward pass (torch.autograd.backward in an "
-    "autograd.Function, or use_reentrant=True) reaches a weight several times, and {} reduces a gradient once: return gradients "
-    "(torch.autograd.grad)",
+    "Expected to mark a variable ready only once": _TWICE,
+    "__reduce_and_partition_ipg_grads": _TWICE,
 }
-"""Errors of torch's in a forward or backward pass, of which the engine is the reason -> what is said."""
+"""Errors in a forward or backward pass of which the engine is the reason, by words of torch's; where DeepSpeed gives none, by its
+function that raised -> what is said."""
 _WHOLE_STEPS = (
     "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
     "rank (ddp, horovod, or ZeRO 0 to 2)"
@@ -282,7 +287,8 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
-        if remedy := next((known for text, known in _UPSTREAM.items() if text in str(error)), ""):
+        words = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
+        if remedy := next((known for text, known in _UPSTREAM.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:

@@ -264,7 +264,7 @@ class Remembering(Line):
 
 def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path: Path) -> None:
     dsframe.fit(Remembering(), file(tmp_path, steps=3))
-    with pytest.raises(TaskError, match="its loss depends on them .seen.: no checkpoint has them"):
+    with pytest.raises(TaskError, match=r"its loss depends on them \(seen\): no checkpoint has them"):
         dsframe.fit(Remembering(), file(tmp_path), resume="auto")
     with pytest.raises(CheckpointError, match="was saved after step 3, but the run ends at step 2"):
         dsframe.fit(Remembering(), file(tmp_path, steps=2), resume="auto")
