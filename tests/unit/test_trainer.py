@@ -274,6 +274,28 @@ class Rank(SimpleNamespace):
     """One that can be referred to weakly."""
 
 
+@pytest.mark.parametrize(
+    ("modules", "line"),
+    [
+        ((nn.ReLU(), nn.Tanh()), "module 1 ReLU()"),
+        ((nn.Dropout(0.1), nn.Dropout(0.2)), "module 1 Dropout(p=0.1, inplace=False)"),
+        ((nn.ReLU(), nn.ReLU()), ""),
+    ],
+)
+def test_ranks_with_other_modules_are_refused(modules: tuple[nn.Module, nn.Module], line: str) -> None:
+    def build_one(ranks: Any) -> str:
+        ranks.plan.task = Line()
+        try:
+            build.assert_same_model(ranks, nn.Sequential(nn.Linear(3, 4), modules[ranks.plan.world.rank]))
+        except TaskError as error:
+            return str(error)
+        return ""
+
+    for said in Room(2).run(build_one):
+        assert line in said
+        assert bool(said) == bool(line)
+
+
 def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(build, "seed_generators", seeds.append)
