@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -311,6 +312,13 @@ def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
     except DataError as error:
         raise DataError(str(error).strip().rpartition("DataError: ")[2]) from None
+    except (EOFError, ConnectionError) as error:  # of a worker that was killed in the middle of a batch
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("multiprocessing/connection.py"):
+            raise
+        raise DataError(
+            "a process that reads data has ended while it handed over a batch, perhaps because memory was short; go on with "
+            "--resume auto, and with fewer workers"
+        ) from error
 
 
 class _Ahead:

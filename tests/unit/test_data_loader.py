@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
-from dsframe.data.loader import DatasetSource, _Ahead, _dense
+from dsframe.data.loader import DatasetSource, _Ahead, _dense, _in_one_line
 from dsframe.errors import DataError
 
 
@@ -246,3 +247,22 @@ class Epochs(IterableDataset[Any]):
 
 def test_a_stream_is_told_its_epoch() -> None:
     assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]
+
+
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback() -> None:
+    def batches() -> Iterator[int]:
+        here, there = multiprocessing.Pipe()
+        there.close()
+        yield here.recv()
+
+    with pytest.raises(DataError, match="has ended while it handed over a batch"):
+        next(_in_one_line(batches()))
+
+    def mistaken() -> Iterator[int]:
+        yield 1
+        raise EOFError("of the data set's own")
+
+    found = _in_one_line(mistaken())
+    assert next(found) == 1
+    with pytest.raises(EOFError, match="of the data set's own"):
+        next(found)
