@@ -152,6 +152,7 @@ def test_the_average_does_not_move_after_a_skipped_update(tmp_path: Path) -> Non
         given = file(run, ema={"decay": 0.5}, on_nonfinite="skip", steps=steps)
         assert dsframe.fit(Line(*broken), given).skipped_steps == len(broken)
         ends.append(dsframe.load_model(run, Line(), averages=True).state_dict())
+        assert read_manifest(locate(run)[0])["updates"] == 2
     assert torch.equal(ends[0]["0.weight"], ends[1]["0.weight"])
 
 
@@ -260,6 +261,24 @@ class Remembering(Line):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.seen.append(len(targets))
         return super().loss(outputs, targets) * min(1.0, len(self.seen) / 100)
+
+
+_CALLS = [0]
+
+
+class Counting(Line):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        _CALLS[0] += 1
+        return super().loss(outputs, targets) * min(1.0, _CALLS[0] / 1000)
+
+
+def test_a_loss_that_depends_on_a_global_is_said_and_not_gone_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dsframe.fit(Counting(), file(tmp_path, steps=3))
+    assert "loss changes a value outside of the attributes" in capsys.readouterr().err
+    with pytest.raises(TaskError, match="a resumed run would begin with another"):
+        dsframe.fit(Counting(), file(tmp_path), resume="auto")
 
 
 def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path: Path) -> None:
