@@ -67,9 +67,10 @@ class Engine(ABC):
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective.** Returns ``measure(outputs, targets)`` of ``batch``, with the model in evaluation mode.
 
-        ``measure`` is None on a rank that ran out of samples: the model still runs where others wait for its shards, and the
-        mapping is empty. Of the ranks that split one model, one measures and the others return an empty mapping; of those that
-        share sequences, each measures its slice: sums over all ranks count every sample once.
+        A rank that ran out of samples is given another rank's batch, and None or a ``measure`` that returns nothing: the model
+        still runs where others wait for it, and the mapping is empty. Of the ranks that split one model, one measures and the
+        others return an empty mapping; of those that share sequences, each measures its slice: sums over all ranks count every
+        sample once.
         """
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:

@@ -50,13 +50,13 @@ class OptimizerSpec:
         """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
         if self.kind.lower() == "muon":
             return max(muon_rates(self.arguments))
-        if self.is_users:
+        if self.is_custom:
             return float(self.arguments["lr"])
         params = Optimizer.variant({"type": self.kind}, "params")
         return float(self.arguments.get("lr", params.model_fields["lr"].default if params else 1e-3))
 
     @property
-    def is_users(self) -> bool:
+    def is_custom(self) -> bool:
         """True for an optimizer of the user's own, by class or made by the task."""
         return ":" in self.kind or self.kind == OF_TASK
 
@@ -140,7 +140,7 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
 
 def try_out(spec: OptimizerSpec, device: torch.device) -> None:
     """Makes one update of a number with torch's optimizer. Raises ConfigError where torch refuses its arguments on this device."""
-    if spec.is_users or spec.cls is None or spec.cls is torch.optim.SparseAdam:
+    if spec.is_custom or spec.cls is None or spec.cls is torch.optim.SparseAdam:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.zeros_like(number)

@@ -160,16 +160,13 @@ class LossTrial:
                     generators.restore(kept, device)
                     held.put_back()
                     again.append(_loss_of_some(unmoved.twin(task), outputs, targets))
-                self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0]) and others == _other_generators(
-                    self._engine
-                )
+                differs = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
+                self._moves = differs and others == _other_generators(self._engine)
                 generators.restore(kept, device)
                 held.put_back()
                 kind = _kind_of(copied, outputs, targets)
-            except (
-                Exception
-            ):  # a loss that takes no other number of rows: the training says what is wrong, if anything is
-                kind = ""
+            except Exception:
+                kind = ""  # a loss that takes no other number of rows: the training says what is wrong, if anything is
         self._state |= held.changed()
         self._buffers = held.changed(of_model=True)
         held.put_back()

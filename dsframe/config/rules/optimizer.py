@@ -55,7 +55,7 @@ def _optimizer(context: RuleContext) -> None:
     name = context.file.optimizer.type
     if ":" in name or name == OF_TASK:
         context.imports(_TYPE, name)
-        _users(context)
+        _custom(context)
         return
     if context.optimizer not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
         _unknown(context, _TYPE, name, [*SPELLINGS, *TORCH_OPTIMIZERS], "torch.optim")
@@ -69,7 +69,7 @@ def _optimizer(context: RuleContext) -> None:
         context.conflict(_TYPE, message, 'add "zero_allow_untested_optimizer": true')
 
 
-def _users(context: RuleContext) -> None:
+def _custom(context: RuleContext) -> None:
     """Report where DeepSpeed cannot take an optimizer of the user's own."""
     file, stage = context.file, context.stage
     allowed = 'unless the update of each number depends on it only: then add "zero_allow_untested_optimizer": true'

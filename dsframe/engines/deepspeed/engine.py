@@ -190,7 +190,7 @@ class ZeroEngine(ModelEngine):
             document["zero_optimization"].pop("offload_optimizer", None)
             document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
         optimizer, parameters = None, self._split()
-        if self.plan.optimizer.is_users and not self.plan.frozen:
+        if self.plan.optimizer.is_custom and not self.plan.frozen:
             del document["optimizer"]
             optimizer = self.plan.optimizer.build
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
