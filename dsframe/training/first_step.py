@@ -36,6 +36,8 @@ class FirstStep(Listener):
             progress.say(f"dsframe: this task's {line}")
         if line := self._trial.of_model.judge(resumed=step > 1):
             progress.say(f"dsframe: this {line}")
+        if line := self._trial.look_at_samples(differ, resumed=step > 1):
+            progress.say(f"dsframe: this task's {line}")
         if names := ", ".join(sorted(self._trial.changed_by_hooks())):
             progress.say(
                 f"dsframe: a hook changes {names} of the task, which no checkpoint has: a resumed run begins with another. "

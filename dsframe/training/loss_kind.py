@@ -9,9 +9,6 @@ beside the losses of its two halves, which come from the same outputs. Where out
 from __future__ import annotations
 
 import json
-import pickle
-import random
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,7 +25,7 @@ from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
-from dsframe.training import sample_trial, unmoved
+from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
 
@@ -52,7 +49,7 @@ class LossTrial:
         """The model's that the loss has changed."""
         self._moves = False
         """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
-        self._others: list[Any] = []
+        self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
         self._before_hooks: unmoved.HeldBuffers | None = None
@@ -67,15 +64,16 @@ class LossTrial:
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch, with its loss to be inspected."""
-        self._others, self._held = _other_generators(self._engine), unmoved.HeldBuffers(self._engine)
+        self._others = held.Generators(self._engine)
+        self._held = unmoved.HeldBuffers(self._engine)
         self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
-        if self._held is not None:
+        if self._held is not None and self._others is not None:
             self.of_model.step_ended()
-            self.draws_others = self._others != _other_generators(self._engine)
+            self.draws_others = self._others.changed()
             self._weights = self._held.changed_weights()
             self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
             self._held, self._before_hooks = None, self._held
@@ -120,6 +118,13 @@ class LossTrial:
             f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean'
         )
 
+    def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:
+        """**Collective.** As :func:`sample_trial.refuse_other_numbers`. ``differing``: as of :meth:`judge`."""
+        if not self._looks or self._engine.plan.task.gathers_rows:
+            return ""
+        statistics = not but_statistics(differing)
+        return sample_trial.refuse_other_numbers(self._engine, self._loader, statistics=statistics, resumed=resumed)
+
     def _agreed(self) -> str:
         """**Collective.** Returns what most ranks have seen."""
         device = self._engine.plan.device
@@ -133,7 +138,7 @@ class LossTrial:
             name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
         }
         if "moves" in set(all_gather_text(self._engine, "moves" if self._moves else "")):
-            state.add("a value outside of the attributes (in a global, a class or a closure)")
+            state.add("a value outside of the attributes (in an object of a global, for example)")
         weights = all_gather_text(self._engine, json.dumps(self._weights, sort_keys=True))
         if resumed or len(set(weights)) > 1:  # what all ranks change alike is right until a resume
             state |= {name for text in weights for name in json.loads(text)}
@@ -152,44 +157,34 @@ class LossTrial:
             return  # the look would use it up
         device, task = self._engine.plan.device, self._engine.plan.task
         kept = generators.capture(device)
-        others, held, copied = _other_generators(self._engine), unmoved.HeldBuffers(self._engine), unmoved.twin(task)
+        buffers, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(task)
+        outside, others = held.outside(self._engine), held.Generators(self._engine)
+
+        def put_back() -> None:
+            generators.restore(kept, device)
+            for values in (buffers, outside, others):
+                values.put_back()
+
         with task.context.evaluation():
             try:
                 again = []
                 for _ in range(2):
-                    generators.restore(kept, device)
-                    held.put_back()
+                    put_back()
                     again.append(_loss_of_some(unmoved.twin(task), outputs, targets))
-                differs = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
-                self._moves = differs and others == _other_generators(self._engine)
-                generators.restore(kept, device)
-                held.put_back()
+                self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
+                put_back()
                 kind = _kind_of(copied, outputs, targets)
             except Exception:
                 kind = ""  # a loss that takes no other number of rows: the training says what is wrong, if anything is
-        self._state |= held.changed()
-        self._buffers = held.changed(of_model=True)
-        held.put_back()
+        self._state |= buffers.changed()
+        self._buffers = buffers.changed(of_model=True)
         self.draws = generators.capture(device) != kept
-        generators.restore(kept, device)
+        put_back()
         if kind:
             self._votes[kind] += 1
         state, numbers = unmoved.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
-
-
-def _other_generators(engine: Engine) -> list[Any]:
-    """NumPy's and Python's, and those that the task and the model's modules hold."""
-    kept = generators.capture(torch.device("cpu"))
-    watch = engine.built.watch
-    holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    numpys = sys.modules.get("numpy.random")  # importing it takes 2.6 MiB; who holds one of its generators has done so
-    if numpys is not None:
-        kinds += (numpys.Generator, numpys.RandomState)
-    values = (value for holder in holders for value in vars(holder).values())
-    return [kept["numpy"], kept["python"], *(pickle.dumps(value) for value in values if isinstance(value, kinds))]
 
 
 def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ training depends on them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -20,8 +20,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model.forward import MicroBatch
-from dsframe.training import unmoved
-from dsframe.training.sample_trial import Losses
+from dsframe.training import held, sample_trial, unmoved
 
 _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
@@ -37,9 +36,10 @@ class ModuleState:
         self.sees_loss = batch.data_parallel_size == engine.plan.world.size
         """False where ranks split a model: one of them would see the loss."""
         self._batch: tuple[Any, Any] | None = None
-        self._before: unmoved.Attributes | None = None
-        self._after: unmoved.Attributes | None = None
-        self._changed = set[str]()
+        self._before: tuple[held.Values, held.Values] | None = None
+        """Attributes of the model's modules, and what user code keeps outside of them and of the task."""
+        self._after: tuple[held.Values, held.Values] | None = None
+        self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
@@ -49,7 +49,7 @@ class ModuleState:
         watch = self._engine.built.watch
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
-            self._batch, self._before = (batch.inputs, batch.targets), unmoved.Attributes(watch.model)
+            self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
 
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""
@@ -57,22 +57,30 @@ class ModuleState:
         self.of_task = self.of_task.union(*unmoved.changes(self._task_before, task))
         self._task_after = unmoved.twin(task)
         if watch is not None and self._before is not None:
-            self._changed = self._before.changed()
-            self._after = unmoved.Attributes(watch.model) if self._changed else self._before
+            self._changed, self._outside = (values.changed() for values in self._before)
+            self._after = self._values(watch.model)
+
+    def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
+        return held.attributes(model), held.outside(self._engine)
 
     def judge(self, *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
         that is ``resumed``, would not share."""
-        of_model, of_task = self._of_all(self._changed), self._of_all(self.of_task)
-        model_depends = self._of_all({self._depends()}) if of_model else {_NO}
-        task_depends = self._of_all({self._depends(of_task)}) if of_task else {_NO}
-        self._batch = self._before = self._after = None
         lines = []
-        for whose, depends, changed in (("model", model_depends, of_model), ("task", task_depends, of_task)):
+        kinds = {"model": self._changed, "task": self.of_task, "program": self._outside}
+        changed = {whose: self._of_all(names) for whose, names in kinds.items()}
+        depending = {whose: self._of_all({self._depends(whose, names)}) for whose, names in changed.items() if names}
+        self._batch = self._before = self._after = None
+        for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
-            names = ", ".join(sorted(changed))
+            names = ", ".join(sorted(changed[whose]))
             if _YES in depends:
-                text = f"{whose} keeps values in attributes from one {call} to the next, and its loss depends on them ({names})"
+                where = (
+                    "in globals, classes or closures from one step"
+                    if whose == "program"
+                    else f"in attributes from one {call}"
+                )
+                text = f"{whose} keeps values {where} to the next, and its loss depends on them ({names})"
                 if resumed or self._engine.plan.world.size > 1:
                     raise TaskError(
                         f"this {text}: no checkpoint has them, and each rank keeps its own. Make them buffers of the model "
@@ -82,7 +90,7 @@ class ModuleState:
                 lines.append(f"{text}; no checkpoint has them")
             elif _UNKNOWN in depends:
                 lines.append(
-                    f"{whose} changes attributes in its {call} ({names}); whether its loss depends on them was not examined"
+                    f"{whose} changes values in its {call} ({names}); whether its loss depends on them was not examined"
                 )
         return ". This ".join(lines)
 
@@ -90,9 +98,9 @@ class ModuleState:
         texts = all_gather_text(self._engine, json.dumps(sorted(words)))
         return {word for text in texts for word in json.loads(text)}
 
-    def _depends(self, of_task: Collection[str] = ()) -> str:
-        """**Collective.** Returns whether this rank's loss differs with the attributes of before the step and after it: those of
-        the model's modules, or ``of_task``."""
+    def _depends(self, whose: str, names: Collection[str]) -> str:
+        """**Collective.** Returns whether this rank's loss differs with the values of before the step and after it: those of
+        the model's modules, ``names`` of the task, or what the program keeps elsewhere."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
@@ -101,18 +109,21 @@ class ModuleState:
         if not self.sees_loss:
             return _UNKNOWN
         kept = generators.capture(device)
-        losses = Losses(engine)
+        losses = sample_trial.Losses(engine)
         # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
-        mode = nullcontext() if watch.has_writes else _training_mode(models)
+        mode = nullcontext() if watch.has_writes else sample_trial.training_mode(models)
         try:
-            with unmoved.unmoved(watch.model, device), watch.trial(), engine.plan.task.context.evaluation(), mode:
+            with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
                     generators.restore(kept, device)
-                    if not of_task:
-                        (self._after if after else self._before).put_back()
+                    of_modules, outside = self._after if after else self._before
+                    if whose == "model":
+                        of_modules.put_back()
+                    elif whose == "program":
+                        outside.put_back()
                     values = vars(self._task_after if after else self._task_before)
-                    for name in of_task:
+                    for name in names if whose == "task" else ():
                         attributes.pop(name, None)
                         if name in values:
                             attributes[name] = values[name]
@@ -129,18 +140,3 @@ class ModuleState:
             for before, after, again in losses.of.values()
         )
         return _NO if same else _YES
-
-
-@contextmanager
-def _training_mode(models: list[nn.Module]) -> Iterator[None]:
-    """Inside, ``models`` are in training mode whenever they are called."""
-
-    def train(model: nn.Module, _: Any) -> None:
-        model.train()
-
-    hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

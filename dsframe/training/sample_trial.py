@@ -1,28 +1,34 @@
-"""The kind of a task's loss by a few samples beside two halves of them, through collate, model and loss.
+"""A few samples beside two halves of them, through collate, model and loss; what is drawn belongs to samples.
 
-It sees what halves of the outputs do not show: outputs with time first, a loss inside of the model, targets of another length, a
-``collate`` that mixes samples. The model runs in evaluation mode, and what it draws belongs to samples.
+In evaluation they show the kind of a task's loss where halves of the outputs do not: outputs with time first, a loss inside
+of the model, targets of another length, a ``collate`` that mixes samples. In training, the same samples on every rank, they
+show rows that depend on other rows, code that depends on the rank, and a state that cannot be held.
 """
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from dsframe.checkpoint import generators
+from dsframe.cluster.exchange import all_gather_text, by_value
 from dsframe.data import Loader
 from dsframe.data.loader import StreamSource
 from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.engines import precision
-from dsframe.errors import EngineError, WorldError
+from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model import derivatives
 from dsframe.tasks.task import Sum, Task, loss_and_terms
 from dsframe.text import reason
-from dsframe.training import unmoved
+from dsframe.training import held, unmoved
 
 _SAMPLES = 4
 """At most: without gradients so many take less memory than a training step, also where that has one."""
@@ -37,49 +43,151 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
-    module = type(engine.plan.task).__module__
-    if module.startswith("dsframe.") and module != Task.__module__:
-        return False  # the built-in ones give means; Task.from_module has a loss of the user's
-    batch = engine.plan.batch
-    return batch.data_parallel_size == engine.plan.world.size  # of a pipeline, a single rank would see the loss
+    return _is_users(engine)
 
 
 def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     """**Collective.** Returns the kind, or "" and what is to be said."""
-    watch, plan = engine.built.watch, engine.plan
-    unknown = 'loss was not examined ({}): where it is a sum over samples, write loss_is = "sum"'
-    samples = 2 if plan.batch.micro_batch_size == 1 else _SAMPLES
-    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < samples:
-        return "", unknown.format("the samples cannot be read again")
-    numbers = torch.arange(samples)
-    halves = [part.tolist() for first in halvings(samples) for part in (numbers[first], numbers[~first])]
-    parts = [list(range(samples)), *halves]
-    losses = Losses(engine)
-    draws = RowDraws(plan.seed, plan.device)
+    losses, why = _Trial(engine, loader, 2 if engine.plan.batch.micro_batch_size == 1 else _SAMPLES).take()
+    if losses is None:
+        return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
+    return _kind(engine, losses), ""
+
+
+def refuse_other_numbers(engine: Engine, loader: Loader, *, statistics: bool, resumed: bool) -> str:
+    """**Collective.** Takes the same samples on every rank, in training mode. Returns what is to be said, or nothing.
+
+    ``statistics``: True if no buffers but BatchNorm's statistics differ between ranks. Raises TaskError where ranks have other
+    losses, or where a run that is ``resumed`` would.
+    """
+    plan, watch = engine.plan, engine.built.watch
+    # Of fewer rows than a training step has: a step has shown that there is memory for them.
+    samples = next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)
+    if watch is None or plan.config.settings.model.compile or not _is_users(engine):
+        return ""
+    trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
+    losses, _ = trial.take()
+    own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
+    of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(own))]
+    if losses is None or not all(of_ranks):
+        return ""
+    near, whose = _tolerance(engine), type(plan.task).__name__
+    first = of_ranks[0]
+    if statistics and any(abs(row[name] - first[name]) > near * abs(first[name]) for row in of_ranks for name in first):
+        shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
+        raise TaskError(
+            f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
+            "training. Let nothing in model or loss depend on the rank or the host"
+        )
+    moves = any(abs(values[-1] - values[0]) > near * abs(values[0]) for values in losses.of.values())
+    if "moves" in all_gather_text(engine, "moves" if moves else ""):
+        text = "loss of the same samples changes with each call, by a state that is in no buffer and no attribute"
+        if resumed:
+            raise TaskError(
+                f"{whose}: the {text}, and no checkpoint has it. Make it a buffer of the model; the number of the step is "
+                "self.context.step in the task"
+            )
+        return f"{text}; no checkpoint has it"
+    known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
+    if known or _kind(engine, losses) != "neither":
+        return ""
+    return (
+        "model gives a row other outputs beside other rows, so the training depends on the micro batch size "
+        "(batch_dependent = True in the task says that it is meant)"
+    )
+
+
+class _Trial:
+    """A few samples, each halving of them and, if asked, all of them again."""
+
+    def __init__(
+        self, engine: Engine, loader: Loader, samples: int, *, training: bool = False, again: bool = False
+    ) -> None:
+        self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
+        numbers = torch.arange(samples)
+        ways = halvings(samples) if samples > 1 else []
+        halves = [part.tolist() for first in ways for part in (numbers[first], numbers[~first])]
+        self._parts = [list(range(samples)), *halves, *[list(range(samples))] * again]
+        self.draws = False
+        """True if something was drawn on this rank that belongs to no sample."""
+
+    def take(self) -> tuple[Losses | None, str]:
+        """**Collective.** Returns the losses, or why there are none. Leaves no trace."""
+        engine, loader = self._engine, self._loader
+        watch, plan = engine.built.watch, engine.plan
+        if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < self._samples:
+            return None, "the samples cannot be read again"
+        losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
+        models = list(watch.model.children()) if engine.built.losses else [watch.model]
+        kept = generators.capture(plan.device)
+        try:
+            with (
+                watch.trial(),
+                plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
+                training_mode(models) if self._training else nullcontext(),
+                warnings.catch_warnings(),  # of torch.utils.checkpoint, which is used to gradients
+            ):
+                warnings.simplefilter("ignore")
+                for part, batch in zip(self._parts, loader.batches(self._parts), strict=True):
+                    before, others = generators.capture(plan.device), held.Generators(engine)
+                    with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
+                        losses.add(batch, samples=len(part))
+                        moved = before != generators.capture(plan.device) or others.changed()
+                        self.draws |= draws.left_out or moved
+        except (EngineError, WorldError):
+            raise
+        except Exception as error:  # such as a model that takes batches of one size
+            first = error.__context__ or error  # a library's hooks may raise another behind it
+            return None, reason(first, 100)
+        finally:
+            generators.restore(kept, plan.device)  # reading may draw
+        return losses, ""
+
+
+@contextmanager
+def training_mode(models: list[nn.Module]) -> Iterator[None]:
+    """Inside, ``models`` are in training mode whenever they are called."""
+
+    def train(model: nn.Module, _: Any) -> None:
+        model.train()
+
+    hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
     try:
-        with (
-            unmoved.unmoved(watch.model, plan.device),
-            watch.trial(),
-            plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
-        ):
-            for part, batch in zip(parts, loader.batches(parts), strict=True):
-                with draws.of(0, torch.tensor(part)):
-                    losses.add(batch, samples=len(part))
-    except (EngineError, WorldError):
-        raise
-    except Exception as error:  # such as a model that takes batches of one size
-        first = error.__context__ or error  # a library's hooks may raise another behind it
-        return "", unknown.format(reason(first, 100))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_users(engine: Engine) -> bool:
+    """True of a task with a loss of the user's whose micro-batches are not shared by ranks: of a pipeline, one rank would see the
+    loss. The built-in tasks give means."""
+    module = type(engine.plan.task).__module__
+    batch = engine.plan.batch
+    users = not module.startswith("dsframe.") or module == Task.__module__  # Task.from_module
+    return users and batch.data_parallel_size == engine.plan.world.size
+
+
+def _tolerance(engine: Engine) -> float:
+    plan = engine.plan
     short = plan.task.context.dtype.itemsize < 4 or precision.autocast_dtype(plan.config, plan.device)
-    tolerance = _TOLERANCE_OF_16_BITS if short else _TOLERANCE
-    items = losses.items
+    return _TOLERANCE_OF_16_BITS if short else _TOLERANCE
+
+
+def _kind(engine: Engine, losses: Losses) -> str:
+    """Returns the kind by the losses of the samples and of their halves."""
     kinds = set()
     for values in losses.of.values():
-        pairs = ((0, at, at + 1) for at in range(1, len(parts), 2))
+        pairs = ((0, at, at + 1) for at in range(1, len(values) - 1, 2))
         kinds.add(
-            agreed({kind_of_parts([values[n] for n in three], [items[n] for n in three], tolerance) for three in pairs})
+            agreed(
+                {
+                    kind_of_parts([values[n] for n in three], [losses.items[n] for n in three], _tolerance(engine))
+                    for three in pairs
+                }
+            )
         )
-    return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""
+    return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), "")
 
 
 def halvings(rows: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -1382,3 +1383,115 @@ class Counted(Rows):
             self.calls += 1
         calls = _COUNT[0] if self.where == "global" else self.calls
         return super().loss(outputs, targets) * min(1.0, calls / 20)
+
+
+class ByRank(Rows):
+    """Asks for its rank: in the loss, or in the forward pass."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def model(self) -> nn.Module:
+        return Asking() if self.where == "forward" else super().model()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        loss = super().loss(outputs, targets)
+        return loss * (1 + 0.1 * self.context.rank) if self.where == "loss" else loss
+
+
+class Asking(nn.Module):
+    """Warms its outputs by the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows) * (1 + int(os.environ.get("RANK", "0")))
+
+
+class Centring(nn.Module):
+    """Outputs around their mean over the rows: always, in training, or where most rows are positive."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 3), what
+
+    def forward(self, rows: Tensor) -> Tensor:
+        h = self.layer(rows)
+        if self.what == "branch":
+            return h if rows[:, 0].mean() > 0 else 2 * h
+        return h - h.mean(0) if self.training or self.what == "always" else h
+
+
+class Centred(Rows):
+    """A model whose rows depend on each other."""
+
+    def __init__(self, what: str, **says: Any) -> None:
+        self.what = what
+        vars(self).update(says)
+
+    def model(self) -> nn.Module:
+        return Centring(self.what)
+
+
+_CALLS = [0]
+_FORWARDS = 0
+
+
+class Warming(nn.Module):
+    """Counts its calls in a global, a list of one, its class or a closure."""
+
+    calls = 0
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where, count = nn.Linear(8, 3), where, 0
+
+        def counted() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.counted = counted
+
+    def forward(self, rows: Tensor) -> Tensor:
+        global _FORWARDS
+        if self.where == "global":
+            _FORWARDS += 1
+            count = _FORWARDS
+        elif self.where == "list":
+            _CALLS[0] += 1
+            count = _CALLS[0]
+        elif self.where == "class":
+            Warming.calls += 1
+            count = Warming.calls
+        else:
+            count = self.counted()
+        return self.layer(rows) * min(1.0, 0.2 * count)
+
+
+class WarmedUp(Rows):
+    """A model with a warm-up by the number of its calls."""
+
+    def __init__(self, where: str) -> None:
+        global _FORWARDS
+        self.where, _FORWARDS, _CALLS[0], Warming.calls = where, 0, 0, 0
+
+    def model(self) -> nn.Module:
+        return Warming(self.where)
+
+
+class Noisy(Rows):
+    """Noise of a generator that the module holds."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.noise = nn.Linear(8, 3), torch.Generator().manual_seed(3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.layer(rows) + torch.randn(len(rows), 3, generator=self.noise)
+
+    def model(self) -> nn.Module:
+        return Noisy.Layer()

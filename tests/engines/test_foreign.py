@@ -106,7 +106,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "its loss depends on them (centre)")),
     "a count in the loss": ("Counted", {"where": "attribute"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "a count in training": ("Counted", {"where": "training"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
-    "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "in a global, a class or a closure")),
+    "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_COUNT of foreign_tasks.py)")),
+    "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of")),
+    "a count in a global list": ("WarmedUp", {"where": "list"}, dict.fromkeys(("horovod", "fsdp"), "(_CALLS of foreign")),
+    "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)")),
+    "a count in a closure": ("WarmedUp", {"where": "closure"}, dict.fromkeys(("fsdp",), "(count of a closure in foreign")),
+    "a rank in the loss": ("ByRank", {"where": "loss"}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank")),
+    "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
+    "noise of its own": ("Noisy", {}, {}),
     "a part is left out": ("Leaving", {}, {}),
     "the model in the loss": ("Again", {"what": "model"}, {}),
     "collectives in the loss": ("Again", {"what": "communicates"}, {}),
@@ -160,9 +167,18 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
-STATEFUL = {"a hook writes later", "state of the loss", "a teacher that the task holds", "a count in training"}
+COUNTS = ("a count in a model's global", "a count in a global list", "a count in a class", "a count in a closure")
+STATEFUL = {
+    "a hook writes later",
+    "state of the loss",
+    "a teacher that the task holds",
+    "a count in training",
+    "noise of its own",
+    *COUNTS,
+}
 """Cases whose tasks count steps, or keep something, in attributes."""
 RIGHT = {
+    **dict.fromkeys((*COUNTS, "noise of its own"), ("single",)),
     "weights in the loss": ("zero2",),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
     "clamped after a step": ENGINES,
@@ -327,6 +343,27 @@ def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path)
     finished = run(tmp_path, document, 1)
     assert finished.returncode == 5
     assert "teacher.2.weight, a state that the task keeps: a resumed run would begin with another" in finished.stderr
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(case, "single", steps=2), 1).check()
+    assert "this program keeps values in globals, classes or closures from one step to the next" in finished.stderr
+    finished = run(tmp_path, file(case, "single", steps=4), 1)
+    assert finished.returncode == 5
+    assert "its loss depends on them" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("always", {}), ("training", {}), ("branch", {}), ("always", {"batch_dependent": True})]
+)
+def test_rows_that_depend_on_other_rows_are_said(
+    what: str, says: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "centred", ("Centred", {"what": what, **says}, {}))
+    finished = run(tmp_path, file("centred", "ddp"), 2).check()
+    assert ("model gives a row other outputs beside other rows" in finished.stderr) == (not says)
+    assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
 def test_limits_hold_in_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_a_state_is_said_and_a_resume_refused(
 
 def test_the_look_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tmp_path / "a", "queue", 3)
-    monkeypatch.setattr("dsframe.training.module_state.ModuleState._depends", lambda _: "no")
+    monkeypatch.setattr("dsframe.training.module_state.ModuleState._depends", lambda *_: "no")
     fit(tmp_path / "b", "queue", 3)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
