@@ -33,9 +33,15 @@ def register(value: Any) -> None:
 
 
 def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Lets hooks see the tensors in objects that ``modules`` take and return: those that a library adds until what is returned is
-    called. Inside of objects torch's own hooks, and those of libraries, find none, and then miss a module's backward pass."""
-    shown = [(module, _Shown(refuses=False), _Shown(refuses=True)) for module in modules if not _is_torchs(module)]
+    """Lets hooks see the tensors in objects that ``modules`` take and return, and those that they leave in attributes, such as an
+    auxiliary loss: hooks that a library adds until what is returned is called. Torch's own hooks, and those of libraries, find none
+    there, and then miss a module's backward pass."""
+    modules = list(modules)
+    shown = [
+        (module, _Shown(), _Shown(refuses=True, parts=_users_parts(module, {*modules} - {module})))
+        for module in modules
+        if not _is_torchs(module)
+    ]
     for module, inputs, outputs in shown:
         module.register_forward_pre_hook(inputs.show)
         module.register_forward_hook(outputs.show)
@@ -54,8 +60,8 @@ class _Shown:
     _places: list[tuple[Any, Any]] | None = None
     """Object and attribute, or deque and index, of each; None where libraries see all by themselves."""
 
-    def __init__(self, *, refuses: bool) -> None:
-        self._refuses = refuses
+    def __init__(self, *, refuses: bool = False, parts: Iterable[nn.Module] = ()) -> None:
+        self._refuses, self._attributes = refuses, [vars(part) for part in parts]
 
     def show(self, module: nn.Module, *values: Any) -> Any:
         value = values[-1]
@@ -63,13 +69,14 @@ class _Shown:
         if self._refuses and not isinstance(value, Tensor) and torch.is_grad_enabled():
             _refuse_hidden(module, value)
         places = _places(value)
-        self._places = places if places or not isinstance(value, _TRANSPARENT) else None
-        return None if self._places is None else (value, [_part(node, name) for node, name in places])
+        left = [tensor for attributes in self._attributes for tensor in _with_gradients(attributes)]
+        self._places = places if places or left or not isinstance(value, _TRANSPARENT) else None
+        return None if self._places is None else (value, [_part(node, name) for node, name in places], left)
 
     def take(self, _: nn.Module, *values: Any) -> Any:
         if self._places is None:
             return None
-        value, tensors = values[-1]
+        value, tensors, _ = values[-1]
         for (node, name), tensor in zip(self._places, tensors, strict=True):
             if isinstance(node, deque):
                 node[name] = tensor
@@ -125,6 +132,23 @@ def _content(cell: CellType) -> Any:
 def _is_torchs(module: nn.Module) -> bool:
     """True of a layer, which takes and returns tensors."""
     return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
+
+
+def _users_parts(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yields ``module`` and what is inside of it, but for ``others`` and torch's layers."""
+    if not _is_torchs(module):
+        yield module
+    for child in module.children():
+        if child not in others:
+            yield from _users_parts(child, others)
+
+
+def _with_gradients(attributes: Mapping[str, Any]) -> list[Tensor]:
+    held = [value for name, value in attributes.items() if name not in _OF_MODULES and isinstance(value, _TRANSPARENT)]
+    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+
+
+_OF_MODULES = vars(nn.Module()).keys()
 
 
 def _part(node: Any, name: Any) -> Any:

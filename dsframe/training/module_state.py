@@ -89,8 +89,9 @@ class ModuleState:
                     )
                 lines.append(f"{text}; no checkpoint has them")
             elif _UNKNOWN in depends:
+                what = "values" if whose == "program" else "attributes"
                 lines.append(
-                    f"{whose} changes values in its {call} ({names}); whether its loss depends on them was not examined"
+                    f"{whose} changes {what} in its {call} ({names}); whether its loss depends on them was not examined"
                 )
         return ". This ".join(lines)
 

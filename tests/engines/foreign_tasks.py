@@ -1495,3 +1495,45 @@ class Noisy(Rows):
 
     def model(self) -> nn.Module:
         return Noisy.Layer()
+
+
+class Router(nn.Module):
+    """Weights of its own, and auxiliary losses in attributes: in a list, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.Parameter(torch.randn(shape) * 0.3) for shape in ((16, 4), (4, 16)))
+        self.losses: list[Tensor] = []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        share = torch.softmax(rows @ self.down, -1)
+        self.losses.append(share.square().mean())
+        self.last = {"share": share}
+        return rows + share @ self.up
+
+
+class Auxiliary(Rows):
+    """Its loss reads what the blocks of the model leave in attributes."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+            self.routers = nn.ModuleList([Router(), Router()])
+
+        def forward(self, rows: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(rows))
+            for router in self.routers:
+                cast(Router, router).losses.clear()
+                hidden = router(hidden)
+            return self.head(hidden)
+
+    def model(self) -> nn.Module:
+        self.net = Auxiliary.Net()
+        return self.net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        routers = cast(list[Router], list(self.net.routers))
+        return super().loss(outputs, targets) + 0.1 * sum(
+            one.losses[0] + one.last["share"][:, 0].mean() for one in routers
+        )

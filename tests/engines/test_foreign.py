@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a rank in the loss": ("ByRank", {"where": "loss"}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank")),
     "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
     "noise of its own": ("Noisy", {}, {}),
+    "auxiliary losses in attributes": ("Auxiliary", {}, {}),
     "a part is left out": ("Leaving", {}, {}),
     "the model in the loss": ("Again", {"what": "model"}, {}),
     "collectives in the loss": ("Again", {"what": "communicates"}, {}),
@@ -179,6 +180,7 @@ STATEFUL = {
 """Cases whose tasks count steps, or keep something, in attributes."""
 RIGHT = {
     **dict.fromkeys((*COUNTS, "noise of its own"), ("single",)),
+    "auxiliary losses in attributes": ("fsdp",),
     "weights in the loss": ("zero2",),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
     "clamped after a step": ENGINES,
