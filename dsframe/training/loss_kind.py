@@ -49,6 +49,8 @@ class LossTrial:
         """The model's that the loss has changed."""
         self._moves = False
         """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
+        self._neither = False
+        """True if the loss was said to be neither a mean nor a sum over rows."""
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
@@ -95,7 +97,8 @@ class LossTrial:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         if self._looks and sample_trial.is_needed(engine, self._loader, kind):
             kind, why = sample_trial.kind_of(engine, self._loader)
-        if kind == "neither":
+        self._neither = kind == "neither"
+        if self._neither:
             if task.batch_dependent:
                 return verdict  # has been said
             return (
@@ -122,8 +125,10 @@ class LossTrial:
         """**Collective.** As :func:`sample_trial.refuse_other_numbers`. ``differing``: as of :meth:`judge`."""
         if not self._looks or self._engine.plan.task.gathers_rows:
             return ""
-        statistics = not but_statistics(differing)
-        return sample_trial.refuse_other_numbers(self._engine, self._loader, statistics=statistics, resumed=resumed)
+        line = sample_trial.refuse_other_numbers(
+            self._engine, self._loader, buffers_alike=not but_statistics(differing), resumed=resumed
+        )
+        return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 
     def _agreed(self) -> str:
         """**Collective.** Returns what most ranks have seen."""

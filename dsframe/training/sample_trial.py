@@ -35,6 +35,11 @@ _SAMPLES = 4
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 """Relative. The same row differs by less in a batch of another size, also in TF32."""
 
+ROWS_DEPEND = (
+    "model gives a row other outputs beside other rows, so the training depends on the micro batch size "
+    "(batch_dependent = True in the task says that it is meant)"
+)
+
 
 def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     """True if ``kind``, which halves of the outputs gave, is not sure."""
@@ -54,11 +59,11 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     return _kind(engine, losses), ""
 
 
-def refuse_other_numbers(engine: Engine, loader: Loader, *, statistics: bool, resumed: bool) -> str:
+def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
     """**Collective.** Takes the same samples on every rank, in training mode. Returns what is to be said, or nothing.
 
-    ``statistics``: True if no buffers but BatchNorm's statistics differ between ranks. Raises TaskError where ranks have other
-    losses, or where a run that is ``resumed`` would.
+    ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError where ranks have
+    other losses, or where a run that is ``resumed`` would.
     """
     plan, watch = engine.plan, engine.built.watch
     # Of fewer rows than a training step has: a step has shown that there is memory for them.
@@ -73,7 +78,9 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, statistics: bool, re
         return ""
     near, whose = _tolerance(engine), type(plan.task).__name__
     first = of_ranks[0]
-    if statistics and any(abs(row[name] - first[name]) > near * abs(first[name]) for row in of_ranks for name in first):
+    if buffers_alike and any(
+        abs(row[name] - first[name]) > near * abs(first[name]) for row in of_ranks for name in first
+    ):
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
@@ -89,12 +96,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, statistics: bool, re
             )
         return f"{text}; no checkpoint has it"
     known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
-    if known or _kind(engine, losses) != "neither":
-        return ""
-    return (
-        "model gives a row other outputs beside other rows, so the training depends on the micro batch size "
-        "(batch_dependent = True in the task says that it is meant)"
-    )
+    return "" if known or _kind(engine, losses) != "neither" else ROWS_DEPEND
 
 
 class _Trial:

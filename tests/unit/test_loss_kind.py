@@ -244,6 +244,7 @@ def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert said in printed
     assert said or "this task's" not in printed
+    assert "model gives a row" not in printed
 
 
 def test_a_sum_of_a_task_of_parts() -> None:
@@ -261,6 +262,41 @@ def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -
     looked = dsframe.fit(Line(writing), file(1)).loss
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     assert dsframe.fit(Line(writing), file(1)).loss == looked
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(0),
+    "NumPy": lambda: np.random.default_rng(0),
+    "NumPy, old": lambda: np.random.RandomState(0),
+    "Python": lambda: random.Random(0),
+}
+
+
+class Holding(Line):
+    """Its loss draws from a generator that the task holds."""
+
+    def __init__(self, kind: str) -> None:
+        self.generator: Any = GENERATORS[kind]()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        drawn = (
+            torch.rand(1, generator=self.generator).item()
+            if isinstance(self.generator, torch.Generator)
+            else self.generator.random()
+            if isinstance(self.generator, random.Random)
+            else self.generator.normal()
+        )
+        return mean(outputs, targets) * (1 + drawn)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_the_look_moves_no_generator_that_the_task_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = dsframe.fit(Holding(kind), file(1)).loss
+    for name in ("watched", "look_at_samples"):
+        monkeypatch.setattr(
+            f"dsframe.training.loss_kind.LossTrial.{name}", lambda _, batch, **__: batch if not __ else ""
+        )
+    assert dsframe.fit(Holding(kind), file(1)).loss == looked
 
 
 class Logging(Line):

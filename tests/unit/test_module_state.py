@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
-from dsframe.training import unmoved
+from dsframe.training import held
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
 
 
@@ -145,7 +145,7 @@ class Names(nn.LSTM):
 
 def test_names_of_weights_are_no_state() -> None:
     model = Names()
-    before = unmoved.Attributes(model)
+    before = held.attributes(model)
     model(torch.ones(3, 1, 2))[0].sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     trained = model.weight_ih_l0.clone()
