@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -222,8 +223,12 @@ class Evaluation:
             engine = self._engine
             held, copied = unmoved.HeldBuffers(engine), unmoved.twin(engine.plan.task)
             try:
+                for metric in copied.metric_objects.values():
+                    copied.update_metric(copy.deepcopy(metric), outputs, targets)
                 if "loss" not in copied.metrics(outputs, targets):
                     copied.validation_loss(outputs, targets)
+                if self._keeps:
+                    copied.keep(outputs, targets)
             except EngineError:
                 raise
             except Exception:  # the rank that has these rows says it

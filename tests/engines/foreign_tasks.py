@@ -1350,7 +1350,8 @@ class Leaving(Rows):
 
 
 class Again(Rows):
-    """Calls the model once more in the loss, as R-Drop does, or communicates there; with 11 samples to evaluate on."""
+    """Calls the model once more in the loss, as R-Drop does, or communicates there, or calls it in what is kept of a batch; with
+    11 samples to evaluate on."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -1359,10 +1360,16 @@ class Again(Rows):
         if self.what == "model":
             return super().loss(outputs, targets) + self.net(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
         total = torch.ones(())
-        if dist.is_initialized():
+        if dist.is_initialized() and self.what == "communicates":
             dist.all_reduce(total)
             total /= dist.get_world_size()
         return super().loss(outputs, targets) * total
+
+    def keep(self, outputs: Any, targets: Tensor) -> Any:
+        return self.net(torch.ones(2, 8)) if self.what == "keeps" else outputs
+
+    def metrics_of_all(self, kept: Any) -> dict[str, float]:
+        return {"kept": float(len(kept))}
 
     def eval_data(self) -> Any:
         return TensorDataset(*(one[:11] for one in self.train_data().tensors))
