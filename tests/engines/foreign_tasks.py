@@ -1505,18 +1505,18 @@ class Noisy(Rows):
 
 
 class Router(nn.Module):
-    """Weights of its own, and auxiliary losses in attributes: in a list, in a dict."""
+    """Leaves auxiliary losses in attributes: in a list, and in a dict of what a layer gives that nothing else needs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = (nn.Parameter(torch.randn(shape) * 0.3) for shape in ((16, 4), (4, 16)))
+        self.body, self.gate = nn.Linear(16, 16), nn.Linear(16, 1)
         self.losses: list[Tensor] = []
 
     def forward(self, rows: Tensor) -> Tensor:
-        share = torch.softmax(rows @ self.down, -1)
-        self.losses.append(share.square().mean())
-        self.last = {"share": share}
-        return rows + share @ self.up
+        hidden = torch.tanh(self.body(rows))
+        self.losses.append(self.gate(hidden).square().mean())
+        self.last = {"hidden": hidden}
+        return hidden
 
 
 class Auxiliary(Rows):
@@ -1542,5 +1542,5 @@ class Auxiliary(Rows):
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         routers = cast(list[Router], list(self.net.routers))
         return super().loss(outputs, targets) + 0.1 * sum(
-            one.losses[0] + one.last["share"][:, 0].mean() for one in routers
+            one.losses[0] + one.last["hidden"][:, 0].mean() for one in routers
         )
