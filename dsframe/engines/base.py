@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,17 @@ from dsframe.model.forward import Inputs, Measure, MicroBatch, Terms, loss_of
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
+
+
+_JVP = (
+    "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
+    "have: use torch.autograd.grad with create_graph=True"
+)
+JVP = {"You must implement the jvp function": _JVP, "the jvp is not returning a view": _JVP}
+TWICE = (
+    "a backward pass inside of the backward pass (torch.autograd.backward in an autograd.Function, or use_reentrant=True) reaches "
+    "a weight several times, and {} reduces a gradient once: return gradients (torch.autograd.grad)"
+)
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
@@ -45,6 +56,9 @@ class ModelEngine(Engine):
     """False if a parameter's gradient may come but once in a backward pass."""
     reaches_model = False
     """True if each backward pass has to go through the model, so that all ranks do the same."""
+    explains: ClassVar[Mapping[str, str]] = {}
+    """Words of an error in a forward or backward pass of which the engine is the reason, or the function that raised one without
+    words -> what is said, with the engine's description in it."""
     gathers_steps = False
     """True if ranks hold shards, and the weights are whole during each step all the same."""
     _terms: Terms

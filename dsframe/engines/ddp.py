@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.cluster import process_group
 from dsframe.engines import torch_patches
+from dsframe.engines.base import TWICE
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.model.plan import Plan
@@ -39,6 +41,7 @@ class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
     reduces_repeatedly = False
+    explains: ClassVar[Mapping[str, str]] = {"Expected to mark a variable ready only once": TWICE}
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises WorldError where the processes cannot meet."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engines import fsdp_units, precision
+from dsframe.engines.base import JVP
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
@@ -51,6 +52,12 @@ class FsdpEngine(ReplicaEngine):
     forward_is_collective = True
     reduces_repeatedly = False
     reaches_model = True
+    explains: ClassVar[Mapping[str, str]] = {
+        **JVP,
+        "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "
+        "a global, the task, another object), so that {} does not gather the block's weights for it: return it, or keep it in an "
+        "attribute of the block",
+    }
     _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""

@@ -203,6 +203,7 @@ class PartsEngine(Engine):
         descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
         origins = [engine.built.origin for engine in engines if engine.built.origin]
         self.updates_in_place = self._first.updates_in_place
+        self.explains = self._first.explains  # for the watch
         trained_parts = nn.Module()
         for name in self._trained:
             trained_parts.add_module(name, self._parts[name].inner)

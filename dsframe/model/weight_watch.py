@@ -51,22 +51,6 @@ _MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deeps
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
 _OTHER_ENGINES = 'choose engine "single" or "horovod", or ZeRO 0 to 2'
-_JVP = (
-    "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
-    "have: use torch.autograd.grad with create_graph=True"
-)
-_TWICE = (
-    "a backward pass inside of the backward pass (torch.autograd.backward in an autograd.Function, or use_reentrant=True) reaches "
-    "a weight several times, and {} reduces a gradient once: return gradients (torch.autograd.grad)"
-)
-_UPSTREAM = {
-    "You must implement the jvp function": _JVP,
-    "the jvp is not returning a view": _JVP,
-    "Expected to mark a variable ready only once": _TWICE,
-    "__reduce_and_partition_ipg_grads": _TWICE,
-}
-"""Errors in a forward or backward pass of which the engine is the reason, by words of torch's; where DeepSpeed gives none, by its
-function that raised -> what is said."""
 _WHOLE_STEPS = (
     "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
     "rank (ddp, horovod, or ZeRO 0 to 2)"
@@ -288,7 +272,7 @@ class WeightWatch(TorchFunctionMode):
         except TaskError as added:
             return added
         words = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
-        if remedy := next((known for text, known in _UPSTREAM.items() if text in words), ""):
+        if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or not self._direct or not known:

@@ -1504,6 +1504,9 @@ class Noisy(Rows):
         return Noisy.Layer()
 
 
+_GATES: dict[int, Tensor] = {}
+
+
 class Router(nn.Module):
     """Leaves auxiliary losses in attributes: in a list, and in a dict of what a layer gives that nothing else needs."""
 
@@ -1514,6 +1517,7 @@ class Router(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(rows))
+        _GATES[id(self)] = self.gate(hidden).square().mean()
         self.losses.append(self.gate(hidden).square().mean())
         self.last = {"hidden": hidden}
         return hidden
@@ -1535,11 +1539,16 @@ class Auxiliary(Rows):
                 hidden = router(hidden)
             return self.head(hidden)
 
+    def __init__(self, where: str = "attributes") -> None:
+        self.where = where
+
     def model(self) -> nn.Module:
         self.net = Auxiliary.Net()
         return self.net
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if self.where == "global":
+            return super().loss(outputs, targets) + 0.1 * sum(_GATES.values())
         routers = cast(list[Router], list(self.net.routers))
         return super().loss(outputs, targets) + 0.1 * sum(
             one.losses[0] + one.last["hidden"][:, 0].mean() for one in routers

@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, precision, torch_patches
-from dsframe.engines.base import ModelEngine, without_gradients
+from dsframe.engines.base import JVP, TWICE, ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
@@ -52,6 +52,10 @@ class ZeroEngine(ModelEngine):
     """DeepSpeed's engine: optimizer state, gradients and parameters sharded as ``zero_optimization`` says."""
 
     reaches_model = True
+    explains: ClassVar[Mapping[str, str]] = {
+        **JVP,
+        "__reduce_and_partition_ipg_grads": TWICE,
+    }  # stage 3's assertion has no words
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
