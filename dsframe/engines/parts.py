@@ -34,7 +34,7 @@ from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.model import adapter, optimizers, schedules
+from dsframe.model import adapter, max_norm, optimizers, schedules
 from dsframe.model.build import BuiltModel
 from dsframe.model.forward import Arguments, Inputs, Measure, MicroBatch
 from dsframe.model.groups import ParameterGroups
@@ -208,7 +208,8 @@ class PartsEngine(Engine):
         for name in self._trained:
             trained_parts.add_module(name, self._parts[name].inner)
         self.built = BuiltModel(
-            watch=WeightWatch(self, trained_parts),  # between steps alone: each loss changes weights of another model
+            # Between steps alone: each loss changes weights of another model.
+            watch=WeightWatch(self, trained_parts, max_norm.written(trained_parts)),
             dtype=self._first.built.dtype,
             groups=groups,
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),

@@ -119,7 +119,7 @@ def build_model(
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
-    limited = max_norm.share_limits(model, weakref.proxy(ranks))
+    max_norm.share_limits(model, weakref.proxy(ranks))
     per_sample = settings.per_sample_randomness
     built = BuiltModel(
         dtype=dtype,
@@ -130,7 +130,7 @@ def build_model(
         depends=_all_dependences(plan, model),
         gradient_hooks=gradient_hooks.find(model),
         draws=DrawTrial(model, plan.device),
-        watch=None if plan.part else WeightWatch(ranks, model, limited),
+        watch=None if plan.part else WeightWatch(ranks, model, max_norm.written(model)),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.

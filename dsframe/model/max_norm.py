@@ -34,10 +34,8 @@ class LimitedEmbedding(nn.Embedding):
         return torch.where(norms > self.limit, rows * (self.limit / (norms + 1e-7)), rows)
 
 
-def share_limits(model: nn.Module, engine: Any) -> frozenset[str]:
-    """Lets the limits of the embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``; returns the names of the
-    weights that are written for it, which are those that are trained."""
-    names = set()
+def share_limits(model: nn.Module, engine: Any) -> None:
+    """Lets the limits of the embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``."""
     for name, module in model.named_modules():
         limit = getattr(module, "limit", module.max_norm) if isinstance(module, nn.Embedding) else None
         if type(module) in (nn.Embedding, LimitedEmbedding) and limit is not None:
@@ -45,8 +43,12 @@ def share_limits(model: nn.Module, engine: Any) -> frozenset[str]:
             module.__class__, module.max_norm = LimitedEmbedding, None
             trained = module.weight.requires_grad
             vars(module).update(limit=limit, shorten=_shortening(engine, weight) if trained else None)
-            names |= {weight} if trained else set()
-    return frozenset(names)
+
+
+def written(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the weights that forward passes in training write for it."""
+    limited = {name: module for name, module in model.named_modules() if isinstance(module, LimitedEmbedding)}
+    return frozenset(f"{name}.weight".removeprefix(".") for name, module in limited.items() if module.shorten)
 
 
 def refuse(model: nn.Module) -> None:
