@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from dsframe.errors import EngineError
-from dsframe.model.build import BuiltModel
+from dsframe.model.built import BuiltModel
 from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState

@@ -32,7 +32,7 @@ from dsframe.training.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.data.loader import EvaluationBatch
     from dsframe.engine import Engine
     from dsframe.job import Job, Run

@@ -16,12 +16,12 @@ from dsframe import engines
 from dsframe.checkpoint import generators
 from dsframe.checkpoint.changes import about
 from dsframe.checkpoint.resume import Start, begin, refuse
-from dsframe.checkpoint.saver import Saver
+from dsframe.checkpoint.saver import ModelFiles, Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
-from dsframe.config import Config, Facts
+from dsframe.config import Config, Facts, resolve
 from dsframe.config.resolve import epochs, inherit
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
@@ -87,6 +87,8 @@ class Run:
     """To be said at the start."""
     options: RunOptions
     host: HostResources
+    model_files: ModelFiles
+    """Makes what lies beside the weights in checkpoints, for other programs."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def prepare(run: Run, world: World) -> Job:
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
-    config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, entry.replicas))
+    config = resolve(config, Facts(world.size, schedule.total_steps, epoch_steps, entry.replicas))
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate)
@@ -316,6 +318,7 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) 
         every_steps=every,
         at_end=wanted.at_end,
         asynchronous=wanted.asynchronous,
+        model_files=run.model_files,
         retention=Retention(wanted.keep_last, wanted.keep_best, keep_every),
         say=job.progress.say,
     )

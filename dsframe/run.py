@@ -166,6 +166,7 @@ def prepared(
 
         numerics.check_release(torch.__version__)
         from dsframe import hooks, job, tasks
+        from dsframe.checkpoint import pretrained
         from dsframe.tasks import preparation
 
         phases.done("imports")
@@ -190,7 +191,9 @@ def prepared(
             options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
-            yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, options, host)
+            named = "" if ours else _name(task)
+            files = pretrained.beside_weights
+            yield job.Run(config, task, named, engine, data, called, lines, options, host, files)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe import engines
-from dsframe.config import Config
+from dsframe.config.value import Config
 from dsframe.errors import DsframeError, TaskError, TrainingError
 from dsframe.host import supervise
 from dsframe.run_dir.output import directory_of

@@ -19,7 +19,8 @@ from dsframe.errors import CheckpointError
 from dsframe.tasks.sources import sources
 
 if TYPE_CHECKING:
-    from dsframe.config import Batch, Config
+    from dsframe.config.resolve.batch import Batch
+    from dsframe.config.value import Config
     from dsframe.model.optimizers import OptimizerSpec
     from dsframe.tasks.task import Task
 

@@ -21,7 +21,7 @@ from dsframe.model.state import ParameterState, SavedState, SavedView
 from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.engine import Engine
 
 

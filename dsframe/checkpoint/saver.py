@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dsframe.checkpoint import generators, pretrained, staging, store
+from dsframe.checkpoint import generators, staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.byte_files import catch_io_error, combined, write
 from dsframe.checkpoint.reader import RNG
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from dsframe.model.state import EngineState
 
 
+ModelFiles = Callable[[Mapping[str, Any], Mapping[str, str], Callable[[str], None]], dict[str, bytes]]
+"""Of what the manifest tells, the aliases of parameters and rank 0's voice: name of a file -> content."""
 _LAST_SECONDS = 10.0
 _NOT_SHARED = f"{os.strerror(errno.ENOENT)}: rank 0 has made the folder on its host; every host needs it, shared (NFS)"
 
@@ -58,9 +60,12 @@ class Saver:
         at_end: bool,
         retention: Retention,
         asynchronous: bool = False,
+        model_files: ModelFiles = lambda *_: {},
         say: Callable[[str], None],
     ) -> None:
-        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values."""
+        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
+        ``model_files``: makes what lies beside the weights, for other programs."""
+        self._make_model_files = model_files
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._staging = staging.Staging() if asynchronous else None
@@ -133,7 +138,7 @@ class Saver:
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
             if self._model_files is None:
-                self._model_files = pretrained.beside_weights(self._about, manifest["aliases"], self._say)
+                self._model_files = self._make_model_files(self._about, manifest["aliases"], self._say)
             files = write_small(folder, writer, words, self._model_files)
             self._store.commit(step, {**manifest, "files": files})
             size = sum(entry["bytes"] for entry in files.values())

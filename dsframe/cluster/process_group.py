@@ -24,11 +24,6 @@ from dsframe.host import phases
 MEETING_SECONDS = 300.0
 """Time that ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
 LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
-COLLECTIVE_SECONDS = 3600.0
-"""Shortest time that a collective may wait for other ranks. NCCL's own default is 600 s and Gloo's 1800 s: both would end a run
-before the watchdog does, which waits 900 s while an engine is set up, and neither names the rank that is missing."""
-UNWATCHED_SECONDS = 30 * 24 * 3600.0
-"""The same where the file switches the watchdog off."""
 
 _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
@@ -90,17 +85,11 @@ def device_of(world: World) -> torch.device:
     return device
 
 
-def collective_limit(hang_timeout_seconds: float) -> timedelta:
-    """The time that a collective may wait for other ranks: longer than any limit of the watchdog, whose report names them."""
-    from_file = 6.0 * hang_timeout_seconds if hang_timeout_seconds else UNWATCHED_SECONDS
-    return timedelta(seconds=max(from_file, COLLECTIVE_SECONDS))
-
-
 def open_process_group(world: World, device: torch.device, limit: timedelta | None = None) -> bool:
     """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read; returns False
     if an engine before this one has (:func:`shared`).
 
-    ``limit``: the longest time of a collective (:func:`collective_limit`); without it the backend's own.
+    ``limit``: the longest time of a collective (``Plan.collective_limit``); without it the backend's own.
     Raises WorldError where the port is taken or rank 0 cannot be reached.
     """
     if joins():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dsframe.config.features import Feature as Feature
 from dsframe.config.features import features as features
-from dsframe.config.load import Config as Config
 from dsframe.config.load import default_config as default_config
 from dsframe.config.load import find as find
 from dsframe.config.load import load as load
-from dsframe.config.resolve.auto import Facts as Facts
+from dsframe.config.load import resolve as resolve
 from dsframe.config.resolve.batch import Batch as Batch
+from dsframe.config.resolve.facts import Facts as Facts
 from dsframe.config.schema.deepspeed import DeepSpeed as DeepSpeed
 from dsframe.config.schema.settings import CustomTask as CustomTask
 from dsframe.config.schema.settings import LanguageTask as LanguageTask
 from dsframe.config.schema.settings import Settings as Settings
 from dsframe.config.schema.settings import VisionTask as VisionTask
+from dsframe.config.value import Config as Config

@@ -3,166 +3,28 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsframe.config import rules
-from dsframe.config.features import Feature, features
-from dsframe.config.read import overrides, repair, secrets, validate
-from dsframe.config.read.findings import Findings, Resolved, dotted
+from dsframe.config.read import overrides, repair, validate
+from dsframe.config.read.findings import Findings
 from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.resolve import auto, batch, epochs, inherit
-from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
+from dsframe.config.resolve.facts import Facts
 from dsframe.config.rules import report
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
+from dsframe.config.value import Config, Examined
 from dsframe.errors import ConfigError, Problem
 
 _NOTHING = Facts()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Examined:
-    """Result of a check: problems, and the configuration if the text can be read."""
-
-    problems: tuple[Problem, ...]
-    config: Config | None
-    """None when the text cannot be read or its top is not an object."""
-
-    @property
-    def accepted(self) -> Config:
-        """The configuration. Raises ConfigError with every problem of severity error."""
-        errors = [problem for problem in self.problems if problem.severity == "error"]
-        if errors or self.config is None:
-            raise ConfigError(errors)
-        return self.config
-
-
-@dataclass(frozen=True)
-class Config:
-    """A checked configuration. Immutable; ``resolve`` makes a new one."""
-
-    path: Path | None
-    """The file it came from."""
-    deepspeed: DeepSpeed
-    """DeepSpeed's keys, typed, with the defaults of DeepSpeed 0.19.8."""
-    settings: Settings
-    """The ``dsframe`` section."""
-    problems: tuple[Problem, ...]
-    """Warnings and notes."""
-    resolved: tuple[Resolved, ...] = ()
-    """The values of ``"auto"`` and of ``{"epochs": n}``, and why."""
-    facts: Facts = _NOTHING
-    """The facts by which they were resolved."""
-    _raw: dict[str, Any] = field(default_factory=dict, repr=False)
-    _overrides: tuple[str, ...] = field(default=(), repr=False)
-    _findings: Findings = field(default_factory=lambda: Findings(Document("", None, {}), ""), repr=False, compare=False)
-    """The problems of the file, with the file itself: it is parsed once."""
-    inherited: tuple[Resolved, ...] = ()
-    """Defaults of consequence that train because the file does not name them."""
-
-    @cached_property
-    def features(self) -> tuple[Feature, ...]:
-        """Everything that the file switches on."""
-        return features(self.deepspeed, self.position)
-
-    def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
-        """The batch sizes on ``world_size`` processes, exact.
-
-        Args:
-            replicas: Every process holds a whole model, whatever the file says about pipeline and tensor parallelism: as
-                Horovod and DDP do. Default: as in ``facts``.
-
-        Raises:
-            ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
-        """
-        findings = self._findings.empty_copy()
-        whole = bool(self.facts.replicas) if replicas is None else replicas
-        result = batch.solve(self.deepspeed, world_size, findings, whole)
-        if result is None:
-            raise ConfigError(findings.sorted())
-        return result
-
-    def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
-        """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
-        return self._findings.position(path)
-
-    def error(self, path: str | tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
-        """Returns an error about the key at ``path`` of this file."""
-        path = keys(path)
-        return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
-
-    def written(self) -> dict[str, Any]:
-        """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
-        return copy.deepcopy(self._raw)
-
-    def given(self) -> dict[str, Any]:
-        """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
-        raw: dict[str, Any] = copy.deepcopy(self._findings.document.root)
-        overrides.apply(raw, self._overrides, self._findings.empty_copy())
-        return raw
-
-    def shown(self) -> dict[str, Any]:
-        """A copy to be kept or printed: without passwords and keys of accounts."""
-        public: dict[str, Any] = secrets.without(self._raw)
-        return copy.deepcopy(public)
-
-    def for_deepspeed(self, world_size: int) -> dict[str, Any]:
-        """Return the dictionary for ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
-        the batch triangle explicit in DeepSpeed's counting.
-
-        Raises:
-            ConfigError: as for ``batch``.
-        """
-        raw = self.written()
-        raw.pop("dsframe", None)
-        sizes = self.batch(world_size)
-        return raw | {
-            TRAIN: sizes.deepspeed_train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps
-        }  # fmt: skip
-
-    def resolve(self, facts: Facts) -> Config:
-        """Return the same file, resolved with what is known now of the model and the data.
-
-        It is validated once more only where values or rules depend on what is known now.
-
-        Raises:
-            ConfigError: what is known now contradicts the file.
-        """
-        known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
-        findings = self._findings.empty_copy()
-        if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
-            return self.examined(known).accepted
-        findings.problems.extend(self.problems)
-        _check_facts(self.deepspeed, self.settings, known, findings)
-        problems = findings.sorted()
-        return Examined(problems, replace(self, facts=known, problems=problems)).accepted
-
-    def examined(self, facts: Facts) -> Examined:
-        """The same file checked once more, for these facts. It is not parsed again."""
-        findings = Findings(self._findings.document, self._findings.file)
-        return _validate(findings, self._overrides, facts, self.path)
-
-    @property
-    def is_unresolved(self) -> bool:
-        """True if what is known later may change values: an "auto", or a number of epochs in place of steps."""
-        return bool(self._findings.resolved or self._findings.pending)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of what is shown of the resolved file: equal on all ranks, or they would train different things."""
-        import hashlib
-
-        text = json.dumps(self.shown(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), facts: Facts | None = None) -> Config:
@@ -184,6 +46,29 @@ def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), fa
     if problem:
         raise ConfigError([problem])
     return examine(text, str(path), overrides, facts, path).accepted
+
+
+def resolve(config: Config, facts: Facts) -> Config:
+    """Return the same file, resolved with what is known now of the model and the data.
+
+    It is validated once more only where values or rules depend on what is known now.
+
+    Raises:
+        ConfigError: what is known now contradicts the file.
+    """
+    known = replace(config.facts, **{key: value for key, value in vars(facts).items() if value is not None})
+    if config.is_unresolved or known.engine != config.facts.engine or config.facts.world_size is not None:
+        return examine_again(config, known).accepted
+    findings = config.findings.empty_copy()
+    findings.problems.extend(config.problems)
+    _check_facts(config.deepspeed, config.settings, known, findings)
+    problems = findings.sorted()
+    return Examined(problems, replace(config, facts=known, problems=problems)).accepted
+
+
+def examine_again(config: Config, facts: Facts) -> Examined:
+    """The same file checked once more, for these facts. It is not parsed again."""
+    return _validate(Findings(config.findings.document, config.findings.file), config.overrides, facts, config.path)
 
 
 def _as_json(value: Any) -> Any:

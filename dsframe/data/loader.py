@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dsframe.data.collate import Collate, Pad, collated
-from dsframe.data.packed import RowSource
 from dsframe.data.sample_draws import RowDraws
 from dsframe.data.sampler import Order, Part, Sampler, sequential
-from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw, own_rows
+from dsframe.data.source import Batch, GatheringSource, ImageSource, Source, TensorSource, draw, own_rows
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
@@ -261,7 +260,7 @@ class _Fetcher:
         return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
-        if isinstance(self.source, (DatasetSource, RowSource)):
+        if isinstance(self.source, GatheringSource):
             return self.source.gather(parts)
         batches = [_pair(self._read(own_rows(self.source, rows), epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:

@@ -37,6 +37,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class GatheringSource(Source, Protocol):
+    """A source that makes one batch of rows of several epochs itself."""
+
+    def gather(self, parts: list[tuple[int, Tensor]]) -> Batch:
+        """The rows of ``parts``, each an epoch and numbers of samples."""
+        ...
+
+
 # Constants of the splitmix64 generator (Steele, Lea, Flood 2014), as signed 64-bit integers because torch has no uint64
 # arithmetic. Multiplication wraps in two's complement, which is the same bits as unsigned.
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -17,7 +17,7 @@ from dsframe.engines.table import named as named
 from dsframe.errors import EngineError, Problem
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.engines.base import ModelEngine
 
 # Features that no engine supports, and why.

@@ -17,7 +17,7 @@ from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import derivatives
-from dsframe.model.build import Dependence
+from dsframe.model.built import Dependence
 from dsframe.model.forward import Inputs, Measure, MicroBatch, Terms, loss_of
 from dsframe.tasks.task import Sum
 

@@ -35,9 +35,8 @@ from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, max_norm, optimizers, schedules
-from dsframe.model.build import BuiltModel
+from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.forward import Arguments, Inputs, Measure, MicroBatch
-from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
 from dsframe.model.state import (
     EngineState,

@@ -13,8 +13,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,12 @@ from torch import Tensor, nn
 
 from dsframe.config.read.suggest import closest
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.model.built import Adapter
+from dsframe.model.state import leave_out
 from dsframe.tasks import hub
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 NAME = "default"
 """peft's name of the adapter, which is part of its parameters' names."""
@@ -36,32 +37,11 @@ _OF_ADAPTER = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{N
 """In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
 _HEADS = ("classifier", "score", "qa_outputs")
 """Output layers that peft trains whole, by the end of their names (peft_model.py)."""
-_LEFT_OUT = "_dsframe_left_out"
 _BY_PEFT = "give a folder that peft has written"
 _PREFIX = "base_model.model."
 """Before every name in peft's files."""
 TOLERANCE = 1e-3
 """Relative, between outputs before and after a merge."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter in a model."""
-
-    settings: Mapping[str, Any]
-    """The file's section, without what is not set."""
-    peft: str
-    """peft's own settings, as JSON: the ``adapter_config.json`` of an export."""
-    digest: str
-    """Digest of the base's values as float32, the same on any number of ranks and in any number format that holds them."""
-    line: str
-    """Sizes, for the first lines of a run."""
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """Returns what must be the same for a run to continue from a checkpoint."""
-        kept = {key: value for key, value in self.settings.items() if key != "folder"}
-        return {"adapter": kept, "adapter's base": self.digest}
 
 
 def add(config: Config, model: nn.Module) -> str:
@@ -168,17 +148,6 @@ def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is frozen and no part of the adapter: a group may freeze some of that too, and checkpoints have it."""
     every = model.named_parameters()
     return {name: parameter for name, parameter in every if not (parameter.requires_grad or is_adapters(name))}
-
-
-def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
-    setattr(model, _LEFT_OUT, frozenset(names))
-
-
-def left_out(model: nn.Module) -> frozenset[str]:
-    """The names that :func:`leave_out` was given."""
-    excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
-    return excluded
 
 
 def digest_of(model: nn.Module) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
 from dsframe.model import formats, gradient_hooks, groups, max_norm, overrides, switches, sync_batch_norm
-from dsframe.model.adapter import Adapter
-from dsframe.model.gradient_hooks import GradientHooks
-from dsframe.model.groups import ParameterGroups
-from dsframe.model.parts import Part, parts_of
+from dsframe.model.built import ON_RANKS, Adapter, BuiltModel, Dependence
+from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
@@ -29,55 +26,9 @@ from dsframe.model.weight_watch import WeightWatch, refuse_unusual
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
 
-ON_RANKS = "so the training depends on the number of processes"
 LARGE = 1 << 24
 """Elements. Freed memory of a larger sharded model goes back to the system; smaller models keep it,
 for speed."""
-
-
-@dataclass(frozen=True)
-class Dependence:
-    """What the result depends on, though the file does not say so."""
-
-    text: str
-    """Printed at the start, behind "this model's"."""
-    on_processes: bool = False
-    """True if it depends on the number of processes."""
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """What is known of a model once it is built. An engine keeps it as one value."""
-
-    dtype: torch.dtype = torch.float32
-    """Number format of the weights that the optimizer updates: float32, or float64 if the model is."""
-    groups: ParameterGroups = field(default_factory=ParameterGroups)
-    """Parameters with options of their own."""
-    adapter: Adapter | None = None
-    """The adapter of a frozen base model, if the file asks for it."""
-    parts: tuple[Part, ...] = ()
-    """What the model is made of; nothing where there are several models."""
-    origin: str = ""
-    """Where a large model was built before it was sharded; printed at start."""
-    depends: tuple[Dependence, ...] = ()
-    """Dependencies of the result that the file does not show, such as the micro-batch size; printed
-    at start."""
-    gradient_hooks: GradientHooks = field(default_factory=dict)
-    """What the task has given to ``register_hook`` of parameters."""
-    draws: DrawTrial | None = None
-    """Knows after the first step whether the model draws random numbers in training."""
-    sample_draws: SampleDraws | None = None
-    """Gives random numbers to samples, if the file asks for it; the loop says which come next."""
-    watch: WeightWatch | None = None
-    """Sees weights that are read or written outside of the engine; None for one of several models."""
-    losses: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    """**Collective.** With several models: makes the losses of a batch by name, in evaluation mode, with gradients
-    only if the task asks for them."""
-    calls: Any = None
-    """Knows which modules this rank has called, if all ranks must call the same
-    (``engines.call_order``)."""
-    manifest: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What a checkpoint's manifest adds, by section (``checkpoint.changes.about``)."""
 
 
 def build_model(

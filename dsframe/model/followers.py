@@ -98,7 +98,7 @@ _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 class Plateau(Follower):
     """A rate that falls where the metric no longer gets better, the only schedule that the step number does not decide.
 
-    torch's class with a stand-in optimizer, as a :data:`dsframe.model.schedules.Schedule`.
+    torch's class with a stand-in optimizer, as a :data:`dsframe.model.rates.Schedule`.
     """
 
     key = "scheduler.params.metric"

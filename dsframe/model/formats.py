@@ -13,7 +13,7 @@ from dsframe.config.read.suggest import similar_pattern
 from dsframe.errors import ConfigError, EngineError, TaskError
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.tasks.task import Task
 
 _KEPT = "_dsframe_fp32"

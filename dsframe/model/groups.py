@@ -8,60 +8,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.config.read.suggest import similar_pattern
 from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import switches
+from dsframe.model.built import FROZEN, ParameterGroups
 from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 """Names without weight decay. Source: transformers 5.23, ``trainer.py`` (get_decay_parameter_names)."""
-_FROZEN = "_dsframe_frozen"
-"""Attribute of a parameter that a group has frozen. A later training of the same module may have other groups."""
-Options = Mapping[str, float]
-"""Settings of a parameter that are not the optimizer's own: ``weight_decay`` and ``lr_scale``."""
-
-
-@dataclass(frozen=True)
-class ParameterGroups:
-    """What is different for which parameters, by the model's names."""
-
-    options: Mapping[str, Options] = field(default_factory=dict)
-    """Only of parameters that have some."""
-    frozen: frozenset[str] = frozenset()
-    """Parameters that a group freezes; the model may have frozen others."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """The file's or the task's groups as written, for a checkpoint's record."""
-    lines: tuple[str, ...] = ()
-    """The groups and their sizes, for the first lines of a run."""
-
-    def freeze(self, model: nn.Module) -> None:
-        """Freezes what the groups say, of all or a part of the model."""
-        for name, parameter in model.named_parameters():
-            if name in self.frozen and parameter.requires_grad:
-                parameter.requires_grad_(False)
-                setattr(parameter, _FROZEN, True)
-
-    def split(self, named: Iterable[tuple[str, Tensor]]) -> list[Any]:
-        """Returns what torch's optimizers take: the tensors themselves where all are alike, else one dict for each group."""
-        by_options: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for name, tensor in named:
-            options = self.options.get(name, {})
-            by_options.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(tensor)
-        if not self.options:
-            return [tensor for group in by_options.values() for tensor in group["params"]]
-        return list(by_options.values())
 
 
 class _Wanted:
@@ -113,7 +79,7 @@ def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGrou
     where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
     """
     for parameter in model.parameters():
-        if vars(parameter).pop(_FROZEN, False):
+        if vars(parameter).pop(FROZEN, False):
             parameter.requires_grad_(True)
     wanted, preset = _Wanted(config, task, model), config.settings.no_decay
     options_of = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}

@@ -26,7 +26,7 @@ from dsframe.errors import ConfigError, EngineError, Problem, TaskError
 from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 _ADAM = frozenset({"adam", "adamw"})
 _DEEPSPEED_ONLY = frozenset({"lamb", "lion", "muon"})

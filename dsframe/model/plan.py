@@ -8,17 +8,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsframe.cluster.process_group import collective_limit
 from dsframe.model.followers import EarlyStop, Plateau
 
 if TYPE_CHECKING:
     import torch
 
     from dsframe.cluster.world import World
-    from dsframe.config import Batch, Config
+    from dsframe.config.resolve.batch import Batch
+    from dsframe.config.value import Config
     from dsframe.model.optimizers import OptimizerSpec
-    from dsframe.model.schedules import Schedule
+    from dsframe.model.rates import Schedule
     from dsframe.tasks.task import Task
+
+
+_COLLECTIVE_SECONDS = 3600.0
+"""Shortest time that a collective may wait for other ranks. NCCL's own default is 600 s and Gloo's 1800 s: both would end a run
+before the watchdog does, which waits 900 s while an engine is set up, and neither names the rank that is missing."""
+_UNWATCHED_SECONDS = 30 * 24 * 3600.0
+"""The same where the file switches the watchdog off."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,10 @@ class Plan:
 
     @property
     def collective_limit(self) -> timedelta:
-        """Returns how long a collective may wait for other ranks."""
-        return collective_limit(self.config.settings.hang_timeout_seconds)
+        """How long a collective may wait for other ranks: longer than any limit of the watchdog, whose report names them."""
+        watched = self.config.settings.hang_timeout_seconds
+        from_file = 6.0 * watched if watched else _UNWATCHED_SECONDS
+        return timedelta(seconds=max(from_file, _COLLECTIVE_SECONDS))
 
     @property
     def data_rank(self) -> int:

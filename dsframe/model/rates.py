@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ class Rates:
             # It may become 0 for a while.
             if self.weight_decay is not None and group.setdefault("decays", bool(group.get("weight_decay"))):
                 group["weight_decay"] = self.weight_decay
+
+
+Schedule = Callable[[int], Rates]
+"""``schedule(updates)`` gives the rates of the next update, after ``updates`` have been applied."""
 
 
 def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:

@@ -19,18 +19,14 @@ from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, Problem, TaskError
 from dsframe.model import hf_schedules
 from dsframe.model.followers import Plateau
-from dsframe.model.rates import Rates
+from dsframe.model.rates import Rates, Schedule
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.tasks.task import Task
-
-
-Schedule = Callable[[int], Rates]
-"""``schedule(updates)`` gives the rates of the next update, after ``updates`` have been applied."""
 
 
 def constant(base: float) -> Schedule:

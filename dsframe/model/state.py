@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
-from dsframe.model.adapter import left_out
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
             if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
                 buffers[f"{prefix}.{name}" if prefix else name] = buffer
     return buffers
+
+
+_LEFT_OUT = "_dsframe_left_out"
+
+
+def leave_out(model: nn.Module, names: Iterable[str]) -> None:
+    """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
+    setattr(model, _LEFT_OUT, frozenset(names))
+
+
+def left_out(model: nn.Module) -> frozenset[str]:
+    """The names that :func:`leave_out` was given."""
+    excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
+    return excluded
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ from dsframe.config.rules.model import compiler
 from dsframe.errors import ConfigError, Problem, TaskError
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _UNIT = "_dsframe_unit"

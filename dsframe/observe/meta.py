@@ -15,7 +15,7 @@ from dsframe.tasks.meta import map_floats
 from dsframe.tasks.task import Task, loss_and_terms
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 
 class Attention(TorchFunctionMode):

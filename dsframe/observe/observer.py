@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dsframe.events import Listener, LogEntry, Training
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.engine import StepResult
     from dsframe.model.plan import Plan
 

@@ -14,8 +14,8 @@ from dsframe.text import clock, columns
 if TYPE_CHECKING:
     import torch
 
-    from dsframe.config import Config
     from dsframe.config.schema.scheduler import Scheduler
+    from dsframe.config.value import Config
     from dsframe.engine import Engine
     from dsframe.model.parts import Part
     from dsframe.model.plan import Plan

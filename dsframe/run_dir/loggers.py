@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import Config
 from dsframe.config.features import needed_packages
 from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
+from dsframe.config.value import Config
 from dsframe.errors import Problem
 from dsframe.text import reason
 

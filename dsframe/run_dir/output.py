@@ -18,7 +18,7 @@ from dsframe.config.schema.settings_report import Profile
 from dsframe.errors import WorldError
 
 if TYPE_CHECKING:
-    from dsframe.config import Config
+    from dsframe.config.value import Config
 
 FOLDER = "output"
 """In the run's directory."""

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsframe import engines
-from dsframe.config.load import Config, Examined, examine, find, read_text
+from dsframe.config.load import examine, examine_again, find, read_text
 from dsframe.config.resolve import inherit
-from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
+from dsframe.config.resolve.facts import Facts
+from dsframe.config.value import Config, Examined
 from dsframe.errors import ConfigError, Problem
 from dsframe.text import shown
 from dsframe.tools.commands import add_overrides, command
@@ -101,7 +102,7 @@ def judged(examined: Examined, label: str, options: argparse.Namespace) -> Exami
         return examined
     if options.processes and _reads_apart(examined.config, options):
         facts = Facts(world_size=options.processes, engine=options.engine, replicas=True)
-        examined = examined.config.examined(facts)
+        examined = examine_again(examined.config, facts)
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)

@@ -10,7 +10,7 @@ from dsframe.engine import StepResult
 from dsframe.errors import TaskError
 from dsframe.events import Listener, Training
 from dsframe.host import phases
-from dsframe.model.build import ON_RANKS
+from dsframe.model.built import ON_RANKS
 from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
 from dsframe.training.shared_buffers import but_statistics, differing

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dsframe.cluster.world import World
-from dsframe.config import Batch, Config
+from dsframe.config.resolve.batch import Batch
+from dsframe.config.value import Config
 from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.sampler import sequential
 from dsframe.errors import TaskError

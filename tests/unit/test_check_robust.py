@@ -15,8 +15,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsframe.config.load import Examined, examine
+from dsframe.config.load import examine
 from dsframe.config.read.reader import ReadError, read
+from dsframe.config.value import Examined
 from dsframe.errors import ConfigError
 from dsframe.tools.check import resolved
 from dsframe.tools.schema import sections

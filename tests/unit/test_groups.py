@@ -18,7 +18,7 @@ from dsframe.data import TensorSource
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import groups, optimizers
-from dsframe.model.groups import ParameterGroups
+from dsframe.model.built import ParameterGroups
 from dsframe.model.plan import Plan
 from tests.unit.test_task_huggingface import LLAMA
 

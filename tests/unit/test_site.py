@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dsframe.config.load import examine
-from dsframe.config.resolve.auto import Facts
+from dsframe.config.resolve.facts import Facts
 from dsframe.tools.commands import COMMANDS, parser_of
 from dsframe.train import parser as training_parser
 from tests.processes import BIN, REPOSITORY

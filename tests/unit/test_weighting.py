@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsframe import Task
 from dsframe.config.resolve.batch import Batch
 from dsframe.errors import TaskError
-from dsframe.model.build import BuiltModel
+from dsframe.model.built import BuiltModel
 from dsframe.model.forward import MicroBatch, loss_of
 from dsframe.trainer import Trainer
 from dsframe.training.weighting import LossWeights, refuse

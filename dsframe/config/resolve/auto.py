@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from dsframe.config.read.findings import Findings, Resolved
 from dsframe.config.read.reader import Path, inside, keys
+from dsframe.config.resolve.facts import Facts
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
 from dsframe.config.schema.optimizer import muon_rates
@@ -23,22 +22,6 @@ TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
 _TRAINER = "the default of Hugging Face's Trainer"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that the file does not tell. None: not known (yet)."""
-
-    world_size: int | None = None
-    """Processes of the run."""
-    total_steps: int | None = None
-    """Optimizer steps of the whole training."""
-    epoch_steps: Fraction | None = None
-    """Optimizer steps of an epoch: no whole number where the last batch takes samples of the next epoch."""
-    replicas: bool | None = None
-    """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
-    engine: str | None = None
-    """The engine that will run, if it is not the file's."""
 
 
 Answer = tuple[Any, str] | None

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.reader import Path, inside
-from dsframe.config.resolve.auto import Facts
+from dsframe.config.resolve.facts import Facts
 from dsframe.config.schema.base import Epochs, Interval, Section
 from dsframe.config.schema.file import File, children
 

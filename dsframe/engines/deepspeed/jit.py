@@ -21,7 +21,7 @@ from dsframe.host.leftovers import host, is_shared, stale_locks
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
-    from dsframe.config import Config
+    from dsframe.config.value import Config
     from dsframe.model.optimizers import OptimizerSpec
 
 

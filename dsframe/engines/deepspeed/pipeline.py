@@ -29,7 +29,8 @@ from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.errors import TaskError
 from dsframe.model import formats
-from dsframe.model.build import BuiltModel, assert_same_model
+from dsframe.model.build import assert_same_model
+from dsframe.model.built import BuiltModel
 from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
