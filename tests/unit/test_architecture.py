@@ -154,8 +154,8 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_import_each_other_in_no_circle() -> None:
-    """Within a folder too; late imports and those for type checkers count."""
+def imported_by_file() -> dict[str, set[str]]:
+    """The files that each imports; late imports and those for type checkers count."""
     files = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources()}
     imported: dict[str, set[str]] = {file: set() for file in sources()}
     for entry in imports():
@@ -164,9 +164,25 @@ def test_files_import_each_other_in_no_circle() -> None:
         if entry.module.startswith("dsframe.") and target not in (None, entry.file, "__init__.py"):
             imported[entry.file].add(str(target))
     assert sum(map(len, imported.values())) > 500
+    return imported
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """Within a folder too."""
+    imported = imported_by_file()
     while free := {file for file, targets in imported.items() if not targets}:
         imported = {file: targets - free for file, targets in imported.items() if file not in free}
     assert not imported, "in a circle, or above one: " + ", ".join(imported)
+
+
+@pytest.mark.parametrize(("file", "most"), [("engine.py", 7_700), ("job.py", 22_000)])
+def test_what_a_reader_must_know_does_not_grow(file: str, most: int) -> None:
+    """Lines of a file and of all that it imports, directly or not."""
+    imported, reached, ahead = imported_by_file(), set[str](), [file]
+    while ahead:
+        reached.add(name := ahead.pop())
+        ahead += imported[name] - reached
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in reached) < most
 
 
 def test_data_and_tasks_read_the_settings_and_nothing_else_of_the_configuration() -> None:
