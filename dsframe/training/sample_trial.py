@@ -77,16 +77,13 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     if losses is None or not all(of_ranks):
         return ""
     near, whose = _tolerance(engine), type(plan.task).__name__
-    first = of_ranks[0]
-    if buffers_alike and any(
-        abs(row[name] - first[name]) > near * abs(first[name]) for row in of_ranks for name in first
-    ):
+    if buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
             "training. Let nothing in model or loss depend on the rank or the host"
         )
-    moves = any(abs(values[-1] - values[0]) > near * abs(values[0]) for values in losses.of.values())
+    moves = any(_differ([values[0], values[-1]], near) for values in losses.of.values())
     if "moves" in all_gather_text(engine, "moves" if moves else ""):
         text = "loss of the same samples changes with each call, by a state that is in no buffer and no attribute"
         if resumed:
@@ -97,6 +94,10 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return f"{text}; no checkpoint has it"
     known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
     return "" if known or _kind(engine, losses) != "neither" else ROWS_DEPEND
+
+
+def _differ(losses: Sequence[float], tolerance: float) -> bool:
+    return max(losses) - min(losses) > tolerance * max(map(abs, losses))
 
 
 class _Trial:
