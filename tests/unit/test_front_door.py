@@ -43,6 +43,9 @@ COMMANDS = (
 )
 
 
+SMALL = "--set train_batch_size=2 --set dsframe.task.context=64 --set dsframe.task.model.num_hidden_layers=1"
+
+
 @pytest.mark.parametrize(
     "beginning", [pytest.param(name, marks=() if name == "own" else pytest.mark.long) for name in BEGINNINGS]
 )
@@ -50,6 +53,8 @@ def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) 
     assert main(["init", str(tmp_path / "mine"), "--from", beginning]) == 0
     data = [["make_data.py"]] if (tmp_path / "mine" / "make_data.py").exists() else []
     lines = [*COMMANDS[:-1], f"{COMMANDS[-1]} --merge" if beginning == "finetune" else COMMANDS[-1]]
+    if beginning == "slurm":  # a file for 64 GPUs
+        lines = [f"{line} {SMALL}" if line.startswith(("plan", "launch")) else line for line in lines]
     for words in [*data, *(["-m", "dsframe", *line.split()] for line in lines)]:
         done = run_ranks([sys.executable, *words], timeout_seconds=300, cwd=tmp_path / "mine")
         if beginning == "finetune" and "evaluate" in words:
