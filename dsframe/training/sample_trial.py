@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text, by_value
 from dsframe.data import Loader
+from dsframe.data.fingerprint import digest
 from dsframe.data.loader import StreamSource
 from dsframe.data.sample_draws import RowDraws
+from dsframe.data.source import Batch
 from dsframe.engine import Engine
 from dsframe.engines import precision
 from dsframe.errors import EngineError, TaskError, WorldError
@@ -56,7 +59,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     losses, why = _Trial(engine, loader, 2 if engine.plan.batch.micro_batch_size == 1 else _SAMPLES).take()
     if losses is None:
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
-    return _kind(engine, losses), ""
+    return _kind(engine, losses, wholes=1), ""
 
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
@@ -73,8 +76,9 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
     losses, _ = trial.take()
     own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
-    of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(own))]
-    if losses is None or not all(of_ranks):
+    answers = all_gather_text(engine, json.dumps([own, sorted(trial.digests)]))
+    of_ranks, digests = zip(*(json.loads(text) for text in answers), strict=True)
+    if losses is None or not all(of_ranks) or any(each != digests[0] or len(each) > 1 for each in digests):
         return ""
     near, whose = _tolerance(engine), type(plan.task).__name__
     if buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
@@ -83,7 +87,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
             "training. Let nothing in model or loss depend on the rank or the host"
         )
-    moves = any(_differ([values[0], values[-1]], near) for values in losses.of.values())
+    moves = any(_differ(values[:2], near) for values in losses.of.values())
     if "moves" in all_gather_text(engine, "moves" if moves else ""):
         text = "loss of the same samples changes with each call, by a state that is in no buffer and no attribute"
         if resumed:
@@ -93,7 +97,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
             )
         return f"{text}; no checkpoint has it"
     known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
-    return "" if known or _kind(engine, losses) != "neither" else ROWS_DEPEND
+    return "" if known or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
@@ -101,7 +105,7 @@ def _differ(losses: Sequence[float], tolerance: float) -> bool:
 
 
 class _Trial:
-    """A few samples, each halving of them and, if asked, all of them again."""
+    """A few samples, if asked all of them again, and each halving of them."""
 
     def __init__(
         self, engine: Engine, loader: Loader, samples: int, *, training: bool = False, again: bool = False
@@ -110,9 +114,12 @@ class _Trial:
         numbers = torch.arange(samples)
         ways = halvings(samples) if samples > 1 else []
         halves = [part.tolist() for first in ways for part in (numbers[first], numbers[~first])]
-        self._parts = [list(range(samples)), *halves, *[list(range(samples))] * again]
+        self._wholes = 2 if again else 1
+        self._parts = [*[list(range(samples))] * self._wholes, *halves]
         self.draws = False
         """True if something was drawn on this rank that belongs to no sample."""
+        self.digests = set[str]()
+        """Of all samples, each time they were read: several of data with a state."""
 
     def take(self) -> tuple[Losses | None, str]:
         """**Collective.** Returns the losses, or why there are none. Leaves no trace."""
@@ -131,7 +138,7 @@ class _Trial:
                 warnings.catch_warnings(),  # of torch.utils.checkpoint, which is used to gradients
             ):
                 warnings.simplefilter("ignore")
-                for part, batch in zip(self._parts, loader.batches(self._parts), strict=True):
+                for part, batch in zip(self._parts, self._batches(), strict=True):
                     before, others = generators.capture(plan.device), held.Generators(engine)
                     with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
@@ -145,6 +152,22 @@ class _Trial:
         finally:
             generators.restore(kept, plan.device)  # reading may draw
         return losses, ""
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yields a batch of each part. Where a batch has rows, its halves are not read again."""
+        batches = self._loader.batches(self._parts)
+        for _ in range(self._wholes):
+            whole = next(batches)
+            self.digests.add(digest(whole))
+            yield tree_map_only(Tensor, torch.clone, whole)  # a model may write to it
+        leaves, size = tree_leaves(whole), len(self._parts[0])
+        if self._loader.collates or not all(
+            isinstance(leaf, Tensor) and list(leaf.shape[:1]) == [size] for leaf in leaves
+        ):
+            yield from batches
+        else:
+            for part in self._parts[self._wholes :]:
+                yield tree_map(lambda leaf, rows=part: leaf[rows], whole)
 
 
 @contextmanager
@@ -177,11 +200,11 @@ def _tolerance(engine: Engine) -> float:
     return _TOLERANCE_OF_16_BITS if short else _TOLERANCE
 
 
-def _kind(engine: Engine, losses: Losses) -> str:
-    """Returns the kind by the losses of the samples and of their halves."""
+def _kind(engine: Engine, losses: Losses, *, wholes: int) -> str:
+    """Returns the kind by the losses of the samples, which come first and so many times, and of their halves."""
     kinds = set()
     for values in losses.of.values():
-        pairs = ((0, at, at + 1) for at in range(1, len(values) - 1, 2))
+        pairs = ((0, at, at + 1) for at in range(wholes, len(values), 2))
         kinds.add(
             agreed(
                 {

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
     "noise of its own": ("Noisy", {}, {}),
     "auxiliary losses in attributes": ("Auxiliary", {}, {}),
-    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left it by another way than its outputs"}),
+    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left its block by another way"}),
     "a part is left out": ("Leaving", {}, {}),
     "the model in the loss": ("Again", {"what": "model"}, {}),
     "collectives in the loss": ("Again", {"what": "communicates"}, {}),
