@@ -125,8 +125,9 @@ class LossTrial:
         """**Collective.** As :func:`sample_trial.refuse_other_numbers`. ``differing``: as of :meth:`judge`."""
         if not self._looks or self._engine.plan.task.gathers_rows:
             return ""
+        averages = getattr(self._engine, "averages_gradients", True)  # else ranks have other weights for a while
         line = sample_trial.refuse_other_numbers(
-            self._engine, self._loader, buffers_alike=not but_statistics(differing), resumed=resumed
+            self._engine, self._loader, ranks_alike=averages and not but_statistics(differing), resumed=resumed
         )
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 
