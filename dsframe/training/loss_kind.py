@@ -123,11 +123,12 @@ class LossTrial:
 
     def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:
         """**Collective.** As :func:`sample_trial.refuse_other_numbers`. ``differing``: as of :meth:`judge`."""
-        if not self._looks or self._engine.plan.task.gathers_rows:
+        engine = self._engine
+        parted = not getattr(engine, "averages_gradients", True)  # ranks have other weights for a while
+        if parted or not self._looks or engine.plan.task.gathers_rows:
             return ""
-        averages = getattr(self._engine, "averages_gradients", True)  # else ranks have other weights for a while
         line = sample_trial.refuse_other_numbers(
-            self._engine, self._loader, ranks_alike=averages and not but_statistics(differing), resumed=resumed
+            engine, self._loader, buffers_alike=not but_statistics(differing), resumed=resumed
         )
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 

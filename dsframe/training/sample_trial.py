@@ -62,11 +62,11 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     return _kind(engine, losses, wholes=1), ""
 
 
-def refuse_other_numbers(engine: Engine, loader: Loader, *, ranks_alike: bool, resumed: bool) -> str:
+def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
     """**Collective.** Takes the same samples on every rank, in training mode. Returns what is to be said, or nothing.
 
-    ``ranks_alike``: False if weights, or buffers but BatchNorm's statistics, differ between ranks. Raises TaskError where ranks
-    have other losses, or where a run that is ``resumed`` would.
+    ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError where ranks have
+    other losses, or where a run that is ``resumed`` would.
     """
     plan, watch = engine.plan, engine.built.watch
     # Of fewer rows than a training step has: a step has shown that there is memory for them.
@@ -81,7 +81,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, ranks_alike: bool, r
     if losses is None or not all(of_ranks) or any(each != digests[0] or len(each) > 1 for each in digests):
         return ""
     near, whose = _tolerance(engine), type(plan.task).__name__
-    if ranks_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
+    if buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "

@@ -89,3 +89,19 @@ def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> 
 def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: float) -> None:
     assert report[case]["read_back"] == 0.0
     assert largest(report[case]["repeated"], report[case]["losses"][5:]) <= bound
+
+
+@pytest.mark.parametrize("engine", ["reference-parameter-averaging", "reference-async-parameter-server"])
+def test_ranks_with_other_weights_are_not_compared(engine: str, tmp_path: Path) -> None:
+    document = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {
+            "engine": engine,
+            "steps": 3,
+            "task": {"name": "tests.engines.foreign_tasks:Rows"},
+            "run_dir": "run",
+        },
+    }
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    run_ranks(warm(2, ["-m", "dsframe.train", "--config", "file.json"]), cwd=tmp_path, timeout_seconds=120).check()
