@@ -28,6 +28,15 @@ _UNWATCHED_SECONDS = 30 * 24 * 3600.0
 """The same where the file switches the watchdog off."""
 
 
+def collective_limit(watched_seconds: float) -> timedelta:
+    """Returns a limit longer than any of the watchdog, whose report names the rank that is missing.
+
+    ``watched_seconds``: ``hang_timeout_seconds`` of the file; 0 switches the watchdog off.
+    """
+    from_file = 6.0 * watched_seconds if watched_seconds else _UNWATCHED_SECONDS
+    return timedelta(seconds=max(from_file, _COLLECTIVE_SECONDS))
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything an engine needs to set itself up."""
@@ -64,10 +73,8 @@ class Plan:
 
     @property
     def collective_limit(self) -> timedelta:
-        """How long a collective may wait for other ranks: longer than any limit of the watchdog, whose report names them."""
-        watched = self.config.settings.hang_timeout_seconds
-        from_file = 6.0 * watched if watched else _UNWATCHED_SECONDS
-        return timedelta(seconds=max(from_file, _COLLECTIVE_SECONDS))
+        """How long a collective may wait for other ranks."""
+        return collective_limit(self.config.settings.hang_timeout_seconds)
 
     @property
     def data_rank(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from dsframe.cluster import process_group
 from dsframe.cluster.world import World
 from dsframe.guard import watchdog
+from dsframe.model.plan import collective_limit
 
 SECOND_GPU, ONLY_GPU, CPU = torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cpu")
 
@@ -72,7 +73,7 @@ def test_one_process_binds_no_device(opened: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 300.0, 3600.0])
 def test_the_watchdog_is_first(seconds: float, opened: list[dict[str, Any]]) -> None:
     """Its report names the rank that is missing; NCCL's ten minutes end a run without."""
-    limit = process_group.collective_limit(seconds)
+    limit = collective_limit(seconds)
     dog = max(seconds * watchdog.FIRST_FACTOR, watchdog.SETUP_SECONDS) if seconds else 24 * 3600.0
     assert limit.total_seconds() >= 2 * dog
     process_group.open_process_group(World(), CPU, limit)
