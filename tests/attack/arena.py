@@ -90,16 +90,20 @@ def started(ranks: int, training: str, wrap: str = "") -> str:
 
 
 @functools.cache
-def expected(ranks: int) -> dict[int, float]:
-    """The losses of a run that nobody attacks."""
+def _expected(ranks: int, settings: str) -> dict[int, float]:
     with tempfile.TemporaryDirectory() as name:
-        train(Path(name), ranks=ranks).check()
+        train(Path(name), ranks=ranks, **json.loads(settings)).check()
         return losses(Path(name, "run"))
 
 
-def whole(folder: Path, ranks: int = 1, *, run: str = "run") -> None:
+def expected(ranks: int, **settings: object) -> dict[int, float]:
+    """The losses of a run that nobody attacks."""
+    return _expected(ranks, json.dumps(settings))
+
+
+def whole(folder: Path, ranks: int = 1, *, run: str = "run", **settings: object) -> None:
     """The run came to its end as if nothing had happened."""
-    found, wanted = losses(folder / run), expected(ranks)
+    found, wanted = losses(folder / run), expected(ranks, **settings)
     held(found == wanted, f"losses differ: {sorted(set(found.items()) ^ set(wanted.items()))[:4]}")
     checkpoints = Store(folder / run / "checkpoints")
     damaged = [path.name for path in checkpoints.newest_first() if store.verify(path)] + checkpoints.damaged()
@@ -118,7 +122,7 @@ def goes_on(folder: Path, ranks: int = 1, **settings: object) -> None:
     saved = [path.name for path in Store(folder / "run" / "checkpoints").newest_first()]
     finished = train(folder, "--resume", "auto", ranks=ranks, **settings)  # type: ignore[arg-type]
     held(finished.returncode == 0, f"does not go on after {saved}", finished)
-    whole(folder, ranks)
+    whole(folder, ranks, **settings)
 
 
 @functools.cache

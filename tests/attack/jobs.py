@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from dsframe.errors import StoppedError
-from tests.attack.arena import Running, UntriedError, goes_on, held, needs_root, told, train, whole
+from tests.attack.arena import EVERY, Running, UntriedError, goes_on, held, needs_root, told, train, whole
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -25,7 +25,7 @@ def _in_training(running: Running, chance: random.Random) -> None:
     time.sleep(chance.random() * 0.5)
 
 
-def kill(folder: Path, chance: random.Random) -> str:
+def kill(folder: Path, chance: random.Random, **settings: object) -> str:
     """SIGKILL to one of two ranks, as the kernel does where memory is short."""
     rank = chance.randrange(2)
 
@@ -33,10 +33,21 @@ def kill(folder: Path, chance: random.Random) -> str:
         _in_training(running, chance)
         running.ranks()[rank].kill()
 
-    finished = train(folder, ranks=2, during=strike, env={"STEP_SECONDS": "0.1"})
+    finished = train(folder, ranks=2, during=strike, env={"STEP_SECONDS": "0.1"}, **settings)
     held(finished.returncode, "exit code 0", finished)
-    goes_on(folder, 2)
+    goes_on(folder, 2, **settings)
     return f"rank {rank} of 2 killed: exit code {finished.returncode}"
+
+
+def kill_stateful(folder: Path, chance: random.Random) -> str:
+    """The same, of a model that keeps more than weights and moments from step to step."""
+    kind = chance.choice(["Centre", "Codebook", "Limited", "Dropping"])
+    settings = {"task": {"name": f"tests.attack.stateful_tasks:{kind}"}, "engine": chance.choice(["ddp", "deepspeed"])}
+    settings |= chance.choice([{}, {"ema": {"decay": 0.9}}])
+    settings["checkpoints"] = {"every_steps": EVERY, "keep_last": 9, "asynchronous": chance.choice([True, False])}
+    return (
+        f"{settings['engine']}, {kind}, {'' if 'ema' in settings else 'no '}average: {kill(folder, chance, **settings)}"
+    )
 
 
 @contextlib.contextmanager
@@ -155,6 +166,7 @@ def reader(folder: Path, chance: random.Random) -> str:
 
 ATTACKS = {
     "killed rank": kill,
+    "killed rank, stateful model": kill_stateful,
     "out of memory": out_of_memory,
     "signals to the launcher": launcher_signals,
     "double Ctrl-C": double_interrupt,
