@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
@@ -24,7 +24,7 @@ from dsframe.training import held, sample_trial, unmoved
 
 _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
-_NO, _YES, _UNKNOWN = "no", "yes", "unknown"
+_NO, _LOSS, _BUFFERS, _UNKNOWN = "no", "loss", "buffers", "unknown"
 
 
 class ModuleState:
@@ -38,6 +38,8 @@ class ModuleState:
         self._batch: tuple[Any, Any] | None = None
         self._before: tuple[held.Values, held.Values] | None = None
         """Attributes of the model's modules, and what user code keeps outside of them and of the task."""
+        self._buffers: unmoved.Buffers | None = None
+        """As before the step: what the first batch has left there may hide what the next one would."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -50,6 +52,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
+            self._buffers = unmoved.Buffers({module: name for name, module in watch.model.named_modules()})
 
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""
@@ -70,18 +73,19 @@ class ModuleState:
         kinds = {"model": self._changed, "task": self.of_task, "program": self._outside}
         changed = {whose: self._of_all(names) for whose, names in kinds.items()}
         depending = {whose: self._of_all({self._depends(whose, names)}) for whose, names in changed.items() if names}
-        self._batch = self._before = self._after = None
+        self._batch = self._before = self._after = self._buffers = None
         for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
             names = ", ".join(sorted(changed[whose]))
-            if _YES in depends:
+            if depends & {_LOSS, _BUFFERS}:
                 where = (
                     "in globals, classes or closures from one step"
                     if whose == "program"
                     else f"in attributes from one {call}"
                 )
-                text = f"{whose} keeps values {where} to the next, and its loss depends on them ({names})"
-                if resumed or self._engine.plan.world.size > 1:
+                what = "loss depends" if _LOSS in depends else "buffers depend"
+                text = f"{whose} keeps values {where} to the next, and its {what} on them ({names})"
+                if resumed or (_LOSS in depends and self._engine.plan.world.size > 1):
                     raise TaskError(
                         f"this {text}: no checkpoint has them, and each rank keeps its own. Make them buffers of the model "
                         "(self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of the "
@@ -100,17 +104,19 @@ class ModuleState:
         return {word for text in texts for word in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
-        """**Collective.** Returns whether this rank's loss differs with the values of before the step and after it: those of
-        the model's modules, ``names`` of the task, or what the program keeps elsewhere."""
+        """**Collective.** Returns whether this rank's loss, or what it leaves in buffers, differs with the values of before the
+        step and after it: those of the model's modules, ``names`` of the task, or what the program keeps elsewhere."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
-        if watch is None or self._batch is None or self._before is None or self._after is None:
+        buffers = self._buffers
+        if watch is None or self._batch is None or self._before is None or self._after is None or buffers is None:
             return _NO
         if not self.sees_loss:
             return _UNKNOWN
         kept = generators.capture(device)
         losses = sample_trial.Losses(engine)
+        contents: list[dict[str, Tensor]] = []
         # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         mode = nullcontext() if watch.has_writes else sample_trial.training_mode(models)
@@ -118,6 +124,7 @@ class ModuleState:
             with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
                     generators.restore(kept, device)
+                    buffers.put_back()
                     of_modules, outside = self._after if after else self._before
                     if whose == "model":
                         of_modules.put_back()
@@ -129,6 +136,7 @@ class ModuleState:
                         if name in values:
                             attributes[name] = values[name]
                     losses.add(self._batch, samples=1)
+                    contents.append(buffers.contents())
         except (EngineError, WorldError):
             raise
         except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
@@ -140,4 +148,8 @@ class ModuleState:
             abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
             for before, after, again in losses.of.values()
         )
-        return _NO if same else _YES
+        if not same:
+            return _LOSS
+        first, second, third = contents
+        moved = (name for name in first if not held.same(first[name], second.get(name)))
+        return _BUFFERS if any(held.same(first[name], third.get(name)) for name in moved) else _NO

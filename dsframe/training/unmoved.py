@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -41,22 +41,59 @@ def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
     return state, numbers
 
 
+class Buffers:
+    """The strided buffers of some modules, as they were when this was made."""
+
+    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+        """``modules``: each with its name."""
+        self._names = modules
+        self._held = {module: dict(module._buffers) for module in modules}
+        self._contents = self.contents()
+
+    def contents(self) -> dict[str, Tensor]:
+        """Returns copies of what they are now, by name."""
+        return {
+            f"{self._names[module]}.{key}".removeprefix("."): buffer.detach().clone()
+            for module in self._held
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.layout == torch.strided
+        }
+
+    def changed(self) -> set[str]:
+        """Returns the names of those that have changed since; not of those that were not there."""
+        now = self.contents()
+        return {name for name, before in self._contents.items() if name not in now or not same(before, now[name])}
+
+    def put_back(self) -> None:
+        """Puts them back: the same tensors, with what they were."""
+        for module, before_of in self._held.items():
+            if isinstance(module._buffers, dict):  # not those of torch.jit
+                module._buffers.clear()
+                module._buffers.update(before_of)
+            for key, buffer in before_of.items():
+                before = self._contents.get(f"{self._names[module]}.{key}".removeprefix("."))
+                if buffer is None or before is None or torch.equal(buffer, before):
+                    continue
+                # Autograd, which may need it as it is now again, sees no write to ``data``.
+                if buffer.shape == before.shape:
+                    buffer.data.copy_(before)
+                else:
+                    buffer.data = before
+
+
 @contextmanager
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     """Puts back the random generators, buffers and attributes of the modules of ``model``, and what user code keeps elsewhere."""
     device = engine.plan.device
     kept = generators.capture(device)
     values = (held.attributes(model), held.outside(engine), held.Generators(engine))
-    buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
-    contents = [buffer.detach().clone() for buffer in buffers]
+    buffers = Buffers({module: name for name, module in model.named_modules()})
     try:
         yield
     finally:
         for value in values:
             value.put_back()
-        with torch.no_grad():
-            for buffer, content in zip(buffers, contents, strict=True):
-                buffer.copy_(content)
+        buffers.put_back()
         generators.restore(kept, device)
 
 
@@ -67,21 +104,14 @@ class HeldBuffers:
     def __init__(self, engine: Engine) -> None:
         watch, task = engine.built.watch, engine.plan.task
         names = {module: name for name, module in watch.model.named_modules()} if watch else {}  # the task may hold it
-        self._held = [
-            (
-                f"{names.get(module, name)}.{key}".removeprefix("."),
-                module in names,
-                module._buffers,
-                key,
-                buffer,
-                buffer.clone(),
-            )
+        modules = {
+            module: names.get(module, name)
             for attribute, value in vars(task).items()
             if isinstance(value, nn.Module)
             for name, module in value.named_modules(prefix=attribute)
-            for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.layout == torch.strided
-        ]
+        }
+        self._of_task = Buffers({module: name for module, name in modules.items() if module not in names})
+        self._of_model = Buffers({module: name for module, name in modules.items() if module in names})
         of_model = {id(weight) for weight in watch.model.parameters()} if watch else set()
         weights = {
             f"{attribute}.{name}": weight
@@ -103,18 +133,12 @@ class HeldBuffers:
 
     def changed(self, *, of_model: bool = False) -> set[str]:
         """Returns the names of those that have changed since: of the task's own modules, or of the model."""
-        return {
-            name
-            for name, models, buffers, key, _, before in self._held
-            if models == of_model and not same(before, buffers[key])
-        }
+        return (self._of_model if of_model else self._of_task).changed()
 
     def put_back(self) -> None:
         """Puts them back."""
-        for _, _, buffers, key, was, before in self._held:
-            buffers[key] = was
-            if not torch.equal(was, before):
-                was.data.copy_(before)  # autograd, which may need it as it is now again, sees no write to ``data``
+        self._of_model.put_back()
+        self._of_task.put_back()
         for weight, before in self._weights.values():
             if not torch.equal(weight, before):
                 weight.data.copy_(before)

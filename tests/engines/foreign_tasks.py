@@ -171,6 +171,23 @@ class MaxNorm(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
+class _Doubled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return 2 * super().forward(input)
+
+
+class Limits(Words):
+    """Limits of a class of the user's, or of sums of rows."""
+
+    def __init__(self, *, of: str) -> None:
+        self.of = of
+
+    def model(self) -> nn.Module:
+        if self.of == "bag":
+            return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
+        return nn.Sequential(_Doubled(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
+
+
 class TwoTables(MaxNorm):
     """Two models with limits; the second one's loss runs the first one too."""
 
@@ -873,6 +890,79 @@ class Buffers(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Running(), _Running(), nn.Linear(8, 3))
+
+
+class _Averaging(nn.Module):
+    """Gives its buffer a new tensor in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: Tensor
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean.lerp(rows.detach().mean(0), 0.3)
+        return self.head(torch.tanh(rows - self.mean))
+
+
+class Averaging(Rows):
+    """A buffer that is replaced."""
+
+    def model(self) -> nn.Module:
+        return _Averaging()
+
+
+class _Slowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head, self.calls = nn.BatchNorm1d(8), nn.Linear(8, 3), 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.norm.momentum = 1 / self.calls
+        return self.head(self.norm(rows))
+
+
+class Slowing(Rows):
+    """BatchNorm's momentum follows a count, as in models that average all of their statistics."""
+
+    def model(self) -> nn.Module:
+        return _Slowing()
+
+
+class _Features(nn.Module):
+    """Forward hooks keep what its layers return, for a deep supervision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3)
+        self.features: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(partial(self._keep, number))
+
+    def _keep(self, number: int, layer: Any, _: Any, output: Tensor) -> None:
+        self.features[number] = output + 0 * layer.weight.sum()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = layer(rows).tanh()
+        return self.head(rows + sum(self.features.values()))
+
+
+class Features(Rows):
+    """Uses what forward hooks keep; or has a part that torch.compile has wrapped."""
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self.compiled = compiled
+
+    def model(self) -> nn.Module:
+        if not self.compiled:
+            return _Features()
+        part: Any = torch.compile(nn.Linear(8, 8), backend="eager")
+        return nn.Sequential(part, nn.Linear(8, 3))
 
 
 class _Symmetric(nn.Module):

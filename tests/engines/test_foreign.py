@@ -55,6 +55,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"function": True},
         {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
     ),
+    "a limit of sums of rows": ("Limits", {"of": "bag"}, {}),
+    "a limit of a user's class": ("Limits", {"of": "class"}, {}),
+    "a buffer that is replaced": ("Averaging", {}, {}),
+    "features that hooks keep": ("Features", {}, {}),
+    "a compiled part": ("Features", {"compiled": True}, {"zero3": "that was compiled by itself"}),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
@@ -190,6 +195,11 @@ RIGHT = {
     "attributes that the loss does not need": ("fsdp", "zero3"),
     "max_norm": ENGINES,
     "max_norm of a function": ("single",),
+    "a limit of sums of rows": ENGINES,
+    "a limit of a user's class": ENGINES,
+    "a buffer that is replaced": ("single",),
+    "features that hooks keep": ENGINES,
+    "a compiled part": ("fsdp", "zero2"),
     "clamped in forward": ("ddp",),
     "clamped in a stage": ("stages",),
     "clipped in a hook": ("ddp", "horovod"),
@@ -357,6 +367,15 @@ def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_pa
     finished = run(tmp_path, file(case, "single", steps=4), 1)
     assert finished.returncode == 5
     assert "its loss depends on them" in finished.stderr
+
+
+def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "slowing", ("Slowing", {}, {}))
+    text = "its buffers depend on them (calls, norm.momentum)"
+    assert text in run(tmp_path, file("slowing", "single", steps=2), 1).check().stderr
+    finished = run(tmp_path, file("slowing", "single", steps=4), 1)
+    assert finished.returncode == 5
+    assert text in finished.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from dsframe.engines import after_step, precision, torch_patches
 from dsframe.engines.base import JVP, TWICE, ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
+from dsframe.engines.deepspeed.forward_hooks import users_inside
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
-from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_scalars
+from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_scalars
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
@@ -84,6 +85,8 @@ class ZeroEngine(ModelEngine):
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()
             refuse_scalars(self._model, shards=self._stage == 3)
+            if self._stage == 3:
+                refuse_compiled(self._model)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             if self._stage == 3 and not self._elements:
                 made = next(self._model.children(), self._model)
@@ -93,9 +96,12 @@ class ZeroEngine(ModelEngine):
                 )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             seen = self._stage == 3 and not plan.config.settings.model.compile
+            move_hooks = users_inside(module.modules())
             take = output_classes.show(module.modules() if seen else ())
             self._shares = self._initialize(module)
             take()
+            if self._stage == 3:
+                move_hooks(self._engine)
         if not plan.frozen:
             self._prepare_steps(module)
         self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from dsframe.engines import after_step
@@ -23,6 +25,18 @@ def refuse_after_step(plan: Plan) -> None:
         raise EngineError(
             f"{type(plan.task).__name__}.after_step: not possible with {' and '.join(what for what, on in splits.items() if on)}, "
             "where no rank can gather a whole weight; take it out, or leave out after_step"
+        )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises EngineError if a part of ``model`` was compiled by itself: what gathers its weights at ZeRO-3 is then lost
+    (deepspeed 0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict)."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there, if something was compiled
+    wrapper = dynamo.OptimizedModule if dynamo is not None else ()
+    if any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules()):
+        raise EngineError(
+            "ZeRO stage 3 cannot gather the weights of a module that was compiled by itself: leave torch.compile out of the "
+            'model, and write "dsframe": {"model": {"compile": true}}'
         )
 
 

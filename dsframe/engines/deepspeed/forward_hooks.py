@@ -1,0 +1,35 @@
+"""The order of forward hooks at ZeRO-3: the user's see outputs as DeepSpeed gives them on.
+
+DeepSpeed wraps a module's outputs in a function whose backward pass gathers the weights. A user's hook that was there before sees
+them unwrapped: what it keeps, a layer's features or an attention map, would reach the layer's backward pass without its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+
+def users_inside(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
+    """Notes the user's forward hooks of those ``modules`` that have weights themselves. Returns what moves them, when DeepSpeed's
+    engine is there, between the hook that wraps outputs and the one that releases the weights, which a user's hook may read."""
+    hooked = (module for module in modules if module._forward_hooks and module._parameters)
+    users = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
+
+    def move(engine: Any) -> None:
+        offload = getattr(
+            engine.optimizer, "parameter_offload", engine.optimizer
+        )  # which is the optimizer of a frozen model
+        releasing = {handle.id for handle in offload.forward_hooks}
+        for module, keys in users.items():
+            hooks = module._forward_hooks
+            for key in (*keys, *releasing.intersection(hooks)) if keys else ():
+                hooks[key] = hooks.pop(key)
+
+    return move
+
+
+def _is_users(hook: Any) -> bool:
+    return not (getattr(hook, "__module__", None) or "").startswith("dsframe.")
