@@ -944,12 +944,13 @@ class _Features(nn.Module):
             layer.register_forward_hook(partial(self._keep, number))
 
     def _keep(self, number: int, layer: Any, _: Any, output: Tensor) -> None:
-        self.features[number] = output + 0 * layer.weight.sum()
+        assert layer.weight.numel() == 64, "whole, as in forward"
+        self.features[number] = output
 
     def forward(self, rows: Tensor) -> Tensor:
         for layer in self.layers:
             rows = layer(rows).tanh()
-        return self.head(rows + sum(self.features.values()))
+        return self.head(sum(self.features.values()))
 
 
 class Features(Rows):
