@@ -1,4 +1,4 @@
-"""What the first step shows of a run, before anything is saved."""
+"""What the first step shows of a run, before anything is saved; and of its loss, some later ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FirstStep(Listener):
         """When this process's first step had ended; before it, when the training began."""
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** after the first step. Raises TaskError where the loss is of another kind than
-        the task says."""
-        step = training.step
+        """**Collective.** Raises TaskError after the first step where the loss is of another kind than the task says."""
+        step, progress = training.step, training.progress
         if step != training.first_step:
+            if line := self._trial.judge_again(step - training.first_step):
+                progress.say(f"dsframe: this task's {line}")
             return
-        progress = training.progress
         differ = differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")

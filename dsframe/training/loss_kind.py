@@ -4,12 +4,16 @@ Engines average over micro-batches and ranks. That is the loss of the global bat
 train with another gradient on another number of ranks, silently. So the first micro-batch of a run is looked at: its loss
 beside the losses of its two halves, which come from the same outputs. Where outputs have no rows that could be halved, or a
 ``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
+
+A mean over something of which each of these rows happened to have the same, such as labels that count, shows later: so the
+halves are taken again, at steps further and further apart.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +36,8 @@ from dsframe.training.shared_buffers import but_statistics
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
 """Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
+_NEITHER = "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
+_REMEDY = "a mean over items, such as labels that count, is right if loss_weight(targets) gives their number"
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -51,6 +57,8 @@ class LossTrial:
         """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
         self._neither = False
         """True if the loss was said to be neither a mean nor a sum over rows."""
+        self._looks_again = False
+        """The same on all ranks."""
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
@@ -64,12 +72,29 @@ class LossTrial:
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
-    def watched(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the first micro-batch, with its loss to be inspected."""
+    def watched(self, batch: MicroBatch, steps_since: int) -> MicroBatch:
+        """Returns the first micro-batch of a step, so many after the first one, with its loss to be inspected."""
+        if steps_since:
+            return replace(batch, inspect=self._inspect_again) if self._is_due(steps_since) else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
         self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._looks else batch
+
+    def _is_due(self, steps_since: int) -> bool:
+        return self._looks_again and not steps_since & (steps_since - 1)  # 1, 2, 4, 8, ...
+
+    def judge_again(self, steps_since: int) -> str:
+        """**Collective.** As :meth:`judge`, after a later step."""
+        if not self._is_due(steps_since) or not self._on_any_rank(self._votes["neither"] > 0):
+            return ""
+        self._looks_again = False
+        return f"{_NEITHER} ({_REMEDY})"
+
+    def _on_any_rank(self, local: bool) -> bool:
+        """**Collective.**"""
+        device = self._engine.plan.device
+        return bool(self._engine.sum_over_ranks(torch.tensor([float(local)], dtype=torch.float64, device=device)) > 0)
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
@@ -95,15 +120,14 @@ class LossTrial:
         kind, why = self._agreed(), ""
         if task.gathers_rows:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
-        if self._looks and sample_trial.is_needed(engine, self._loader, kind):
+        is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
+        if is_needed:
             kind, why = sample_trial.kind_of(engine, self._loader)
         self._neither = kind == "neither"
         if self._neither:
-            if task.batch_dependent:
-                return verdict  # has been said
-            return (
-                verdict or "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
-            )
+            return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"
+        draws = self._on_any_rank(self.draws or self.draws_others)
+        self._looks_again = self._looks and not (task.batch_dependent or is_needed or draws)
         if kind in ("", task.loss_is):
             return verdict or why
         whose = type(task).__name__
@@ -133,10 +157,12 @@ class LossTrial:
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 
     def _agreed(self) -> str:
-        """**Collective.** Returns what most ranks have seen."""
+        """**Collective.** Returns what most ranks have seen; "neither" if one has."""
         device = self._engine.plan.device
         local_votes = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
         votes = dict(zip(_KINDS, self._engine.sum_over_ranks(local_votes.to(device)).tolist(), strict=True))
+        if votes["neither"]:
+            return "neither"
         return max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
 
     def _judge_state(self, *, resumed: bool) -> str:
@@ -157,6 +183,16 @@ class LossTrial:
                 "of a module that model() returns, and make it from the rows of all ranks (dsframe.tasks.global_batch.all_rows)"
             )
         return f"loss changes {names} of the task, which no checkpoint has" if names else ""
+
+    @torch.no_grad()
+    def _inspect_again(self, outputs: Any, targets: Any) -> None:
+        kept = generators.capture(self._engine.plan.device)
+        buffers, outside = unmoved.HeldBuffers(self._engine), held.outside(self._engine)
+        with suppress(Exception), self._engine.plan.task.context.evaluation():
+            self._votes[_kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) or "mean"] += 1
+        buffers.put_back()
+        outside.put_back()
+        generators.restore(kept, self._engine.plan.device)
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:

@@ -132,6 +132,21 @@ def test_neither_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert said not in capsys.readouterr().err
 
 
+def test_what_the_first_batch_does_not_show_is_announced_later(capsys: pytest.CaptureFixture[str]) -> None:
+    def ignoring(outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, targets.argmax(1).masked_fill(targets[:, 0] > 9, -100))
+
+    rows, targets = Line(mean).train_data()._data
+    targets[9::5, 0] = 10  # from the second batch on
+    data = {"train_data": lambda: TensorSource(rows, targets)}
+    weighing = {"loss_weight": lambda targets: (targets[:, 0] <= 9).sum()}
+    for more, times in ({}, 1), ({"batch_dependent": True}, 0), (weighing, 0):
+        document = file(1, steps=4)
+        document["dsframe"]["order"] = "sequential"
+        dsframe.fit(Line(ignoring, **data, **more), document)
+        assert capsys.readouterr().err.count("right if loss_weight(targets) gives their number") == times
+
+
 def test_what_a_task_says_has_to_be_true() -> None:
     with pytest.raises(TaskError, match="gives a mean over the rows of a micro-batch, but the task says"):
         dsframe.fit(Line(mean, loss_is="sum"), file(1))
@@ -143,7 +158,7 @@ def test_the_look_draws_nothing_of_the_trainings() -> None:
     """One that draws in its loss goes on as if nobody had looked."""
     found = dsframe.fit(Line(drawing), file(1, steps=3)).loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
         assert dsframe.fit(Line(drawing), file(1, steps=3)).loss == found
 
 
@@ -260,7 +275,7 @@ def writing(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = dsframe.fit(Line(writing), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
     assert dsframe.fit(Line(writing), file(1)).loss == looked
 
 
@@ -292,10 +307,8 @@ class Holding(Line):
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_the_look_moves_no_generator_that_the_task_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = dsframe.fit(Holding(kind), file(1)).loss
-    for name in ("watched", "look_at_samples"):
-        monkeypatch.setattr(
-            f"dsframe.training.loss_kind.LossTrial.{name}", lambda _, batch, **__: batch if not __ else ""
-        )
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.look_at_samples", lambda *_, **__: "")
     assert dsframe.fit(Holding(kind), file(1)).loss == looked
 
 
@@ -334,7 +347,7 @@ def test_a_buffer_of_the_loss_is_said_and_looked_at_without_a_trace(
 ) -> None:
     looked = dsframe.fit(Centred(always), file(1)).loss
     assert "loss changes centre.running_mean of the task" in capsys.readouterr().err
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
     assert dsframe.fit(Centred(always), file(1)).loss == looked
 
 
