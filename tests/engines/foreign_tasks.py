@@ -1054,6 +1054,7 @@ class _Returning(nn.Module):
             "rows": (row for row in outputs.unbind()),
             "mapping": UserDict(scores=outputs),
             "queue": deque([outputs]),
+            "weight": (outputs, self.head.weight),
             "distribution": torch.distributions.Categorical(logits=outputs),
         }[self.kind]
 
@@ -1072,6 +1073,8 @@ class Returning(Rows):
             return -outputs.log_prob(targets).mean()
         if self.kind == "object":
             outputs = outputs.make
+        if self.kind == "weight":
+            return super().loss(outputs[0], targets) + 0.01 * outputs[1].square().sum()
         scores = {
             "rows": lambda: torch.stack(list(outputs)),
             "mapping": lambda: outputs["scores"],

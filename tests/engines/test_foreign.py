@@ -166,6 +166,7 @@ CASES |= {
     f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN))
     for kind in ("function", "partial", "method", "object", "rows")
 } | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue", "distribution")}
+CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"})
 BY_KIND = {f"having: {kind}" for kind in foreign_tasks.HAVING}
 LATER = {
     "a hook writes later": 3,
@@ -249,6 +250,7 @@ RIGHT = {
     "time first, summed": ENGINES,
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
     **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
+    "returning: weight": ("ddp", "fsdp"),
     **{case: ENGINES for case in CASES if case.startswith("having: ")},
 }
 

@@ -55,8 +55,10 @@ class ZeroEngine(ModelEngine):
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
-        "__reduce_and_partition_ipg_grads": TWICE,
-    }  # stage 3's assertion has no words
+        "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no words
+        "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} takes back: let "
+        "the loss read it inside of dsframe.gathered(module)",
+    }
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
