@@ -966,6 +966,22 @@ class Features(Rows):
         return nn.Sequential(part, nn.Linear(8, 3))
 
 
+class _Scaled(nn.Linear):
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__(width, classes)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) * self.scale.exp()
+
+
+class Scaled(Rows):
+    """Parameters without dimensions, as CLIP's temperature."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Scaled(8, 16), nn.Tanh(), _Scaled(16, 3))
+
+
 class _Symmetric(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).t()

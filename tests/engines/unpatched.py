@@ -92,6 +92,30 @@ def step(engine: Any, factor: float = 1.0) -> None:
     engine.step()
 
 
+def scalars() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    class Scaled(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, rows: Any) -> Any:
+            return super().forward(rows) * self.scale
+
+    with contextlib.suppress(RuntimeError):
+        started(Scaled(), {"stage": 1})
+        raise AssertionError(NOT_NEEDED)
+    patches.send_scalars()
+    for stage in (0, 1, 2):
+        engine = started(Scaled(), {"stage": stage})
+        step(engine)
+        assert engine.module.scale.shape == ()
+        assert engine.module.scale != 2
+
+
 def torch_warnings() -> None:
     from dsframe.engines.deepspeed import patches
 
@@ -585,7 +609,7 @@ def groups() -> None:
 EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
-    debug_symbols,
+    debug_symbols, scalars,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,

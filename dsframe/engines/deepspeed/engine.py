@@ -77,6 +77,7 @@ class ZeroEngine(ModelEngine):
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
+        patches.send_scalars()
         jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         self._swap = SwapFolders(plan.config.written().get("zero_optimization", {}), plan.world, plan.device)
@@ -86,8 +87,8 @@ class ZeroEngine(ModelEngine):
             if plan.optimizer.kind.lower() == "muon" and plan.device.type == "cpu":
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()
-            refuse_scalars(self._model, shards=self._stage == 3)
             if self._stage == 3:
+                refuse_scalars(self._model)
                 refuse_compiled(self._model)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             if self._stage == 3 and not self._elements:

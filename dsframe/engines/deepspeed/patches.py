@@ -56,6 +56,10 @@ PATCHES: dict[str, Patch] = {
         "on CPUs ops are compiled with what a debugger reads, which takes 1.7 times as long",
         "ops/op_builder/cpu/builder.py (CPUOpBuilder.cxx_args)",
     ),
+    "scalars": Patch(
+        "a parameter without dimensions, such as CLIP's temperature, cannot be sent at start, nor clipped at stage 0 in fp32",
+        "runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_)",
+    ),
     "torch_warnings": Patch(
         "collectives are called by names that torch 2.13 deprecates, in every step",
         "comm/torch.py (get_all_gather_function, get_reduce_scatter_function)",
@@ -189,6 +193,33 @@ def leave_out_shm_comm() -> None:
     _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
 
 
+def send_scalars() -> None:
+    """ "scalars": they have a dimension while they are sent, for the rest of the process."""
+    broadcast = _upstream("scalars", "runtime.engine", "DeepSpeedEngine", "_broadcast_model")
+    if hasattr(broadcast, "__wrapped__"):
+        return
+
+    @functools.wraps(broadcast)
+    def with_dimension(engine: Any) -> None:
+        with _dimensions(engine.module.parameters()):
+            broadcast(engine)
+
+    _upstream("scalars", "runtime.engine", "DeepSpeedEngine")._broadcast_model = with_dimension
+
+
+@contextlib.contextmanager
+def _dimensions(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, none of ``tensors`` is without a dimension."""
+    scalars = [tensor for tensor in tensors if not tensor.ndim]
+    for tensor in scalars:
+        tensor.data = tensor.data.view(1)
+    try:
+        yield
+    finally:
+        for tensor in scalars:
+            tensor.data = tensor.data.view(())
+
+
 def leave_out_debug_symbols() -> None:
     """ "debug_symbols": of every op that this process compiles from now on."""
     options = _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder", "cxx_args")
@@ -263,7 +294,9 @@ def keep_norm(engine: Any) -> None:
         if engine.has_moe_layers:
             engine._global_grad_norm = _clip_with_experts(engine, limit)
         else:
-            engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+            parameters = list(engine.module.parameters())
+            with _dimensions([parameter.grad for parameter in parameters if parameter.grad is not None]):
+                engine._global_grad_norm = clip_grad_norm_(parameters, max_norm=limit, mpu=engine.mpu)
 
     engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
 

@@ -40,17 +40,15 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def refuse_scalars(model: nn.Module, *, shards: bool = False) -> None:
-    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model).
-
-    ``shards``: at stage 3, which cannot cut a parameter without elements.
-    """
-    if shards and (names := without_elements(model)):
+def refuse_scalars(model: nn.Module) -> None:
+    """Raises EngineError for what stage 3 cannot cut: parameters without elements or without dimensions, which it sends as bytes
+    (deepspeed 0.19.8, ``runtime/zero/partition_parameters.py``)."""
+    if names := without_elements(model):
         raise EngineError(
             f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"
         )
     if names := without_dimensions(model):
         raise EngineError(
-            f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
-            'engine "ddp", "horovod" or "single"'
+            f"ZeRO stage 3 cannot shard a parameter without dimensions, as {names} is: make its shape [1], or choose a lower "
+            'stage, or engine "ddp", "horovod" or "single"'
         )

@@ -25,7 +25,6 @@ from dsframe.engines.deepspeed.imports import (
     partition_balanced,
     partition_uniform,
 )
-from dsframe.engines.deepspeed.refusals import refuse_scalars
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences
@@ -59,7 +58,6 @@ class Cut:
         for index, layer in enumerate(self.layers):  # a tie stands for its weight's owner
             probes.append(probes[layer.layer] if isinstance(layer, Tied) else self._probe(layer, index))
         self._probes = nn.Sequential(*probes)
-        refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
         self.groups = groups.settle_groups(
