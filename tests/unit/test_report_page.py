@@ -102,7 +102,6 @@ def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:
 def test_without_matplotlib_there_are_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsframe.tools.report.pictures.available", lambda: False)
     monkeypatch.setattr("dsframe.tools.report.page.available", lambda: False)
     run = write_run(tmp_path / "a", [3.0, 2.0, 1.0])
     assert main(["report", str(run)]) == 0
