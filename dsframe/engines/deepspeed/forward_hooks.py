@@ -16,16 +16,19 @@ def users_inside(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
     """Notes the user's forward hooks of those ``modules`` that have weights themselves. Returns what moves them, when DeepSpeed's
     engine is there, between the hook that wraps outputs and the one that releases the weights, which a user's hook may read."""
     hooked = (module for module in modules if module._forward_hooks and module._parameters)
-    users = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
+    of_modules = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
+    users = {module: keys for module, keys in of_modules.items() if keys}
 
     def move(engine: Any) -> None:
+        if not users:
+            return
         offload = getattr(
             engine.optimizer, "parameter_offload", engine.optimizer
         )  # which is the optimizer of a frozen model
         releasing = {handle.id for handle in offload.forward_hooks}
         for module, keys in users.items():
             hooks = module._forward_hooks
-            for key in (*keys, *releasing.intersection(hooks)) if keys else ():
+            for key in (*keys, *releasing.intersection(hooks)):
                 hooks[key] = hooks.pop(key)
 
     return move
