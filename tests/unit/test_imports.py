@@ -62,7 +62,18 @@ def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
         for name in later
         if name.startswith("dsframe.engines.deepspeed.")
     }
-    core = {"engine", "forward_hooks", "handover", "imports", "jit", "patches", "refusals", "stage_3", "swap", "versions"}
+    core = {
+        "engine",
+        "forward_hooks",
+        "handover",
+        "imports",
+        "jit",
+        "patches",
+        "refusals",
+        "stage_3",
+        "swap",
+        "versions",
+    }
     assert own == core | {"state", "state_flat"}
     assert [name for name in later if any(feature in name for feature in FEATURES)] == []
     assert ("deepspeed.runtime.zero.muon.original_muon" in later) == (stage > 0)

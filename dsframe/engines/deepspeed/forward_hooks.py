@@ -22,9 +22,8 @@ def users_inside(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
     def move(engine: Any) -> None:
         if not users:
             return
-        offload = getattr(
-            engine.optimizer, "parameter_offload", engine.optimizer
-        )  # which is the optimizer of a frozen model
+        # The optimizer of a frozen model is the offload itself.
+        offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
         releasing = {handle.id for handle in offload.forward_hooks}
         for module, keys in users.items():
             hooks = module._forward_hooks
