@@ -1488,6 +1488,13 @@ class Again(Rows):
 _COUNT = [0]
 
 
+class _Meter:
+    calls = 0
+
+
+_METER = _Meter()
+
+
 class Counted(Rows):
     """A loss that grows with the calls of it: counted in an attribute, there in training alone, or elsewhere."""
 
@@ -1496,9 +1503,10 @@ class Counted(Rows):
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         _COUNT[0] += 1
+        _METER.calls += 1
         if self.where == "attribute" or (self.where == "training" and outputs.requires_grad):
             self.calls += 1
-        calls = _COUNT[0] if self.where == "global" else self.calls
+        calls = {"global": _COUNT[0], "object": _METER.calls}.get(self.where, self.calls)
         return super().loss(outputs, targets) * min(1.0, calls / 20)
 
 

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a count in the loss": ("Counted", {"where": "attribute"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "a count in training": ("Counted", {"where": "training"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_COUNT of foreign_tasks.py)")),
+    "a count in an object": ("Counted", {"where": "object"}, {"ddp": "a value outside of the attributes"}),
     "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of")),
     "a count in a global list": ("WarmedUp", {"where": "list"}, dict.fromkeys(("horovod", "fsdp"), "(_CALLS of foreign")),
     "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)")),

@@ -17,7 +17,7 @@ import pytest
 from dsframe.errors import WorldError
 from dsframe.host import supervise
 from dsframe.run_dir import outcome
-from dsframe.tools.launch import attempts, command, devices, hosts, launchers
+from dsframe.tools.launch import attempts, command, devices, hosts, launchers, torchrun
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
 from tests.processes import REPOSITORY, python, run_ranks
@@ -527,3 +527,11 @@ def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:
     words = ["-m", "dsframe.cli", "launch", "--config", "file.json", "-np", "1"]
     finished = run_ranks(python(words), cwd=tmp_path, timeout_seconds=120).check()
     assert finished.output.count("taken as a comment") == 1
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torchrun, "_run", interrupted)
+    assert torchrun.main() == 130

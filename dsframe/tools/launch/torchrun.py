@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 
 def main() -> int:
     """Runs torchrun on the command line's words; the exit code is the first process's that failed."""
+    try:
+        return _run()
+    except KeyboardInterrupt:  # while torch is imported; later, it is one of the signals below
+        return 128 + signal.SIGINT
+
+
+def _run() -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
