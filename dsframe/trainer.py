@@ -181,6 +181,7 @@ class Trainer:
         """**Collective.** One update, watched for weights that are used outside of the engine."""
         plan, watch = self.engine.plan, self.engine.built.watch
         plan.task.context.step = step
+        self._trial.begin_step(step - self.training.first_step, logs=self.training.schedule.logs(step))
         if watch:
             watch.begin(step)
         micro_batches = self._weights.settle(self._read(stream))
@@ -215,7 +216,7 @@ class Trainer:
                 sample_draws.at(step - 1, share * plan.batch.micro_batch_size)
                 micro_batch = replace(micro_batch, draws=sample_draws)
             if index == 0:
-                micro_batch = self._trial.watched(micro_batch, step - self.training.first_step)
+                micro_batch = self._trial.watched(micro_batch)
             yield micro_batch
 
     def _summary(self, began: float, ended: float) -> Summary:

@@ -28,7 +28,7 @@ class FirstStep(Listener):
         """**Collective.** Raises TaskError after the first step where the loss is of another kind than the task says."""
         step, progress = training.step, training.progress
         if step != training.first_step:
-            if line := self._trial.judge_again(step - training.first_step):
+            if line := self._trial.judge_again():
                 progress.say(f"dsframe: this task's {line}")
             return
         differ = differing(training.engine)

@@ -6,7 +6,7 @@ beside the losses of its two halves, which come from the same outputs. Where out
 ``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
 
 A mean over something of which each of these rows happened to have the same, such as labels that count, shows later: so the
-halves are taken again, at steps further and further apart.
+halves are taken again, after steps that log, further and further apart.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class LossTrial:
         """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
         self._neither = False
         """True if the loss was said to be neither a mean nor a sum over rows."""
-        self._looks_again = False
+        self._looks_again = self._is_due = False
         """The same on all ranks."""
+        self._is_first, self._next_look = True, 1
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers as they were before the first step, during that."""
@@ -72,21 +73,25 @@ class LossTrial:
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
-    def watched(self, batch: MicroBatch, steps_since: int) -> MicroBatch:
-        """Returns the first micro-batch of a step, so many after the first one, with its loss to be inspected."""
-        if steps_since:
-            return replace(batch, inspect=self._inspect_again) if self._is_due(steps_since) else batch
+    def begin_step(self, steps_since: int, *, logs: bool) -> None:
+        """Before a step, so many after the first one. ``logs``: values are read off the device after it anyway."""
+        self._is_first = steps_since == 0
+        self._is_due = self._looks_again and logs and steps_since >= self._next_look
+        if self._is_due:
+            self._next_look = 2 * steps_since
+
+    def watched(self, batch: MicroBatch) -> MicroBatch:
+        """Returns the first micro-batch of a step, with its loss to be inspected where it is time."""
+        if not self._is_first:
+            return replace(batch, inspect=self._inspect_again) if self._is_due else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
         self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
-    def _is_due(self, steps_since: int) -> bool:
-        return self._looks_again and not steps_since & (steps_since - 1)  # 1, 2, 4, 8, ...
-
-    def judge_again(self, steps_since: int) -> str:
+    def judge_again(self) -> str:
         """**Collective.** As :meth:`judge`, after a later step."""
-        if not self._is_due(steps_since) or not self._on_any_rank(self._votes["neither"] > 0):
+        if not self._is_due or not self._on_any_rank(self._votes["neither"] > 0):
             return ""
         self._looks_again = False
         return f"{_NEITHER} ({_REMEDY})"

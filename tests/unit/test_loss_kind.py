@@ -158,7 +158,7 @@ def test_the_look_draws_nothing_of_the_trainings() -> None:
     """One that draws in its loss goes on as if nobody had looked."""
     found = dsframe.fit(Line(drawing), file(1, steps=3)).loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
+        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
         assert dsframe.fit(Line(drawing), file(1, steps=3)).loss == found
 
 
@@ -275,7 +275,7 @@ def writing(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = dsframe.fit(Line(writing), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     assert dsframe.fit(Line(writing), file(1)).loss == looked
 
 
@@ -307,7 +307,7 @@ class Holding(Line):
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_the_look_moves_no_generator_that_the_task_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = dsframe.fit(Holding(kind), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.look_at_samples", lambda *_, **__: "")
     assert dsframe.fit(Holding(kind), file(1)).loss == looked
 
@@ -347,7 +347,7 @@ def test_a_buffer_of_the_loss_is_said_and_looked_at_without_a_trace(
 ) -> None:
     looked = dsframe.fit(Centred(always), file(1)).loss
     assert "loss changes centre.running_mean of the task" in capsys.readouterr().err
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, __: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
     assert dsframe.fit(Centred(always), file(1)).loss == looked
 
 

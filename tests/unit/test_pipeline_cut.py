@@ -65,14 +65,6 @@ class Looks(nn.Linear):
         assert float(self.weight.detach().sum()) != 0
 
 
-class Scaled(nn.Linear):
-    """With a weight that has no dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
 class Frozen(nn.BatchNorm1d):
     def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
@@ -110,8 +102,6 @@ def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds
         (Given(layers=[LINEAR, nn.ReLU]), {}, EngineError, "stage 1 of 2 would have layers 1 to 1 and nothing to train"),
         (Given(TWICE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
         (Given(layers=MADE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
-        (Given(layers=[LINEAR, LINEAR, Scaled]), {}, EngineError, r"without dimensions, as 2\.scale is: make its shape \[1\]"),
-        (Given(nn.Sequential(Scaled(), LINEAR())), {}, EngineError, r"as 0\.scale is: .* or choose engine \"ddp\""),
         (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
     ],
 )  # fmt: skip
