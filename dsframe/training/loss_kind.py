@@ -12,7 +12,7 @@ halves are taken again, after steps that log, further and further apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,10 @@ _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
 """Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
 _NEITHER = "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
-_REMEDY = "a mean over items, such as labels that count, is right if loss_weight(targets) gives their number"
+_REMEDY = (
+    "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
+    "loss_weight(targets)"
+)
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -91,15 +94,10 @@ class LossTrial:
 
     def judge_again(self) -> str:
         """**Collective.** As :meth:`judge`, after a later step."""
-        if not self._is_due or not self._on_any_rank(self._votes["neither"] > 0):
+        if not self._is_due or not self._tally()["neither"]:
             return ""
         self._looks_again = False
         return f"{_NEITHER} ({_REMEDY})"
-
-    def _on_any_rank(self, local: bool) -> bool:
-        """**Collective.**"""
-        device = self._engine.plan.device
-        return bool(self._engine.sum_over_ranks(torch.tensor([float(local)], dtype=torch.float64, device=device)) > 0)
 
     def step_ended(self) -> None:
         """Right after the step: hooks and loggers, which come next, may draw."""
@@ -122,7 +120,8 @@ class LossTrial:
         engine, task = self._engine, self._engine.plan.task
         self._state |= {name for name in self._buffers.intersection(differing) if but_statistics([name])}
         verdict = self._judge_state(resumed=resumed)
-        kind, why = self._agreed(), ""
+        tally = self._tally()
+        kind, why = _agreed(tally), ""
         if task.gathers_rows:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
@@ -131,8 +130,7 @@ class LossTrial:
         self._neither = kind == "neither"
         if self._neither:
             return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"
-        draws = self._on_any_rank(self.draws or self.draws_others)
-        self._looks_again = self._looks and not (task.batch_dependent or is_needed or draws)
+        self._looks_again = self._looks and not (task.batch_dependent or is_needed or tally["draws"])
         if kind in ("", task.loss_is):
             return verdict or why
         whose = type(task).__name__
@@ -161,14 +159,11 @@ class LossTrial:
         )
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 
-    def _agreed(self) -> str:
-        """**Collective.** Returns what most ranks have seen; "neither" if one has."""
-        device = self._engine.plan.device
-        local_votes = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
-        votes = dict(zip(_KINDS, self._engine.sum_over_ranks(local_votes.to(device)).tolist(), strict=True))
-        if votes["neither"]:
-            return "neither"
-        return max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
+    def _tally(self) -> dict[str, float]:
+        """**Collective.** Returns how many looks have seen each kind, and on how many ranks the loss draws."""
+        local = [*(float(self._votes[kind]) for kind in _KINDS), float(self.draws or self.draws_others)]
+        counts = self._engine.sum_over_ranks(torch.tensor(local, dtype=torch.float64).to(self._engine.plan.device))
+        return dict(zip((*_KINDS, "draws"), counts.tolist(), strict=True))
 
     def _judge_state(self, *, resumed: bool) -> str:
         whose, world = type(self._engine.plan.task).__name__, self._engine.plan.world
@@ -194,7 +189,8 @@ class LossTrial:
         kept = generators.capture(self._engine.plan.device)
         buffers, outside = unmoved.HeldBuffers(self._engine), held.outside(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
-            self._votes[_kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) or "mean"] += 1
+            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) == "neither":
+                self._votes["neither"] += 1
         buffers.put_back()
         outside.put_back()
         generators.restore(kept, self._engine.plan.device)
@@ -233,6 +229,13 @@ class LossTrial:
         state, numbers = unmoved.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
+
+
+def _agreed(tally: Mapping[str, float]) -> str:
+    """Returns what most ranks have seen; "neither" if one has."""
+    if tally["neither"]:
+        return "neither"
+    return max(_KINDS, key=tally.__getitem__) if any(tally[kind] for kind in _KINDS) else ""
 
 
 def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a buffer that is replaced": ("Averaging", {}, {}),
     "features that hooks keep": ("Features", {}, {}),
     "scalars": ("Scaled", {}, {"zero3": "cannot shard a parameter without dimensions", "fsdp": "0.scale"}),
-    "a compiled part": ("Features", {"compiled": True}, {"zero3": "that was compiled by itself"}),
+    "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),

@@ -144,7 +144,7 @@ def test_what_the_first_batch_does_not_show_is_announced_later(capsys: pytest.Ca
         document = file(1, steps=4)
         document["dsframe"]["order"] = "sequential"
         dsframe.fit(Line(ignoring, **data, **more), document)
-        assert capsys.readouterr().err.count("right if loss_weight(targets) gives their number") == times
+        assert capsys.readouterr().err.count("from loss_weight(targets)") == times
 
 
 def test_what_a_task_says_has_to_be_true() -> None:

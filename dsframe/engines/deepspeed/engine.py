@@ -56,8 +56,8 @@ class ZeroEngine(ModelEngine):
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no words
-        "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} takes back: let "
-        "the loss read it inside of dsframe.gathered(module)",
+        "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
+        "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
     }
 
     def __init__(self, plan: Plan) -> None:

@@ -29,13 +29,13 @@ def refuse_after_step(plan: Plan) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises EngineError if a part of ``model`` was compiled by itself: what gathers its weights at ZeRO-3 is then lost
+    """Raises EngineError if the program has compiled a part of ``model``: what gathers its weights at ZeRO-3 is then lost
     (deepspeed 0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there, if something was compiled
     wrapper = dynamo.OptimizedModule if dynamo is not None else ()
     if any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules()):
         raise EngineError(
-            "ZeRO stage 3 cannot gather the weights of a module that was compiled by itself: leave torch.compile out of the "
+            "ZeRO stage 3 cannot gather the weights of a module that is compiled already: leave torch.compile out of the "
             'model, and write "dsframe": {"model": {"compile": true}}'
         )
 
