@@ -28,7 +28,7 @@ from dsframe.host import source_files
 
 _FEW = 1000
 """Entries of a list or dict that is held; a data set has more."""
-_ELEMENTS = 1 << 22
+ELEMENTS = 1 << 22
 """Elements of a tensor that is held."""
 
 
@@ -263,7 +263,7 @@ def _fill(value: Any, content: Any) -> None:
 def copied(value: Any, depth: int = 2) -> Any:
     """A copy whose tensors and numbers may change; modules, data sets and what cannot be copied stay as they are."""
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.numel() <= _ELEMENTS else value
+        return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, (list, set, dict, deque)) and len(value) <= _FEW:
         if isinstance(value, dict):
             return {key: copied(item, depth - 1) for key, item in value.items()} if depth else dict(value)

@@ -52,7 +52,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
-            self._buffers = unmoved.Buffers({module: name for name, module in watch.model.named_modules()})
+            self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=held.ELEMENTS)
 
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""

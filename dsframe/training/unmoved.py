@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,19 +45,20 @@ def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
 class Buffers:
     """The strided buffers of some modules, as they were when this was made."""
 
-    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
-        """``modules``: each with its name."""
-        self._names = modules
-        self._held = {module: dict(module._buffers) for module in modules}
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], most_elements: float = math.inf) -> None:
+        """``modules``: by name, as ``named_modules`` gives them. ``most_elements``: of a buffer that is copied; a model of
+        quantised weights has them in buffers."""
+        self._most_elements = most_elements
+        self._held = [(name, module, dict(module._buffers)) for name, module in modules]
         self._contents = self.contents()
 
     def contents(self) -> dict[str, Tensor]:
         """Returns copies of what they are now, by name."""
         return {
-            f"{self._names[module]}.{key}".removeprefix("."): buffer.detach().clone()
-            for module in self._held
+            f"{name}.{key}".removeprefix("."): buffer.detach().clone()
+            for name, module, _ in self._held
             for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.layout == torch.strided
+            if buffer is not None and buffer.layout == torch.strided and buffer.numel() <= self._most_elements
         }
 
     def changed(self) -> set[str]:
@@ -66,12 +68,12 @@ class Buffers:
 
     def put_back(self) -> None:
         """Puts them back: the same tensors, with what they were."""
-        for module, before_of in self._held.items():
+        for name, module, before_of in self._held:
             if isinstance(module._buffers, dict):  # not those of torch.jit
                 module._buffers.clear()
                 module._buffers.update(before_of)
             for key, buffer in before_of.items():
-                before = self._contents.get(f"{self._names[module]}.{key}".removeprefix("."))
+                before = self._contents.get(f"{name}.{key}".removeprefix("."))
                 if buffer is None or before is None or torch.equal(buffer, before):
                     continue
                 # Autograd, which may need it as it is now again, sees no write to ``data``.
@@ -87,7 +89,7 @@ def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     device = engine.plan.device
     kept = generators.capture(device)
     values = (held.attributes(model), held.outside(engine), held.Generators(engine))
-    buffers = Buffers({module: name for name, module in model.named_modules()})
+    buffers = Buffers(model.named_modules())
     try:
         yield
     finally:
@@ -110,8 +112,8 @@ class HeldBuffers:
             if isinstance(value, nn.Module)
             for name, module in value.named_modules(prefix=attribute)
         }
-        self._of_task = Buffers({module: name for module, name in modules.items() if module not in names})
-        self._of_model = Buffers({module: name for module, name in modules.items() if module in names})
+        self._of_task = Buffers((name, module) for module, name in modules.items() if module not in names)
+        self._of_model = Buffers((name, module) for module, name in modules.items() if module in names)
         of_model = {id(weight) for weight in watch.model.parameters()} if watch else set()
         weights = {
             f"{attribute}.{name}": weight

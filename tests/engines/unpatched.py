@@ -108,9 +108,16 @@ def scalars() -> None:
     with contextlib.suppress(RuntimeError):
         started(Scaled(), {"stage": 1})
         raise AssertionError(NOT_NEEDED)
-    patches.send_scalars()
     for stage in (0, 1, 2):
-        engine = started(Scaled(), {"stage": stage})
+        with patches.scalars_sent():
+            engine = started(Scaled(), {"stage": stage}, gradient_clipping=1.0)
+        if stage == 0:
+            with contextlib.suppress(RuntimeError):
+                step(engine)
+                raise AssertionError(NOT_NEEDED)
+            with patches.scalars_sent():
+                engine = started(Scaled(), {"stage": stage}, gradient_clipping=1.0)
+            patches.keep_norm(engine)
         step(engine)
         assert engine.module.scale.shape == ()
         assert engine.module.scale != 2

@@ -26,7 +26,7 @@ from dsframe.engines import after_step, precision, torch_patches
 from dsframe.engines.base import JVP, TWICE, ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
-from dsframe.engines.deepspeed.forward_hooks import users_inside
+from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_scalars
@@ -77,7 +77,6 @@ class ZeroEngine(ModelEngine):
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
-        patches.send_scalars()
         jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         self._swap = SwapFolders(plan.config.written().get("zero_optimization", {}), plan.world, plan.device)
@@ -99,12 +98,12 @@ class ZeroEngine(ModelEngine):
                 )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             seen = self._stage == 3 and not plan.config.settings.model.compile
-            move_hooks = users_inside(module.modules())
+            reorder = noting_users_hooks(module.modules() if self._stage == 3 else ())
             take = output_classes.show(module.modules() if seen else ())
-            self._shares = self._initialize(module)
+            with patches.scalars_sent():
+                self._shares = self._initialize(module)
             take()
-            if self._stage == 3:
-                move_hooks(self._engine)
+            reorder(self._engine)
         if not plan.frozen:
             self._prepare_steps(module)
         self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None

@@ -1,4 +1,4 @@
-"""The order of forward hooks at ZeRO-3: the user's see outputs as DeepSpeed gives them on.
+"""The order of forward hooks at ZeRO-3: the user's come after the one that wraps outputs.
 
 DeepSpeed wraps a module's outputs in a function whose backward pass gathers the weights. A user's hook that was there before sees
 them unwrapped: what it keeps, a layer's features or an attention map, would reach the layer's backward pass without its weights.
@@ -12,14 +12,15 @@ from typing import Any
 from torch import nn
 
 
-def users_inside(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
-    """Notes the user's forward hooks of those ``modules`` that have weights themselves. Returns what moves them, when DeepSpeed's
-    engine is there, between the hook that wraps outputs and the one that releases the weights, which a user's hook may read."""
+def noting_users_hooks(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
+    """Notes the user's forward hooks of those ``modules`` that have weights themselves. Returns a function
+    that moves them, when DeepSpeed's engine is there, between the hook that wraps outputs and the one that releases the weights,
+    which a user's hook may read."""
     hooked = (module for module in modules if module._forward_hooks and module._parameters)
     of_modules = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
     users = {module: keys for module, keys in of_modules.items() if keys}
 
-    def move(engine: Any) -> None:
+    def reorder(engine: Any) -> None:
         if not users:
             return
         # The optimizer of a frozen model is the offload itself.
@@ -30,7 +31,7 @@ def users_inside(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
             for key in (*keys, *releasing.intersection(hooks)):
                 hooks[key] = hooks.pop(key)
 
-    return move
+    return reorder
 
 
 def _is_users(hook: Any) -> bool:

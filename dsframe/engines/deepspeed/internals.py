@@ -15,7 +15,6 @@ from dsframe.errors import EngineError
 
 INTERNALS: dict[str, dict[str, str]] = {
     "runtime/engine.py": {
-        "_broadcast_model": "called once, at start: rank 0's parameters are sent to all",
         "basic_optimizer": "torch's own optimizer, inside of all wrappers",
         "_backward_prologue": "called once a backward pass: divides the loss by the accumulation steps",
         "_backward_prologue_per_tensor": "the same, for each output that a derivative is taken of",

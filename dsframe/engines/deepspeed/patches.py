@@ -193,18 +193,19 @@ def leave_out_shm_comm() -> None:
     _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
 
 
-def send_scalars() -> None:
-    """ "scalars": they have a dimension while they are sent, for the rest of the process."""
+@contextlib.contextmanager
+def scalars_sent() -> Iterator[None]:
+    """ "scalars": inside, while an engine starts, they have a dimension when they are sent."""
     broadcast = _upstream("scalars", "runtime.engine", "DeepSpeedEngine", "_broadcast_model")
-    if hasattr(broadcast, "__wrapped__"):
-        return
 
-    @functools.wraps(broadcast)
     def with_dimension(engine: Any) -> None:
         with _dimensions(engine.module.parameters()):
             broadcast(engine)
 
-    _upstream("scalars", "runtime.engine", "DeepSpeedEngine")._broadcast_model = with_dimension
+    with mock.patch.object(
+        _upstream("scalars", "runtime.engine", "DeepSpeedEngine"), "_broadcast_model", with_dimension
+    ):
+        yield
 
 
 @contextlib.contextmanager
