@@ -98,12 +98,10 @@ class ZeroEngine(ModelEngine):
                 )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             seen = self._stage == 3 and not plan.config.settings.model.compile
-            reorder = noting_users_hooks(module.modules() if self._stage == 3 else ())
             take = output_classes.show(module.modules() if seen else ())
             with patches.scalars_sent():
                 self._shares = self._initialize(module)
             take()
-            reorder(self._engine)
         if not plan.frozen:
             self._prepare_steps(module)
         self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
@@ -210,9 +208,11 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed import experts
 
             optimizer, parameters = experts.prepared(optimizer, parameters)
+        reorder = noting_users_hooks(module.modules() if self._stage == 3 else ())
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=parameters, config=document, dist_init_required=False
         )
+        reorder(self._engine)
         if self.plan.frozen:
             return
         if self.built.groups.options:  # Muon makes groups of its own, with a decay, and has no defaults
