@@ -21,6 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 SAVING = ENDING  # of these, the first is a request to save and leave (`gentle`)
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
+UNHEARD_SECONDS = 2.0  # until a request is repeated that came before the workers: a Python that is starting may lose it
 # DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL. Tests have less patience.
 SHUTDOWN_SECONDS = float(os.environ.get("DSFRAME_SHUTDOWN_SECONDS", "40"))
 # What launchers set for workers and not for themselves: DeepSpeed's and torch's, Horovod's, and Open MPI's under Horovod's.
@@ -54,7 +55,9 @@ def run(
     supervisor when the first one is killed: so even SIGKILL leaves nothing running.
 
     `gentle`: the first INT, TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
-    seconds of a TERM (mpirun) or at once (srun), saved or not. `forwards`: the program passes USR1 and USR2 on to its workers,
+    seconds of a TERM (mpirun) or at once (srun), saved or not. Where no worker is there yet, the launcher hears it, and once more
+    after UNHEARD_SECONDS, or the workers that have come. A worker that USR1 ends, as one that still imports, has the first
+    signal's code. `forwards`: the program passes USR1 and USR2 on to its workers,
     which may be on other hosts (mpirun, srun). `brief`: the program hears INT and TERM itself and ends its workers one by one
     (deepspeed.launcher.launch): all of it has SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N.
     `received`: gets the signals that came, which stay blocked when this returns.
@@ -139,13 +142,15 @@ def supervise(
     code: int | None = None
     asked_to_end = 0  # the signal
     patience = math.inf  # until when processes may outlive the launcher
+    unheard = math.inf  # when to repeat a request to end
     while True:
         for pid, status in ended_children():
             if pid == launcher:
                 code = exit_code(status)
                 patience = time.monotonic() + (SHUTDOWN_SECONDS if asked_to_end else LEFTOVER_SECONDS)
         if code is not None and not any(descendants()):
-            return 128 + asked_to_end if brief and asked_to_end and code == 1 else code
+            ours = code == (1 if brief else 128 + signal.SIGUSR1)  # of a worker that was asked before it listened
+            return 128 + asked_to_end if asked_to_end and ours else code
         if time.monotonic() > patience:
             if not asked_to_end:
                 warning = "dsframe: warning: the launcher ended before its workers: ending them"
@@ -153,9 +158,13 @@ def supervise(
                     print(warning, file=sys.stderr, flush=True)
             end_descendants()
             return code or (128 + asked_to_end if brief and asked_to_end else 1)
-        arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))
+        wait = max(0.0, min(patience, unheard) - time.monotonic())
+        arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, wait))
         number = arrived.si_signo if arrived else 0
-        saves = gentle and number in SAVING and not asked_to_end
+        repeats = not number and time.monotonic() >= unheard
+        number = asked_to_end if repeats else number
+        saves = gentle and number in SAVING and (repeats or not asked_to_end)
+        unheard = math.inf if number in ENDING else unheard
         if number in ENDING and not asked_to_end:
             asked_to_end = number
             patience = min(patience, time.monotonic() + SHUTDOWN_SECONDS) if brief else patience
@@ -167,6 +176,8 @@ def supervise(
                 signal_process(pid, signal.SIGUSR1 if saves else number)
         elif number in ENDING:
             signal_descendants(number)
+            if saves and not repeats:
+                unheard = time.monotonic() + UNHEARD_SECONDS
         elif number == signal.SIGTSTP:
             signal_descendants(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)

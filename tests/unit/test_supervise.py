@@ -1,0 +1,55 @@
+"""One job: what a launcher and its workers hear of a request to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dsframe.host import supervise
+from tests.processes import REPOSITORY
+
+JOB = """
+import os, sys
+from dsframe.host import supervise
+sys.exit(supervise.run(sys.executable, ["-c", sys.argv[1]], dict(os.environ), gentle=True))
+"""
+LOSES_THE_FIRST = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+print("deaf", flush=True)
+"""
+STARTS_A_WORKER = """
+worker = "import signal, sys; sys.exit(signal.sigwait({signal.SIGUSR1}))"
+blocks = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+time.sleep(0.5)
+code = subprocess.run([sys.executable, "-c", worker], env={"LOCAL_RANK": "0"}, preexec_fn=blocks).returncode
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+IMPORTS = STARTS_A_WORKER.replace("signal.sigwait({signal.SIGUSR1})", "signal.pause()").replace(
+    "SIG_BLOCK", "SIG_UNBLOCK"
+)
+NO_WORKER = "time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [
+        pytest.param(NO_WORKER, 128 + signal.SIGINT, id="the launcher ends"),
+        pytest.param(STARTS_A_WORKER, signal.SIGUSR1, id="workers that came save"),
+        pytest.param(IMPORTS, 128 + signal.SIGINT, id="a worker still imports"),
+    ],
+)
+def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher: str, code: int) -> None:
+    """Python drops a signal that comes while it starts: one Ctrl-C shall do."""
+    command = [sys.executable, "-c", JOB, LOSES_THE_FIRST + launcher]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "deaf\n"
+        began = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=30) == code
+        assert time.monotonic() - began >= supervise.UNHEARD_SECONDS
