@@ -18,6 +18,7 @@ from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
 from dsframe.model import formats, gradient_hooks, groups, max_norm, overrides, switches, sync_batch_norm
 from dsframe.model.built import ON_RANKS, Adapter, BuiltModel, Dependence
+from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
@@ -51,6 +52,7 @@ def build_model(
     plan: Plan = ranks.plan
     task, settings = plan.task, plan.config.settings
     model, peft = _build_on_cpu(ranks, spill)
+    memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
     formats.expand_buffers(model)
@@ -81,7 +83,8 @@ def build_model(
         depends=_all_dependences(plan, model),
         gradient_hooks=gradient_hooks.find(model),
         draws=DrawTrial(model, plan.device),
-        watch=None if plan.part else WeightWatch(ranks, model, max_norm.written(model)),
+        memory=memory,
+        watch=None if plan.part else WeightWatch(ranks, model, memory, max_norm.written(model)),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.

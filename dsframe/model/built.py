@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.data.sample_draws import DrawTrial, SampleDraws
+from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.parts import Part
 from dsframe.model.weight_watch import WeightWatch
@@ -105,6 +106,8 @@ class BuiltModel:
     """Knows after the first step whether the model draws random numbers in training."""
     sample_draws: SampleDraws | None = None
     """Gives random numbers to samples, if the file asks for it; the loop says which come next."""
+    memory: BuiltMemory = field(default_factory=lambda: BuiltMemory([]))
+    """Where the weights lay when ``model()`` returned them."""
     watch: WeightWatch | None = None
     """Sees weights that are read or written outside of the engine; None for one of several models."""
     losses: Callable[[Any, Any], Mapping[str, Any]] | None = None

@@ -35,6 +35,8 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.host import source_files
+from dsframe.model import linearity
+from dsframe.model.built_memory import BuiltMemory, storage_of
 from dsframe.model.gathered import is_whole, library_of
 
 _METADATA = frozenset(
@@ -60,11 +62,15 @@ _WHOLE_STEPS = (
 class WeightWatch(TorchFunctionMode):
     """The watch over one engine's model."""
 
-    def __init__(self, engine: Any, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``but``: weights that dsframe itself writes in forward passes."""
+    def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory, but: frozenset[str] = frozenset()) -> None:
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights, as ``model()`` has returned them.
+        ``but``: weights that dsframe itself writes in forward passes."""
         super().__init__()
+        self._memory = memory
         self._engine, self._model, self._but = weakref.proxy(engine), model, but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
+        if self._looks_inside:
+            linearity.examine_hooks(model, self._say_not_linear)
         # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
         self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -145,6 +151,7 @@ class WeightWatch(TorchFunctionMode):
         self._held = xxh3_64_hexdigest("\n".join(self._parameters).encode())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
+        self._memory.keep_left(self._model)
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
         self._puts_others = any(library is not None and library.puts_others for library in libraries)
@@ -285,7 +292,7 @@ class WeightWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.register_hook and not self._examined and not args[0].is_leaf and (line := _caller()):
-            args = (args[0], self._examining(args[1], line))
+            args = (args[0], linearity.examining(args[1], line, self._say_not_linear))
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
@@ -293,23 +300,10 @@ class WeightWatch(TorchFunctionMode):
             self._check_call(func, name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _examining(self, hook: Callable[[Tensor], Any], line: str) -> Callable[[Tensor], Any]:
-        """A hook on the gradient of what a forward pass computes; says where it is not linear."""
-
-        def examined(gradient: Tensor) -> Any:
-            returned = hook(gradient)
-            if returned is not None:
-                with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
-                    doubled = hook(2 * gradient)
-                text = (
-                    f"{line} changes the gradient of an output, and not linearly: it is of one micro-batch, so the training "
-                    "depends on the micro batch size"
-                )
-                if text not in self.notes and not torch.allclose(doubled, 2 * returned, rtol=1e-3, atol=0.0):
-                    self.notes.append(text)  # once for a line that registers many
-            return returned
-
-        return examined
+    def _say_not_linear(self, what: str) -> None:
+        text = f"{what}, and not linearly: it is of one micro-batch, so the training depends on the micro batch size"
+        if text not in self.notes:  # once for a line that registers many
+            self.notes.append(text)
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._refuse_transforms()
@@ -342,6 +336,12 @@ class WeightWatch(TorchFunctionMode):
         for leaf in _tensors(args, kwargs):
             if isinstance(leaf, nn.Parameter):
                 self._touched(leaf)
+            elif (left := self._memory.name_of(leaf)) and (line := _caller(through=True)):
+                raise EngineError(
+                    f"{line} uses a tensor in the memory that {left} had when the model was built. {self._engine.description} has "
+                    "moved the weight, so the tensor stays as it was: use the weight itself, or clone() the tensor in model() if "
+                    "it shall stay so"
+                )
         if (
             args
             and isinstance(args[0], Tensor)
@@ -378,10 +378,10 @@ class WeightWatch(TorchFunctionMode):
 
     def _name_of_memory(self, tensor: Tensor) -> str:
         """The weight in whose memory a tensor lies; "" for none."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         weights = self._parameters.items() if self._whole else self._model.named_parameters()
         names = {
-            name: weight for name, weight in weights if storage and is_whole(weight) and _storage(weight) == storage
+            name: weight for name, weight in weights if storage and is_whole(weight) and storage_of(weight) == storage
         }
         if len(names) > 1:  # of a flat buffer of an engine's, the one that is there
             place = tensor.data_ptr()
@@ -471,7 +471,10 @@ class WeightWatch(TorchFunctionMode):
     def _refuse_others(self, loss: Tensor) -> None:
         known = {id(parameter) for parameter in (*self._parameters.values(), *self._model.parameters())}
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
-        leaves, self.recomputes_inside = _leaves(loss)
+        nodes = _nodes(loss)
+        self.recomputes_inside = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        linearity.examine_functions(nodes, self._say_not_linear)
+        leaves = [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
         if self._puts_others:
             held = {id(parameter) for parameter in _held(self._engine.plan.task)}
@@ -575,13 +578,6 @@ def _held(task: Any) -> Iterator[nn.Parameter]:
             yield value
 
 
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or without memory
-        return 0
-
-
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor):
@@ -590,18 +586,20 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
-def _caller(*, direct: bool = False) -> str:
+def _caller(*, direct: bool = False, through: bool = False) -> str:
     """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has.
 
-    ``direct``: "" too where one of torch's own modules has.
+    ``direct``: "" too where one of torch's own modules has. ``through``: also where such a library stands between them, as
+    DeepSpeed's ``linear`` does at ZeRO-3.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         ours = source_files.is_ours(file) and "/tasks/" not in file and file != __file__
-        if ours or file.startswith(_MOVERS) or (direct and file.startswith(_MODULES)):
+        moves = file.startswith(_MOVERS)
+        if ours or (moves and not through) or (direct and file.startswith(_MODULES)):
             return ""
-        if file != __file__ and not file.startswith((_TORCH, "<")) and str(Path(file).parent) != _STDLIB:
+        if not moves and file != __file__ and not file.startswith((_TORCH, "<")) and str(Path(file).parent) != _STDLIB:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -623,18 +621,12 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _leaves(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
-    """Returns the parameters that ``loss`` depends on, and whether a block between them is recomputed by a pass of its own."""
-    leaves, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
-    recomputes = False
+def _nodes(loss: Tensor) -> list[Any]:
+    """Returns autograd's nodes that the backward pass of ``loss`` goes through."""
+    seen, ahead = dict[Any, None](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        recomputes |= node.name() == "CheckpointFunctionBackward"
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            leaves[id(variable)] = variable
-        ahead += [following for following, _ in node.next_functions]
-    return list(leaves.values()), recomputes
+        if node is not None and node not in seen:
+            seen[node] = None
+            ahead += [following for following, _ in node.next_functions]
+    return list(seen)

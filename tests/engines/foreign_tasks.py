@@ -541,6 +541,10 @@ class _Shared(nn.Module):
             self.register_buffer("mask", torch.tensor([True, False, True]))
         if kind == "buffer":
             self.register_buffer("copy", self.body.weight.data)
+        if kind in ("attribute", "replaced"):
+            self.copy = self.body.weight.detach()
+        if kind == "array":
+            self.array = self.body.weight.detach().numpy()
         if kind in ("memory", "columns"):
             whole = torch.randn(8, 16)
             self.body.weight = nn.Parameter(whole[:, :8])
@@ -550,6 +554,10 @@ class _Shared(nn.Module):
         hidden = self.body(inputs)
         if self.kind == "mask":
             return self.head(hidden) * self.mask
+        if self.kind == "array":
+            self.copy = torch.from_numpy(self.array)
+        if self.kind == "replaced":  # as torch.nn.utils.spectral_norm does
+            self.copy = self.body.weight / 2
         return self.head(hidden + 0.1 * F.linear(inputs, self.copy))
 
 
@@ -1139,19 +1147,45 @@ class TiedTable(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
 
 
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-0.01, 0.01)
+
+
+class _Straight(_Clip):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
 class _Guarded(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.body, self.head, self.what = nn.Linear(8, 16), nn.Linear(16, 3), what
+        if what == "module":
+            self.head.register_full_backward_hook(lambda _, into, out: (into[0].clamp(-0.01, 0.01),))
+        if what == "before a module":
+            self.head.register_full_backward_pre_hook(lambda _, out: (out[0].clamp(-0.01, 0.01),))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.body(inputs).tanh()
-        if hidden.requires_grad and self.what != "spoilt":
-            hook = {
-                "clip": lambda gradient: gradient.clamp(-0.01, 0.01),
-                "turn": torch.neg,
-                "look": lambda gradient: None,
-            }
+        hook = {
+            "clip": lambda gradient: gradient.clamp(-0.01, 0.01),
+            "turn": torch.neg,
+            "look": lambda gradient: None,
+        }
+        if self.what in ("function", "straight through"):
+            hidden = (_Clip if self.what == "function" else _Straight).apply(hidden)
+        if hidden.requires_grad and self.what in hook:
             for _ in range(2):
                 hidden.register_hook(hook[self.what])
         outputs = self.head(hidden)

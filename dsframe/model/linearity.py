@@ -1,0 +1,100 @@
+"""Finds what a user's code makes of gradients in the middle of a backward pass where it is not linear: a clip, a sign, a norm.
+
+Gradients there are of one micro-batch's loss: parts of the global gradient, on a scale of their own. What is not linear makes
+another sum of them for each size of the micro-batch. Hooks of outputs and of modules, and the ``backward`` of a
+``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsframe.host import source_files
+
+Say = Callable[[str], None]
+
+
+def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
+    """Returns whether ``function`` gives twice what it has ``returned`` for twice the ``gradients``; True where it cannot be asked
+    again."""
+    devices = {leaf.device for leaf in tree_leaves(gradients) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            again = function(*tree_map_only(Tensor, lambda gradient: 2 * gradient, gradients))
+    except Exception:  # such as tensors of a context that may be read once
+        return True
+    return all(
+        torch.allclose(second, 2 * first, rtol=1e-3, atol=0.0)
+        for first, second in zip(tree_leaves(returned), tree_leaves(again), strict=False)
+        if isinstance(first, Tensor) and isinstance(second, Tensor)
+    )
+
+
+def examining(hook: Callable[[Tensor], Any], place: str, say: Say) -> Callable[[Tensor], Any]:
+    """Returns ``hook`` of an output's gradient, registered at ``place``, so that it is examined."""
+
+    def examined(gradient: Tensor) -> Any:
+        returned = hook(gradient)
+        if returned is not None and not _is_linear(hook, (gradient,), returned):
+            say(f"{place} changes the gradient of an output")
+        return returned
+
+    return examined
+
+
+def examine_hooks(model: nn.Module, say: Say) -> None:
+    """Examines each backward hook of the modules of ``model`` at its first call."""
+    for name, module in model.named_modules():
+        for hooks in (module._backward_hooks, module._backward_pre_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = _examined_once(hook, name or type(module).__name__, say)
+
+
+def _examined_once(hook: Callable[..., Any], name: str, say: Say) -> Callable[..., Any]:
+    done = False
+
+    def examined(module: nn.Module, *gradients: Any) -> Any:
+        nonlocal done
+        returned = hook(module, *gradients)
+        if done or returned is None:
+            return returned
+        done = True
+        if not _is_linear(partial(hook, module), gradients, returned):
+            say(f"a backward hook of {name} changes gradients")
+        return returned
+
+    return examined
+
+
+def examine_functions(nodes: Iterable[Any], say: Say) -> None:
+    """Examines the user's ``torch.autograd.Function`` among a loss's ``nodes``, each class once."""
+    seen = set[type]()
+    for node in nodes:
+        function = getattr(type(node), "_forward_cls", None)
+        if function is None or function in seen or not source_files.is_users(inspect.getfile(function)):
+            continue
+        seen.add(function)
+        _examine_function(node, function, say)
+
+
+def _examine_function(node: Any, function: Any, say: Say) -> None:
+    given: tuple[Any, ...] = ()
+
+    def note(gradients: Any) -> None:
+        nonlocal given
+        given = tree_map_only(Tensor, Tensor.clone, tuple(gradients))
+
+    def examine(returned: Any, _: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        if not _is_linear(partial(function.backward, node), given, returned):
+            say(f"{function.__name__}.backward changes gradients")
+
+    handles = node.register_prehook(note), node.register_hook(examine)
