@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from xxhash import xxh3_64
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, numbered
@@ -71,6 +71,8 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader, say: Ca
 def digest(row: Batch) -> str:
     """Returns a digest of everything in ``row``: names, types, shapes and values."""
     hasher = xxh3_64()
+    # A nested tensor's text has numbers that count how many there were.
+    row = tree_map_only(Tensor, lambda leaf: list(leaf.unbind()) if leaf.is_nested else leaf, row)
     for path, leaf in tree_leaves_with_path(row):
         hasher.update(keystr(path).encode())
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -28,6 +29,7 @@ from dsframe.data.sampler import Order, Part, Sampler, sequential
 from dsframe.data.source import Batch, GatheringSource, ImageSource, Source, TensorSource, draw, own_rows
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
+from dsframe.values import same
 
 Item = tuple[int, int, Any]
 """An epoch, an index and the row."""
@@ -216,12 +218,7 @@ class _Keyed(Dataset[Any]):
             if reading:
                 batches.append(tree_leaves(self.source.collated(copy.deepcopy(rows))))
             following.append((torch.rand(()).item(), np.random.random(), random.random()))
-        same = (
-            torch.equal(first, other) if isinstance(first, Tensor) else first == other
-            for batch in batches[1:]
-            for first, other in zip(batches[0], batch, strict=True)
-        )
-        return len(set(following)) > 1 or not all(same)
+        return len(set(following)) > 1 or not all(same(batches[0], batch) for batch in batches[1:])
 
 
 class _Fetcher:
@@ -367,21 +364,30 @@ class _Ahead:
             return self._finish(moved), self._stream.record_event()
 
     def _arrived(self, batch: Batch, copied: Any) -> Batch:
-        if copied is None:
-            return batch
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copied)
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                leaf.record_stream(current)  # whose memory nobody takes before this stream has done with it
-        return batch
+        if copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
+            for leaf in tree_leaves(batch):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(current)  # whose memory nobody takes before this stream has done with it
+        return _mapped(batch, self._moved_object)
+
+    def _moved_object(self, leaf: Any) -> Any:
+        """What moves itself, such as a graph; on the stream that uses it, for nobody knows its tensors."""
+        moves = callable(getattr(leaf, "to", None)) and not isinstance(leaf, (Tensor, nn.Module))
+        return leaf.to(self._device) if moves else leaf
 
 
 def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
     def of_host(leaf: Any) -> Any:
         return move(leaf) if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
 
-    inputs, targets = tree_map(of_host, batch)
+    return _mapped(batch, of_host)
+
+
+def _mapped(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+    """``function`` of everything in a batch. torch's packed sequences are one thing: a part of them stays on the host."""
+    inputs, targets = tree_map(function, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
     return inputs, targets
 
 

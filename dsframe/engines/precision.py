@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dsframe.errors import ConfigError, Problem, TrainingError
+from dsframe.model import output_classes
 from dsframe.model.formats import parameter_dtype as parameter_dtype
 from dsframe.model.state import LossScaleState
 
@@ -57,9 +58,11 @@ def is_short(dtype: torch.dtype) -> bool:
 
 
 def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors of any nesting in a ``dtype`` of 16 bits, which the file asks for; everything else as it is."""
+    """Floating-point tensors of any nesting, in objects too, in a ``dtype`` of 16 bits, which the file asks for; everything else
+    as it is."""
     if not is_short(dtype):
         return inputs
+    output_classes.register(inputs)
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 

@@ -28,7 +28,7 @@ def register(value: Any) -> None:
     process; objects are rebuilt without calling ``__init__``.
     """
     for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED - {deque}:
-        pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls))
+        pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls), flatten_with_keys_fn=_flatten_with_keys)
         _REGISTERED.add(cls)
 
 
@@ -198,6 +198,11 @@ def attributes(value: Any) -> dict[str, Any]:
 def _flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
     held = attributes(value)
     return list(held.values()), tuple(held)
+
+
+def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    held = attributes(value)
+    return [(pytree.GetAttrKey(name), part) for name, part in held.items()], tuple(held)
 
 
 def _rebuilt(cls: Any, leaves: Any, names: tuple[str, ...]) -> Any:

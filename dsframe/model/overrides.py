@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
+from torch.jit._trace import TopLevelTracedModule
 
 from dsframe.errors import TaskError
 
@@ -20,6 +22,11 @@ def refuse(model: nn.Module, task: str) -> None:
 
     ``task``: the name of the task's class.
     """
+    if isinstance(model, torch.jit.ScriptModule) and not isinstance(model, TopLevelTracedModule):
+        raise TaskError(
+            f"{task}: the model is compiled by torch.jit.script, which takes no hooks, and the engines need them; return the "
+            'module itself (and write "compile": true in the file\'s "model" section), or a module that calls the compiled one'
+        )
     for module in _walk(model):
         cls = type(module)
         for name in _CALLED:

@@ -22,7 +22,7 @@ from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import metric_objects
-from dsframe.model.forward import Measure
+from dsframe.model.micro_batch import Measure
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason

@@ -5,7 +5,6 @@ Numbers, texts, tensors, and lists or dicts of few entries, as they were when th
 
 from __future__ import annotations
 
-import copy
 import inspect
 import pickle
 import random
@@ -20,16 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
 from dsframe.engine import Engine
 from dsframe.host import source_files
-
-_FEW = 1000
-"""Entries of a list or dict that is held; a data set has more."""
-ELEMENTS = 1 << 22
-"""Elements of a tensor that is held."""
+from dsframe.values import FEW, copied, same
 
 
 class Values:
@@ -65,7 +59,7 @@ class Values:
             if key not in space.names:
                 continue
             if isinstance(value, tuple) or type(value) in (list, deque, dict):
-                if len(value) <= _FEW and all(map(self._is_plain, tree_leaves(value))):
+                if len(value) <= FEW and all(map(self._is_plain, tree_leaves(value))):
                     yield key, value
             elif self._is_plain(value):
                 yield key, value
@@ -258,36 +252,3 @@ def _fill(value: Any, content: Any) -> None:
     elif type(value) in (list, deque, dict) and not same(content, value):
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(copied(content))
-
-
-def copied(value: Any, depth: int = 2) -> Any:
-    """A copy whose tensors and numbers may change; modules, data sets and what cannot be copied stay as they are."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.numel() <= ELEMENTS else value
-    if isinstance(value, (list, set, dict, deque)) and len(value) <= _FEW:
-        if isinstance(value, dict):
-            return {key: copied(item, depth - 1) for key, item in value.items()} if depth else dict(value)
-        return type(value)(copied(item, depth - 1) if depth else item for item in value)
-    if isinstance(value, (nn.Module, Dataset)) or not depth or not type(value).__dict__.get("__dict__"):
-        return value
-    try:
-        twin = copy.copy(value)
-        vars(twin).update({name: copied(item, depth - 1) for name, item in vars(value).items()})
-    except Exception:  # an object that cannot be copied
-        return value
-    return twin
-
-
-def same(before: Any, after: Any) -> bool:
-    """Returns whether two plain values, or two objects of plain values, are equal; True of what cannot be compared."""
-    if isinstance(before, Tensor):
-        return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
-    if isinstance(before, (int, float, set)):
-        return before is after or bool(before == after)
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(same(value, after[key]) for key, value in before.items())
-    if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
-        return len(before) == len(after) and all(map(same, before, after))
-    if type(before) is type(after) and type(before).__dict__.get("__dict__") and not isinstance(before, nn.Module):
-        return before is after or same(vars(before), vars(after))
-    return True

@@ -27,7 +27,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.module_state import ModuleState

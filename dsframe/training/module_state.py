@@ -19,8 +19,9 @@ from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.training import held, sample_trial, unmoved
+from dsframe.values import ELEMENTS, same
 
 _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
@@ -52,7 +53,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
-            self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=held.ELEMENTS)
+            self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def step_ended(self) -> None:
         """Right after the step: hooks, which come next, may set attributes."""
@@ -144,12 +145,12 @@ class ModuleState:
         finally:
             attributes.clear()
             attributes.update(now)
-        same = all(
+        alike = all(
             abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
             for before, after, again in losses.of.values()
         )
-        if not same:
+        if not alike:
             return _LOSS
         first, second, third = contents
-        moved = (name for name in first if not held.same(first[name], second.get(name)))
-        return _BUFFERS if any(held.same(first[name], third.get(name)) for name in moved) else _NO
+        moved = (name for name in first if not same(first[name], second.get(name)))
+        return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO

@@ -16,7 +16,7 @@ from dsframe.checkpoint import generators
 from dsframe.engine import Engine
 from dsframe.tasks.task import Task
 from dsframe.training import held
-from dsframe.training.held import copied, same
+from dsframe.values import copied, same
 
 _HELD = 1 << 25
 """Elements of all weights of a task's own modules that are copied for the look: 128 MiB."""

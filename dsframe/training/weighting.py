@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
-from dsframe.model.forward import Inputs, MicroBatch
+from dsframe.model.micro_batch import Inputs, MicroBatch
 from dsframe.tasks.task import Task
 
 

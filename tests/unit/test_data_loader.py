@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
@@ -220,6 +221,23 @@ def test_the_next_batch_is_on_its_way_before_one_is_given() -> None:
     assert taken == [0, 1]
     assert len(list(items)) == 3
     assert len(list(ahead(batches(1)))) == 1
+
+
+class Movable:
+    """A batch of a library's own class, as graphs have."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.values.to(device))
+
+
+def test_what_moves_itself_is_moved() -> None:
+    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    ((inputs, targets),) = _Ahead(torch.device("meta"))(iter([((Movable(torch.zeros(2)), packed), torch.zeros(2))]))
+    assert inputs[0].values.device.type == targets.device.type == inputs[1].data.device.type == "meta"
+    assert inputs[1].batch_sizes.device.type == "cpu", "torch wants them on the host"
 
 
 def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsframe.data.fingerprint import digest
+from dsframe.engines.precision import cast_inputs
 from dsframe.errors import TaskError
 from dsframe.model import output_classes
 
@@ -78,3 +80,14 @@ def test_hidden_tensors_are_refused(wrap: Any) -> None:
 
 def test_what_holds_no_gradients_is_returned() -> None:
     seen(Wrapped(lambda rows: (rows, len, "text", 3, SimpleNamespace(scale=rows.detach()))))
+
+
+def test_objects_as_inputs_are_cast_and_have_digests() -> None:
+    class Graph:
+        def __init__(self, nodes: Tensor, edges: Tensor) -> None:
+            self.nodes, self.edges = nodes, edges
+
+    graph = Graph(torch.ones(2, 3), torch.tensor([[0], [1]]))
+    short = cast_inputs({"graph": graph}, torch.bfloat16)["graph"]
+    assert (short.nodes.dtype, short.edges.dtype, graph.nodes.dtype) == (torch.bfloat16, torch.int64, torch.float32)
+    assert digest((graph, None)) != digest((Graph(torch.zeros(2, 3), graph.edges), None))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from dsframe.errors import TaskError
@@ -100,3 +101,12 @@ def test_other_overrides_are_fine() -> None:
     overrides.refuse(Keeps(), "Mine")
     overrides.refuse(AllModules(), "Mine")
     overrides.refuse(nn.LSTM(2, 2), "Mine")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_takes_no_hooks_is_named() -> None:
+    compiled = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(TaskError, match=r"compiled by torch\.jit\.script, which takes no hooks"):
+        overrides.refuse(compiled, "Mine")
+    overrides.refuse(nn.Sequential(compiled), "Mine")
+    overrides.refuse(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), "Mine")

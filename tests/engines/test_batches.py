@@ -1,0 +1,76 @@
+"""Batches that are no tensors: the loop by hand on every engine, and nothing said of them that is not so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe.model.forward import call
+from dsframe.tasks.layers import seed_generators
+from dsframe.tools.compare import losses
+from tests.engines import batch_tasks
+from tests.engines.test_foreign import SETUPS
+from tests.processes import python, run_ranks, warm
+
+TASKS = ("Packed", "Nested", "OfGraphs", "OfNodes")
+STEPS = 4
+
+
+def by_hand(name: str) -> list[float]:
+    task: Any = getattr(batch_tasks, name)()
+    seed_generators(0)
+    model, data, found = task.model().train(), task.train_data(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = task.collate([data[step * 8 + row] for row in range(8)])
+        inputs, targets = ({"rows": batch["rows"]}, batch["labels"]) if isinstance(batch, dict) else batch
+        loss = task.loss(call(model, inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def train(name: str, setup: str, folder: Path) -> Any:
+    processes, changes = SETUPS[setup]
+    document = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+        **changes,
+        "dsframe": {
+            "task": {"name": f"tests.engines.batch_tasks:{name}"},
+            "steps": STEPS,
+            "order": "sequential",
+            "log_every_steps": 1,
+            "run_dir": "run",
+            **changes.get("dsframe", {}),
+        },
+    }
+    (folder / "file.json").write_text(json.dumps(document))
+    words = ["-m", "dsframe.train", "--config", "file.json"]
+    return run_ranks(
+        warm(processes, words) if processes > 1 else python(words), cwd=folder, timeout_seconds=150
+    ).check()
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "setup", ["zero3", *(pytest.param(setup, marks=pytest.mark.long) for setup in ("single", "ddp", "horovod", "fsdp"))]
+)
+def test_batches_that_are_no_tensors(name: str, setup: str, tmp_path: Path) -> None:
+    finished = train(name, setup, tmp_path)
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(name), rel=1e-6)
+    for claim in ("draws random numbers", "give another sample", "was not examined", "depends on"):
+        assert claim not in finished.stderr
+
+
+def test_a_mean_over_nodes_is_said(tmp_path: Path) -> None:
+    assert "loss is neither a mean nor a sum over rows" in train("OfNodesUnsaid", "ddp", tmp_path).stderr
