@@ -33,7 +33,7 @@ from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load, resolve
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
 
 CHUNK = 64 << 20

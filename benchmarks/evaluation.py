@@ -31,7 +31,7 @@ from benchmarks.overhead import as_rank, document, engine_of, of_ranks
 from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
 from dsframe.engine import Engine
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, accuracy
 from dsframe.training.evaluation import Evaluation
 

@@ -34,7 +34,7 @@ from dsframe.config import Facts, load, resolve
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.train import leave_at_once
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsframe.errors import EngineError
 from dsframe.model.built import BuiltModel
-from dsframe.model.forward import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum

@@ -40,7 +40,7 @@ from dsframe.results import Summary
 from dsframe.run_dir import blocks, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
-from dsframe.run_dir.record import Record, finished, read_metrics
+from dsframe.run_dir.record import MakeLoggers, Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
 from dsframe.text import keys
 from dsframe.trainer import Outputs, Trainer, Work
@@ -89,6 +89,7 @@ class Run:
     host: HostResources
     model_files: ModelFiles
     """Makes what lies beside the weights in checkpoints, for other programs."""
+    loggers: MakeLoggers
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def train(run: Run, world: World) -> Summary:
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
     observers = Observers(ObserverContext(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
-    record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
+    keeps = world.is_main and not complete
+    record = Record(job.plan, facts, done, loggers=run.loggers, say=job.say) if keeps else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
     reset_peak(job.plan.device)

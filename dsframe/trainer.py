@@ -24,7 +24,7 @@ from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.observe.observer import Observers
 from dsframe.results import Summary
 from dsframe.run_dir import outcome

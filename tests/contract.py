@@ -22,7 +22,7 @@ from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, StepResult
 from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task

@@ -18,7 +18,8 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import derivatives
 from dsframe.model.built import Dependence
-from dsframe.model.forward import Inputs, Measure, MicroBatch, Terms, loss_of
+from dsframe.model.forward import loss_of
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Terms
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]

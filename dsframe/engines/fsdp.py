@@ -35,8 +35,8 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import formats, output_classes
 from dsframe.model.build import LARGE, without_dimensions, without_elements
-from dsframe.model.forward import Inputs, Measure
 from dsframe.model.gathered import LIBRARIES, Shards, whole
+from dsframe.model.micro_batch import Inputs, Measure
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, full_precision

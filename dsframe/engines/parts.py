@@ -36,7 +36,8 @@ from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
-from dsframe.model.forward import Arguments, Inputs, Measure, MicroBatch
+from dsframe.model.built_memory import BuiltMemory
+from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import (
     EngineState,
@@ -206,9 +207,10 @@ class PartsEngine(Engine):
         trained_parts = nn.Module()
         for name in self._trained:
             trained_parts.add_module(name, self._parts[name].inner)
+        memory = BuiltMemory.together(engine.built.memory for engine in self._trained.values())
         self.built = BuiltModel(
             # Between steps alone: each loss changes weights of another model.
-            watch=WeightWatch(self, trained_parts, max_norm.written(trained_parts)),
+            watch=WeightWatch(self, trained_parts, memory, max_norm.written(trained_parts)),
             dtype=self._first.built.dtype,
             groups=groups,
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),

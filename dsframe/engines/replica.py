@@ -18,7 +18,8 @@ from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
-from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, outputs_of
+from dsframe.model.forward import backward, outputs_of
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import (

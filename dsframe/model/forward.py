@@ -1,69 +1,33 @@
-"""One micro-batch: how the model is called, and how the task judges what it returns."""
+"""How the model is called, and how the task judges what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from dsframe.errors import TaskError
 from dsframe.model import output_classes
+from dsframe.model.micro_batch import Arguments, Inputs, MicroBatch, Terms
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
 if TYPE_CHECKING:
-    from dsframe.data.sample_draws import SampleDraws
     from dsframe.model.weight_watch import WeightWatch
-
-Inputs = Any
-"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
-
-Measure = Callable[[Any, Any], Mapping[str, Sum]]
-"""Makes sums of the outputs and the targets of an evaluation batch."""
-
-Terms = dict[str, Sum]
-"""The terms that a task's loss returned with the loss, added up over the micro-batches of a step."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward and backward pass is computed from."""
-
-    inputs: Inputs
-    targets: Any
-    weight: Tensor | float = 1.0
-    """Factor on the loss: a number, or a 0-d float32 tensor on the device, which may be 0 and is 1
-    on average."""
-    inspect: Callable[[Any, Any], None] | None = None
-    """Called with the outputs and the targets before the backward pass."""
-    draws: SampleDraws | None = None
-    """Gives the random numbers of the loss to samples."""
-
-    @classmethod
-    def of(cls, batches: Iterable[tuple[Inputs, Any]], weight: float = 1.0) -> Iterator[MicroBatch]:
-        """Yields ``batches`` of inputs and targets, each with ``weight``."""
-        return (cls(inputs, targets, weight) for inputs, targets in batches)
-
-
-class Arguments(NamedTuple):
-    """Inputs of a model that is called with positional arguments and keywords."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
-    positional ones, anything else the one argument."""
+    positional ones, anything else, a packed sequence too, the one argument."""
     if isinstance(inputs, Arguments):
         return model(*inputs.args, **inputs.kwargs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         return model(*inputs)
     return model(inputs)
 

@@ -27,13 +27,11 @@ from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
 from dsframe.config.value import Config
 from dsframe.errors import Problem
+from dsframe.run_dir.record import CSV, LOGGER_ID, TENSORBOARD
 from dsframe.text import reason
 
 _TRAINING, _EVALUATION = "train/", "eval/"
 """What the names of metrics begin with."""
-TENSORBOARD, CSV, _ID = "tensorboard", "csv", "logger-id"
-FILES = (TENSORBOARD, CSV, _ID)
-"""What loggers leave in a run's directory, unless the file names other folders."""
 
 
 def missing(config: Config) -> list[Problem]:
@@ -139,7 +137,7 @@ def _folder(section: Any, default: Path) -> Path:
 
 def _run_id(directory: Path) -> str:
     """What tells this run's files from other runs' in a folder that they share. A run that starts again keeps its own."""
-    note = directory / _ID
+    note = directory / LOGGER_ID
     if not note.exists():
         note.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
     return note.read_text(encoding="utf-8").strip()

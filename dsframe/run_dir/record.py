@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +33,10 @@ from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
 from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
-from dsframe.run_dir import loggers
-from dsframe.run_dir.loggers import Loggers
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
+    from dsframe.config.value import Config
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
 
@@ -50,6 +49,25 @@ _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
 """The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
+TENSORBOARD, CSV, LOGGER_ID = "tensorboard", "csv", "logger-id"
+"""What loggers leave in a run's directory, unless the file names other folders."""
+
+
+class Loggers(Protocol):
+    """Where metrics go beside the run's directory (``run_dir.loggers``)."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A record of ``metrics.jsonl``."""
+
+    def log_image(self, name: str, step: int, pixels: Any) -> None:
+        """``pixels``: a uint8 array ``[height, width, channels]``."""
+
+    def close(self, *, finished: bool = True) -> None:
+        """Sends what is still held."""
+
+
+MakeLoggers = Callable[["Config", Mapping[str, Any], Path, int, int], Loggers]
+"""Of the file, what the record says of the run, its directory, the global batch, and steps of an earlier run."""
 
 
 def provenance() -> dict[str, Any]:
@@ -126,7 +144,13 @@ class Record:
     """What rank 0 writes down. The record of an earlier run in the same directory is moved into ``earlier.1`` (2, ...)."""
 
     def __init__(
-        self, plan: Plan, about: Mapping[str, Any], done_steps: int = 0, *, say: Callable[[str], None]
+        self,
+        plan: Plan,
+        about: Mapping[str, Any],
+        done_steps: int = 0,
+        *,
+        loggers: MakeLoggers,
+        say: Callable[[str], None],
     ) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
         directory = plan.directory
@@ -153,7 +177,7 @@ class Record:
         self._partial, self._begun = _partial(directory / _METRICS), False
         """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
         self._waiting = "".join(before).encode()
-        self._loggers = Loggers(
+        self._loggers = loggers(
             plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
         )
         self.write({"run": self._about})
@@ -235,7 +259,7 @@ def _set_aside(directory: Path) -> Path | None:
         return None
     target = numbered(directory / "earlier")
     target.mkdir()
-    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, *loggers.FILES):
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, CSV, LOGGER_ID):
         if (directory / name).exists():
             (directory / name).rename(target / name)
     return target

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.cluster import world
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 

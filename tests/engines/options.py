@@ -21,7 +21,7 @@ from dsframe.config import Facts, load, resolve
 from dsframe.engine import Engine
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.observe.communication import Communication
 from dsframe.tasks import Task

@@ -26,7 +26,7 @@ import dsframe
 from dsframe.cluster import world
 from dsframe.data import Loader, as_source
 from dsframe.model.ema import KEY
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 from tests.engines.snapshot import Snapshot

@@ -22,7 +22,7 @@ from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 from dsframe.config.schema.settings import VisionTask
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied, seed_generators

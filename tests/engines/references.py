@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsframe.engine import Engine
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
 from tests.engines.several import one_process_group

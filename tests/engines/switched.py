@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.cluster import world as worlds
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}

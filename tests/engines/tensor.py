@@ -25,7 +25,7 @@ from dsframe.engine import Engine
 from dsframe.engines.deepspeed.imports import groups
 from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group

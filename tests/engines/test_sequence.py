@@ -17,7 +17,7 @@ from dsframe import tasks
 from dsframe.config import load
 from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
 from tests.processes import run_ranks, warm

@@ -23,7 +23,7 @@ from dsframe.data import EvaluationLoader, TensorSource, as_source
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set

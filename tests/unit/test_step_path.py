@@ -23,7 +23,7 @@ from dsframe.cluster.world import World
 from dsframe.config import Facts, load, resolve
 from dsframe.guard.signals import StopRequest
 from dsframe.model import optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.trainer import Trainer
 from dsframe.training.checkpoints import Checkpoints

@@ -20,7 +20,7 @@ from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.guard.signals import StopRequest
 from dsframe.model import build, optimizers, schedules
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer

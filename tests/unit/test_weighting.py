@@ -15,7 +15,8 @@ from dsframe import Task
 from dsframe.config.resolve.batch import Batch
 from dsframe.errors import TaskError
 from dsframe.model.built import BuiltModel
-from dsframe.model.forward import MicroBatch, loss_of
+from dsframe.model.forward import loss_of
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.trainer import Trainer
 from dsframe.training.weighting import LossWeights, refuse
 

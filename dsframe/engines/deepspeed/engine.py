@@ -37,7 +37,8 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates, switches
 from dsframe.model.build import build_model
-from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, call, outputs_of
+from dsframe.model.forward import backward, call, outputs_of
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, SavedState, persistent_buffers

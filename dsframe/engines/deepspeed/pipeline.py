@@ -31,7 +31,8 @@ from dsframe.errors import TaskError
 from dsframe.model import formats
 from dsframe.model.build import assert_same_model
 from dsframe.model.built import BuiltModel
-from dsframe.model.forward import Inputs, Measure, MicroBatch
+from dsframe.model.built_memory import BuiltMemory
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.model.weight_watch import WeightWatch
@@ -66,16 +67,17 @@ class PipelineEngine(ZeroEngine):
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
+        model = self._stage_module.model
         self.built = BuiltModel(
             depends=self._cut.depends,
             groups=self._cut.groups,
             parts=self._cut.parts,
-            watch=WeightWatch(self, self._stage_module.model),
+            watch=WeightWatch(self, model, BuiltMemory(model.named_parameters())),
         )
         task = self.plan.task
         task.context = replace(task.context, ranks=weakref.proxy(self))
-        formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
-        return self._stage_module, self._stage_module.model
+        formats.own_dtype(self.plan.config, self.plan.task, model, keeps_float64=False)
+        return self._stage_module, model
 
     def _initialize(self, module: nn.Module) -> dict[str, state_tensor.Cut]:
         self._start(module)

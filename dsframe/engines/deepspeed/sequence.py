@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from dsframe.engines.deepspeed.imports import DistributedAttention
 from dsframe.errors import EngineError
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Attention
 

@@ -37,7 +37,7 @@ from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.torch_patches import can_be_sent
 from dsframe.errors import EngineError, WorldError
 from dsframe.host import phases
-from dsframe.model.forward import MicroBatch
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 
 try:

@@ -29,7 +29,7 @@ from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column
 from dsframe.errors import TrainingError
 from dsframe.model.built import ParameterGroups
-from dsframe.model.forward import Inputs, Measure
+from dsframe.model.micro_batch import Inputs, Measure
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum

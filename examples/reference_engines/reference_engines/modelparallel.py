@@ -23,7 +23,7 @@ from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
-from dsframe.model.forward import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.tasks.layers import ready

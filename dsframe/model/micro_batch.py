@@ -1,0 +1,50 @@
+"""One micro-batch: what goes into a forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from dsframe.tasks.task import Sum
+
+if TYPE_CHECKING:
+    from dsframe.data.sample_draws import SampleDraws
+
+Inputs = Any
+"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
+
+Measure = Callable[[Any, Any], Mapping[str, Sum]]
+"""Makes sums of the outputs and the targets of an evaluation batch."""
+
+Terms = dict[str, Sum]
+"""The terms that a task's loss returned with the loss, added up over the micro-batches of a step."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass is computed from."""
+
+    inputs: Inputs
+    targets: Any
+    weight: Tensor | float = 1.0
+    """Factor on the loss: a number, or a 0-d float32 tensor on the device, which may be 0 and is 1
+    on average."""
+    inspect: Callable[[Any, Any], None] | None = None
+    """Called with the outputs and the targets before the backward pass."""
+    draws: SampleDraws | None = None
+    """Gives the random numbers of the loss to samples."""
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[Inputs, Any]], weight: float = 1.0) -> Iterator[MicroBatch]:
+        """Yields ``batches`` of inputs and targets, each with ``weight``."""
+        return (cls(inputs, targets, weight) for inputs, targets in batches)
+
+
+class Arguments(NamedTuple):
+    """Inputs of a model that is called with positional arguments and keywords."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
