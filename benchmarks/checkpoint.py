@@ -59,13 +59,15 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
+    threads = settle_threads(world, None)
     document = {
         "train_batch_size": world.size,
         "optimizer": OPTIMIZERS[options.optimizer],
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": options.stage},
         "dsframe": {
             "engine": options.engine,
-            "threads_per_rank": 1,
+            "threads_per_rank": threads,
             "task": {
                 "name": "language",
                 "layers": options.layers,
@@ -78,7 +80,6 @@ def main() -> int:
         },
     }
     config = load(document)
-    settle_threads(world, 1)
     import torch
 
     from dsframe.checkpoint.saver import Saver
@@ -194,7 +195,8 @@ def main() -> int:
         path = saved(False)
         loaded(path if options.at_once else saved(True))
     if world.is_main:
-        print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with {optimizer.kind}")
+        sizes = f"{world.size} rank(s) of {threads} thread(s), {count / 1e6:.1f} M parameters"
+        print(f"{engine.description}, {sizes} with {optimizer.kind}")
         table.show()
     all_gather_text(engine, "")
     if world.is_main:

@@ -14,6 +14,7 @@ from dsframe.errors import TaskError
 
 _MODULES = ("modules", "named_modules", "children", "named_children")
 _CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "apply", "to")
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine")
 _WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 
@@ -29,6 +30,11 @@ def refuse(model: nn.Module, task: str) -> None:
         )
     for module in _walk(model):
         cls = type(module)
+        if cls.__name__ in _WRAPPERS and cls.__module__.startswith(("torch.", "deepspeed.", "horovod.")):
+            raise TaskError(
+                f"{task}: the model contains a {cls.__name__}, which spreads it over devices or processes itself; return the "
+                "module that it wraps, and let the file choose the engine"
+            )
         for name in _CALLED:
             theirs, torchs = getattr(cls, name), getattr(nn.Module, name)
             if theirs is not torchs and not _callable_alike(theirs, torchs):

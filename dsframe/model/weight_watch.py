@@ -93,7 +93,7 @@ class WeightWatch(TorchFunctionMode):
         """True once the first loss of a step has been looked at."""
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since the ranks last compared what each has written."""
-        self._watching = False
+        self._watching = self._aside = False
         self._first = 0
         self._without_gradients: Counter[nn.Module] = Counter()
         self.recomputes_inside = False
@@ -122,6 +122,14 @@ class WeightWatch(TorchFunctionMode):
             self._before = self._marks()
             self._direct.clear()
             self._writes.clear()
+        if (
+            step == self._first
+            and not self._whole
+            and any(type(module).train is not nn.Module.train for module in self._model.modules())
+        ):
+            with self.inside():  # some write to weights there, as loralib does
+                self._model.eval()
+                self._model.train()
 
     def end(self, step: int) -> None:
         """**Collective.** After a step, and before the next one's update. Raises EngineError, TaskError."""
@@ -195,6 +203,15 @@ class WeightWatch(TorchFunctionMode):
             self._refuse_converted("in a hook")
             self._note_writes(self._writes, "in a hook")
         self._writes = self._writes | before
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside of :meth:`inside`, around what dsframe makes the model do: not looked at, unless weights are shards."""
+        self._aside = self._whole
+        try:
+            yield
+        finally:
+            self._aside = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -291,6 +308,8 @@ class WeightWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._aside:
+            return func(*args, **kwargs)
         if func is Tensor.register_hook and not self._examined and not args[0].is_leaf and (line := _caller()):
             args = (args[0], linearity.examining(args[1], line, self._say_not_linear))
         name = getattr(func, "__name__", "")

@@ -61,7 +61,7 @@ class Values:
             if isinstance(value, tuple) or type(value) in (list, deque, dict):
                 if len(value) <= FEW and all(map(self._is_plain, tree_leaves(value))):
                     yield key, value
-            elif self._is_plain(value):
+            elif self._is_plain(value) or (space.holds_buffers and isinstance(value, Tensor)):
                 yield key, value
 
 
@@ -74,6 +74,7 @@ class _Space:
     names: frozenset[str]
     """Those that are looked at."""
     label: str
+    holds_buffers: bool = False
 
     def values(self) -> Mapping[str, Any]:
         if isinstance(self.owner, dict):
@@ -103,13 +104,17 @@ class _Space:
             del self.owner.cell_contents
 
 
-def attributes(model: nn.Module) -> Values:
+def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
     """Returns what the modules of ``model`` keep in attributes. Those that libraries keep there are left out: the code of the
-    model's classes does not name them."""
+    model's classes does not name them. ``buffers``: also in buffers that no checkpoint has."""
     modules = dict(model.named_modules())
     functions = [function for cls in {type(module) for module in modules.values()} for function in _functions(cls)]
     names = frozenset[str]().union(*(_words(function.__code__) for function in functions)) - vars(nn.Module()).keys()
-    return Values([_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()], _Plain(model))
+    spaces = [_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
+    for name, module in modules.items() if buffers else ():
+        if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
+            spaces.append(_Space(module._buffers, transient, f"{name}.{{}}", holds_buffers=True))
+    return Values(spaces, _Plain(model))
 
 
 def outside(engine: Engine) -> Values:

@@ -65,7 +65,7 @@ class ModuleState:
             self._after = self._values(watch.model)
 
     def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
-        return held.attributes(model), held.outside(self._engine)
+        return held.attributes(model, buffers=True), held.outside(self._engine)
 
     def judge(self, *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
@@ -88,9 +88,9 @@ class ModuleState:
                 text = f"{whose} keeps values {where} to the next, and its {what} on them ({names})"
                 if resumed or (_LOSS in depends and self._engine.plan.world.size > 1):
                     raise TaskError(
-                        f"this {text}: no checkpoint has them, and each rank keeps its own. Make them buffers of the model "
-                        "(self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of the "
-                        "inputs; the number of the step is self.context.step in the task"
+                        f"this {text}: no checkpoint has them, and each rank keeps its own. Make them persistent buffers of the "
+                        "model (self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of "
+                        "the inputs; the number of the step is self.context.step in the task"
                     )
                 lines.append(f"{text}; no checkpoint has them")
             elif _UNKNOWN in depends:
@@ -120,7 +120,7 @@ class ModuleState:
         contents: list[dict[str, Tensor]] = []
         # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
-        mode = nullcontext() if watch.has_writes else sample_trial.training_mode(models)
+        mode = nullcontext() if watch.has_writes else sample_trial.training_mode(models, watch)
         try:
             with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):

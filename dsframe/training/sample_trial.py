@@ -29,6 +29,7 @@ from dsframe.engine import Engine
 from dsframe.engines import precision
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model import derivatives
+from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sum, Task, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import held, unmoved
@@ -134,7 +135,7 @@ class _Trial:
             with (
                 watch.trial(),
                 plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
-                training_mode(models) if self._training else nullcontext(),
+                training_mode(models, watch) if self._training else nullcontext(),
                 warnings.catch_warnings(),  # of torch.utils.checkpoint, which is used to gradients
             ):
                 warnings.simplefilter("ignore")
@@ -171,11 +172,12 @@ class _Trial:
 
 
 @contextmanager
-def training_mode(models: list[nn.Module]) -> Iterator[None]:
+def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]:
     """Inside, ``models`` are in training mode whenever they are called."""
 
     def train(model: nn.Module, _: Any) -> None:
-        model.train()
+        with watch.aside():  # some merge weights in eval(), as loralib does, and take them apart here
+            model.train()
 
     hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
     try:

@@ -572,6 +572,53 @@ class Shared(Rows):
         return self.net
 
 
+class _Merging(nn.Linear):
+    """Merges a product into its weight for evaluations, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.first, self.second = nn.Parameter(torch.randn(2, 8)), nn.Parameter(0.1 * torch.randn(8, 2))
+        self.weight.requires_grad_(False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> _Merging:
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.second @ self.first)
+            self.merged = not mode
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        outputs = super().forward(input)
+        return outputs if self.merged else outputs + input @ self.first.t() @ self.second.t()
+
+
+class Merging(Rows):
+    """Writes to a weight where the model goes into evaluation mode, and back."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Merging(), nn.Tanh(), nn.Linear(8, 3))
+
+
+class _Transient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.head(inputs) * (1 + 0.1 * self.calls)
+
+
+class Transient(Rows):
+    """Counts in a buffer that no checkpoint has."""
+
+    def model(self) -> nn.Module:
+        return _Transient()
+
+
 class _Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -100,6 +100,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "an attribute is a weight's memory": ("Shared", {"kind": "attribute"}, dict.fromkeys(("fsdp", "zero2", "zero3"), MOVED)),
     "an array is a weight's memory": ("Shared", {"kind": "array"}, {"zero2": MOVED}),
     "an attribute that was a weight's memory": ("Shared", {"kind": "replaced"}, {}),
+    "weights merged in evaluation mode": ("Merging", {}, dict.fromkeys(SHARDED, READ)),
+    "a count in a buffer that is not saved": ("Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "two weights in one memory": ("Shared", {"kind": "memory"}, dict.fromkeys(("ddp",), "in the same memory")),
     "two weights in one tensor": ("Shared", {"kind": "columns"}, {}),
     "a buffer that backward needs": ("Shared", {"kind": "mask"}, {}),
@@ -189,6 +191,7 @@ STATEFUL = {
     "a teacher that the task holds",
     "a count in training",
     "noise of its own",
+    "a count in a buffer that is not saved",
     *COUNTS,
 }
 """Cases whose tasks count steps, or keep something, in attributes."""
@@ -223,6 +226,8 @@ RIGHT = {
     "two weights in one tensor": ("single", "fsdp", "zero3"),
     "a buffer that backward needs": ("single",),
     "an attribute is a weight's memory": ("single", "ddp"),
+    "weights merged in evaluation mode": ("single", "ddp", "zero2"),
+    "a count in a buffer that is not saved": ("single",),
     "an attribute that was a weight's memory": ("fsdp", "zero2", "zero3"),
     "an equation": ENGINES,
     "consolidated": ENGINES,
@@ -371,10 +376,11 @@ def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path)
     assert "teacher.2.weight, a state that the task keeps: a resumed run would begin with another" in finished.stderr
 
 
-@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize("case", [*COUNTS, "a count in a buffer that is not saved"])
 def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_path: Path) -> None:
     finished = run(tmp_path, file(case, "single", steps=2), 1).check()
-    assert "this program keeps values in globals, classes or closures from one step to the next" in finished.stderr
+    where = "this program keeps values in globals, classes or closures" if case in COUNTS else "in attributes from one forward"
+    assert where in finished.stderr
     finished = run(tmp_path, file(case, "single", steps=4), 1)
     assert finished.returncode == 5
     assert "its loss depends on them" in finished.stderr

@@ -110,3 +110,8 @@ def test_a_model_that_takes_no_hooks_is_named() -> None:
         overrides.refuse(compiled, "Mine")
     overrides.refuse(nn.Sequential(compiled), "Mine")
     overrides.refuse(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), "Mine")
+
+
+def test_wrappers_that_spread_a_model_are_named() -> None:
+    with pytest.raises(TaskError, match="contains a DataParallel, which spreads it over devices or processes itself"):
+        overrides.refuse(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Mine")
