@@ -2,14 +2,15 @@
 
 Gradients there are of one micro-batch's loss: parts of the global gradient, on a scale of their own. What is not linear makes
 another sum of them for each size of the micro-batch. Hooks of outputs and of modules, and the ``backward`` of a
-``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients.
+``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients. A ``backward``
+that goes through a graph itself, or calls functions of the user's, is not asked: it may add to gradients.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.host import source_files
 
 Say = Callable[[str], None]
+_DIFFERENTIATES = {"backward", "grad", "autograd", "enable_grad", "func", "checkpoint"}
+"""Names in code that goes through a graph."""
 
 
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
@@ -28,13 +31,13 @@ def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returne
     try:
         with torch.random.fork_rng(devices):
             again = function(*tree_map_only(Tensor, lambda gradient: 2 * gradient, gradients))
-    except Exception:  # such as tensors of a context that may be read once
+        return all(
+            torch.allclose(second, 2 * first, rtol=1e-3, atol=0.0)
+            for first, second in zip(tree_leaves(returned), tree_leaves(again), strict=True)
+            if isinstance(first, Tensor) and isinstance(second, Tensor)
+        )
+    except Exception:  # such as tensors of a context that may be read once, and results that have no one shape
         return True
-    return all(
-        torch.allclose(second, 2 * first, rtol=1e-3, atol=0.0)
-        for first, second in zip(tree_leaves(returned), tree_leaves(again), strict=False)
-        if isinstance(first, Tensor) and isinstance(second, Tensor)
-    )
 
 
 def examining(hook: Callable[[Tensor], Any], place: str, say: Say) -> Callable[[Tensor], Any]:
@@ -78,10 +81,21 @@ def examine_functions(nodes: Iterable[Any], say: Say) -> None:
     seen = set[type]()
     for node in nodes:
         function = getattr(type(node), "_forward_cls", None)
-        if function is None or function in seen or not source_files.is_users(inspect.getfile(function)):
+        if function is None or function in seen:
             continue
         seen.add(function)
-        _examine_function(node, function, say)
+        if isinstance(function.backward, FunctionType) and _may_be_asked(function.backward):
+            _examine_function(node, function, say)
+
+
+def _may_be_asked(backward: FunctionType) -> bool:
+    code, codes = backward.__code__, [backward.__code__]
+    names = set[str]()
+    for inner in codes:
+        names |= {*inner.co_names, *inner.co_freevars}
+        codes += [constant for constant in inner.co_consts if isinstance(constant, CodeType)]
+    calls_users = any(isinstance(backward.__globals__.get(name), (FunctionType, type)) for name in names)
+    return source_files.is_users(code.co_filename) and not (calls_users or code.co_freevars or names & _DIFFERENTIATES)
 
 
 def _examine_function(node: Any, function: Any, say: Say) -> None:

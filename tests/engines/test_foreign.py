@@ -379,7 +379,11 @@ def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path)
 @pytest.mark.parametrize("case", [*COUNTS, "a count in a buffer that is not saved"])
 def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_path: Path) -> None:
     finished = run(tmp_path, file(case, "single", steps=2), 1).check()
-    where = "this program keeps values in globals, classes or closures" if case in COUNTS else "in attributes from one forward"
+    where = (
+        "this program keeps values in globals, classes or closures"
+        if case in COUNTS
+        else "in attributes from one forward"
+    )
     assert where in finished.stderr
     finished = run(tmp_path, file(case, "single", steps=4), 1)
     assert finished.returncode == 5
