@@ -27,7 +27,7 @@ from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
 from dsframe.config.value import Config
 from dsframe.errors import Problem
-from dsframe.run_dir.record import CSV, LOGGER_ID, TENSORBOARD
+from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
 from dsframe.text import reason
 
 _TRAINING, _EVALUATION = "train/", "eval/"

@@ -33,6 +33,7 @@ from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
 from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
+from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
@@ -49,8 +50,6 @@ _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
 """The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
-TENSORBOARD, CSV, LOGGER_ID = "tensorboard", "csv", "logger-id"
-"""What loggers leave in a run's directory, unless the file names other folders."""
 
 
 class Loggers(Protocol):

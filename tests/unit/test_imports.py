@@ -77,3 +77,9 @@ def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
     assert own == core | {"state", "state_flat"}
     assert [name for name in later if any(feature in name for feature in FEATURES)] == []
     assert ("deepspeed.runtime.zero.muon.original_muon" in later) == (stage > 0)
+
+
+def test_torch_waits_until_the_number_of_threads_is_settled() -> None:
+    """It reads OMP_NUM_THREADS and its log level once, when it is imported."""
+    program = "import sys, dsframe.run, dsframe.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, timeout=60, check=False).returncode == 0
