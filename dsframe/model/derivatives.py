@@ -65,7 +65,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _differentiates(code: CodeType, variables: dict[str, Any]) -> bool:
     names = set(code.co_names)
     keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
-    if any("create_graph" in keyword for keyword in keywords) or {"autograd", "grad"} <= names:
+    if any("create_graph" in keyword for keyword in keywords) or ("grad" in names and names & {"autograd", "backward"}):
         return True
     imported = {name for name in names if str(getattr(variables.get(name), "__module__", "")).startswith("torch.")}
     direct = imported if not names & {"func", "functional"} else names

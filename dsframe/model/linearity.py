@@ -3,7 +3,7 @@
 Gradients there are of one micro-batch's loss: parts of the global gradient, on a scale of their own. What is not linear makes
 another sum of them for each size of the micro-batch. Hooks of outputs and of modules, and the ``backward`` of a
 ``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients. A ``backward``
-that goes through a graph itself, or calls functions of the user's, is not asked: it may add to gradients.
+that goes through a graph, itself or in a function that it calls, is not asked: it may add to gradients.
 """
 
 from __future__ import annotations
@@ -89,13 +89,20 @@ def examine_functions(nodes: Iterable[Any], say: Say) -> None:
 
 
 def _may_be_asked(backward: FunctionType) -> bool:
-    code, codes = backward.__code__, [backward.__code__]
-    names = set[str]()
-    for inner in codes:
-        names |= {*inner.co_names, *inner.co_freevars}
-        codes += [constant for constant in inner.co_consts if isinstance(constant, CodeType)]
-    calls_users = any(isinstance(backward.__globals__.get(name), (FunctionType, type)) for name in names)
-    return source_files.is_users(code.co_filename) and not (calls_users or code.co_freevars or names & _DIFFERENTIATES)
+    """Returns whether ``backward`` is the user's, and neither it nor the user's functions that it calls go through a graph."""
+    functions = [backward]
+    for function in functions:
+        names = _names(function.__code__)
+        used = [function.__globals__.get(name) for name in names]
+        if names & _DIFFERENTIATES or function.__code__.co_freevars or any(isinstance(value, type) for value in used):
+            return False
+        called = (value for value in used if isinstance(value, FunctionType) and value not in functions)
+        functions += [value for value in called if not value.__module__.startswith("torch.")]
+    return all(source_files.is_users(function.__code__.co_filename) for function in functions)
+
+
+def _names(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _examine_function(node: Any, function: Any, say: Say) -> None:

@@ -299,12 +299,12 @@ class WeightWatch(TorchFunctionMode):
         if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
-        if self._whole or not self._direct or not known:
+        if self._whole or not known or not (self._direct or "DTensor" in words):  # FSDP's shards
             return None
-        name, line = next(iter(self._direct.items()))
-        return EngineError(
-            f"{line} uses {name} itself, not by a call of its module, and the backward pass failed: {self._shards()}"
-        )
+        used = "a part of a block is called while the block itself does not run"
+        for name, line in list(self._direct.items())[:1]:
+            used = f"{line} uses {name} itself, not by a call of its module, and the backward pass failed"
+        return EngineError(f"{used}: {self._shards()}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1204,6 +1204,16 @@ class _Clip(torch.autograd.Function):
         return gradient.clamp(-0.01, 0.01)
 
 
+def _limited(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+class _ClipByHelper(_Clip):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return _limited(gradient)
+
+
 class _Straight(_Clip):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -1230,8 +1240,9 @@ class _Guarded(nn.Module):
             "turn": torch.neg,
             "look": lambda gradient: None,
         }
-        if self.what in ("function", "straight through"):
-            hidden = (_Clip if self.what == "function" else _Straight).apply(hidden)
+        functions = {"function": _Clip, "helper": _ClipByHelper, "straight through": _Straight}
+        if self.what in functions:
+            hidden = functions[self.what].apply(hidden)
         if hidden.requires_grad and self.what in hook:
             for _ in range(2):
                 hidden.register_hook(hook[self.what])
@@ -1382,6 +1393,53 @@ class _Reversible(nn.Module):
         return self.head(hidden)
 
 
+class _Recalled(nn.Module):
+    """A block that its stack calls by a method in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def again(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs).tanh()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.again(inputs)
+
+
+class _RecallingStack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, *blocks: Any) -> Tensor:
+        ctx.blocks, ctx.inputs = blocks, []
+        for block in blocks:
+            ctx.inputs.append(inputs)
+            inputs = block(inputs)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient, kept = gradients[0], list[Tensor]()
+        for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
+            with torch.enable_grad():
+                again = inputs.detach().requires_grad_()
+                again.register_hook(
+                    kept.append
+                )  # not by its attribute, which would show that derivatives are taken here
+                torch.autograd.backward(block.again(again), gradient)
+            gradient = kept.pop()
+        return gradient, *(None for _ in ctx.blocks)
+
+
+class _Recalling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(_Recalled() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(_RecallingStack.apply(self.body(inputs), *self.blocks))
+
+
 class _Slopes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1414,7 +1472,8 @@ class Backwards(Rows):
         self.kind = kind
 
     def model(self) -> nn.Module:
-        return {"adjoint": _Ode, "reversible": _Reversible, "forward": _Slopes, "inner": _Adapted}[self.kind]()
+        kinds = {"reversible": _Reversible, "by a method": _Recalling, "forward": _Slopes, "inner": _Adapted}
+        return {"adjoint": _Ode, **kinds}[self.kind]()
 
     def eval_data(self) -> Any:
         return TensorDataset(*(one[:11] for one in self.train_data().tensors))

@@ -159,6 +159,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"kind": "reversible"},
         dict.fromkeys(("ddp", "zero3"), "reaches a weight several times"),
     ),
+    "blocks that a backward pass calls by a method": (
+        "Backwards",
+        {"kind": "by a method"},
+        {"fsdp": "a part of a block is called while the block itself does not run"},
+    ),
     "derivatives in forward mode": ("Backwards", {"kind": "forward"}, {"zero3": "in forward mode"}),
     "derivatives in an evaluation": ("Backwards", {"kind": "inner"}, {}),
     "a second view": ("SecondView", {}, {}),
@@ -469,6 +474,7 @@ def test_recomputed_blocks_change_their_buffers_once(
     [
         ("clip", "changes the gradient of an output"),
         ("function", "_Clip.backward changes gradients"),
+        ("helper", "_ClipByHelper.backward changes gradients"),
         ("module", "a backward hook of head changes gradients"),
         ("before a module", "a backward hook of head changes gradients"),
         ("turn", ""),

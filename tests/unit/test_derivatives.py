@@ -52,6 +52,13 @@ class Backward(nn.Module):
         return inputs
 
 
+class InBackward(nn.Module):
+    def again(self, inputs: Tensor, gradient: Tensor) -> Any:
+        inputs.requires_grad = True
+        self.forward(inputs).backward(gradient)
+        return inputs.grad
+
+
 def _penalty(inputs: Tensor) -> Tensor:
     return torch.autograd.grad(inputs.sum(), inputs)[0]
 
@@ -61,7 +68,7 @@ class Loss(Task):
         return _penalty(outputs)
 
 
-@pytest.mark.parametrize("module", [ByName, ByImport, ByFunction, Transformed, Called, Backward])
+@pytest.mark.parametrize("module", [ByName, ByImport, ByFunction, Transformed, Called, Backward, InBackward])
 def test_derivatives_are_seen_in_code(module: type[nn.Module]) -> None:
     assert derivatives.line_of(Task(), nn.Sequential(nn.Linear(1, 1), module())).startswith(__file__)
 
