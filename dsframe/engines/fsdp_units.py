@@ -33,15 +33,13 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 
 def _owning(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Returns a function that is true of modules that share no parameter with what is outside of them."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
+    """Returns a function that is true of modules that share no parameter, and no part, with what is outside of them."""
+    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
 
     def alone(unit: nn.Module) -> bool:
-        inside = {id(module) for module in unit.modules()}
-        return all(owners[id(parameter)] <= inside for parameter in unit.parameters())
+        inside = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
+        return all(names[key] == places[id(unit)] * count for key, count in inside.items())
 
     return alone
 

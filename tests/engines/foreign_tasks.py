@@ -1053,7 +1053,18 @@ _BUFFERS: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.tensor([0.5]).expand(8),
     "rare": lambda: torch.tensor([3, 5], dtype=torch.uint16),
 }
-HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly")
+HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly", "shared")
+
+
+class _Sharing(nn.Module):
+    """A block with a part that other blocks have too."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.own, self.part = nn.Linear(8, 8), part
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.part(self.own(inputs).tanh())
 
 
 class _Having(nn.Module):
@@ -1075,9 +1086,11 @@ class _Having(nn.Module):
             self.again = self.body
         if "partly" in kinds:
             self.head.weight.requires_grad_(False)
+        part = nn.Linear(8, 8)
+        self.blocks = nn.Sequential(*(_Sharing(part) for _ in range(2 if "shared" in kinds else 0)))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.more(self.body(inputs).tanh())
+        hidden = self.blocks(self.more(self.body(inputs).tanh()))
         for kind in self.kinds & {"float64", "bool", "scalar", "hidden", "expanded"}:
             hidden = hidden * getattr(self, kind).float()
         if "integer" in self.kinds:

@@ -227,3 +227,11 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     with pytest.raises(EngineError, match="this model has no Blok"):
         fsdp_units.named(model, ["Blok"])
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
+
+
+def test_fsdp_gathers_no_blocks_that_share_a_part() -> None:
+    part = nn.Linear(2, 2)
+    sharing, twice = nn.Sequential(Pair(), Pair()), nn.Sequential(*[Pair()] * 2)
+    sharing[0].part = sharing[1].part = part
+    assert fsdp_units.named(sharing, ["Pair"]) == []
+    assert fsdp_units.named(twice, ["Pair"]) == [twice[0]]
