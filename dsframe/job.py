@@ -253,8 +253,8 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(engine.built.origin)
     if engine.built.adapter is not None:
         job.say(engine.built.adapter.line)
-    for dependence in engine.built.depends:
-        job.say(f"this model's {dependence.text}")
+    for text in dict.fromkeys(dependence.text for dependence in engine.built.depends):  # of several models, too
+        job.say(f"this model's {text}")
     for line in engine.built.groups.lines:
         job.say(f"parameter group: {line}")
 

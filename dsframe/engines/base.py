@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.jit import ScriptModule
 
 from dsframe.engine import Engine, StepResult
@@ -37,12 +38,18 @@ TWICE = (
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
-    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients."""
+    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients, and torch's transformer layers
+    call their parts as in training, for which ZeRO-3 gathers weights: else a mask decides, on each rank by itself."""
 
     @functools.wraps(eval_step)
     def step(self: ModelEngine, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
-        with torch.set_grad_enabled(self.plan.task.eval_gradients):
-            return eval_step(self, batch, measure)
+        fast = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)
+        try:
+            with torch.set_grad_enabled(self.plan.task.eval_gradients):
+                return eval_step(self, batch, measure)
+        finally:
+            mha.set_fastpath_enabled(fast)
 
     return step
 

@@ -178,7 +178,6 @@ class PartsEngine(Engine):
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
         draws: Any = _Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
-        depends = tuple(dict.fromkeys(what for engine in engines for what in engine.built.depends))
         trained = {name: engine.built.groups for name, engine in self._trained.items()}
         groups = ParameterGroups(
             asked={
@@ -214,7 +213,7 @@ class PartsEngine(Engine):
             dtype=self._first.built.dtype,
             groups=groups,
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),
-            depends=depends,
+            depends=tuple(dependence for engine in engines for dependence in engine.built.depends),
             draws=draws,
             losses=self._losses_of,
             calls=self._calls,

@@ -27,6 +27,7 @@ from dsframe.model.weight_watch import WeightWatch, refuse_unusual
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
 
+_ON_MICRO_BATCHES = "so the training depends on the micro batch size"
 LARGE = 1 << 24
 """Elements. Freed memory of a larger sharded model goes back to the system; smaller models keep it,
 for speed."""
@@ -201,23 +202,32 @@ def dependences(
     training = [module for module in model.modules() if module.training]
     depends = []
     if not synced and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
-        text = "BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
-        depends.append(Dependence(text))
+        names = _statistics(model, nn.modules.batchnorm._BatchNorm)
+        depends.append(Dependence(f"BatchNorm sees one micro-batch at a time, {_ON_MICRO_BATCHES}", statistics=names))
     elif not synced and task.batch_dependent:
-        text = "outputs depend on the rest of a micro-batch, so the training depends on the micro batch size"
-        depends.append(Dependence(text))
+        depends.append(Dependence(f"outputs depend on the rest of a micro-batch, {_ON_MICRO_BATCHES}"))
+    if names := _statistics(model, nn.modules.instancenorm._InstanceNorm):
+        text = (
+            "InstanceNorm keeps statistics of one micro-batch at a time, so evaluations depend on the micro batch size"
+        )
+        depends.append(Dependence(text, statistics=names))
     if any(getattr(module, "scale_grad_by_freq", False) for module in training):
-        text = "scale_grad_by_freq counts within one micro-batch, so the training depends on the micro batch size"
-        depends.append(Dependence(text))
-    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
-    if drops and not per_sample:
-        text = f"dropout draws other masks on each rank, {ON_RANKS}"
-        depends.append(Dependence(text, on_processes=True))
-    sparse = ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided)
-    if sparse:
-        text = f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start"
-        depends.append(Dependence(text))
+        depends.append(Dependence(f"scale_grad_by_freq counts within one micro-batch, {_ON_MICRO_BATCHES}"))
+    if not per_sample and any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training
+    ):
+        depends.append(Dependence(f"dropout draws other masks on each rank, {ON_RANKS}", on_processes=True))
+    if sparse := ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided):
+        depends.append(
+            Dependence(f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start")
+        )
     return tuple(depends)
+
+
+def _statistics(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
+    """The names of the buffers that modules of a ``kind`` change in training."""
+    changing = {name for name, module in model.named_modules() if isinstance(module, kind) and module.training}
+    return frozenset(name for name, _ in model.named_buffers() if name.rpartition(".")[0] in changing)
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:

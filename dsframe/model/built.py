@@ -30,6 +30,8 @@ class Dependence:
     """Printed at the start, behind "this model's"."""
     on_processes: bool = False
     """True if it depends on the number of processes."""
+    statistics: frozenset[str] = frozenset()
+    """Buffers of which this says why they differ between ranks, by the names of one model."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class FirstStep(Listener):
                 'Let models() return it too ("average_of" for a mean teacher), or write it in on_checkpoint and read it in on_start'
             )
         self._say_draws(training)
-        if names := but_statistics(differ):
+        if names := but_statistics(training.engine, differ):
             progress.say(f"dsframe: this model's buffer {names} follows the samples of each rank, {ON_RANKS}")
         self.ended = time.perf_counter()
         phases.done("first step")

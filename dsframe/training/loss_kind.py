@@ -118,7 +118,7 @@ class LossTrial:
         where the loss has a state that ranks, or a run that is ``resumed``, would not share. ``differing``: the model's buffers
         that are not the same on all ranks."""
         engine, task = self._engine, self._engine.plan.task
-        self._state |= {name for name in self._buffers.intersection(differing) if but_statistics([name])}
+        self._state |= {name for name in self._buffers.intersection(differing) if but_statistics(engine, [name])}
         verdict = self._judge_state(resumed=resumed)
         tally = self._tally()
         kind, why = _agreed(tally), ""
@@ -155,7 +155,7 @@ class LossTrial:
         if parted or not self._looks or engine.plan.task.gathers_rows:
             return ""
         line = sample_trial.refuse_other_numbers(
-            engine, self._loader, buffers_alike=not but_statistics(differing), resumed=resumed
+            engine, self._loader, buffers_alike=not but_statistics(engine, differing), resumed=resumed
         )
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 

@@ -13,9 +13,6 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""BatchNorm's, which training does not use (``dsframe.model.build.dependences`` announces them)."""
-
 
 def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
@@ -45,9 +42,12 @@ def put(content: Tensor, buffer: Tensor) -> None:
     buffer.copy_(content)
 
 
-def but_statistics(names: Iterable[str]) -> str:
-    """Returns the ``names`` of buffers that are not BatchNorm's, as text."""
-    return ", ".join(name for name in names if name.rpartition(".")[2] not in _STATISTICS)
+def but_statistics(engine: Engine, names: Iterable[str]) -> str:
+    """Returns the ``names`` of buffers that are not the statistics of torch's layers, which the first lines tell of, as text."""
+    known = frozenset[str]().union(*(dependence.statistics for dependence in engine.built.depends))
+    return ", ".join(
+        name for name in names if known.isdisjoint({name, name.partition(".")[2]})
+    )  # of one of several models, too
 
 
 def differing(engine: Engine) -> Collection[str]:

@@ -1167,6 +1167,56 @@ class Returning(Rows):
         return super().loss(scores(), targets)
 
 
+class _Masked(nn.Module):
+    """torch's encoder, which in evaluation chooses by its mask how it reads the weights of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.encoder(inputs[:, None].expand(-1, 3, -1), src_key_padding_mask=inputs[:, 5:] > 1.5)
+        return self.head(hidden.mean(1))
+
+
+class Masked(Rows):
+    """A mask that is unlike on each rank."""
+
+    def model(self) -> nn.Module:
+        return _Masked()
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+class _Normaliser(nn.Module):
+    """Inputs without the mean of those before, which has the name of BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = cast(Tensor, self.running_mean)
+        if self.training:
+            mean.lerp_(inputs.mean(0), 0.1)
+        return inputs - mean
+
+
+class Statistics(Rows):
+    """Statistics of samples, of one of torch's layers or of the task's."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def model(self) -> nn.Module:
+        first = [_Normaliser()]
+        if self.what == "instance":
+            first = [nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()]
+        return nn.Sequential(*first, nn.Linear(8, 3))
+
+
 class _Reader(nn.Module):
     """Convolutions, a recurrent layer over the columns, classes by time (Shi et al. 2017, "CRNN")."""
 

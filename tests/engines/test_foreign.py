@@ -171,6 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "buffers that the first step makes": ("Observing", {}, {}),
     "a model without weights": ("Augmented", {}, {"zero3": "Hardtanh in models() has no parameters"}),
     "time first, summed": ("Reading", {}, {}),
+    "masks in torch's encoder": ("Masked", {}, {}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
 CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in ("all", *foreign_tasks.HAVING)}
@@ -267,6 +268,7 @@ RIGHT = {
     "buffers that the first step makes": ("ddp", "fsdp", "single"),
     "a teacher that the task holds": ("single", "ddp"),
     "time first, summed": ENGINES,
+    "masks in torch's encoder": ENGINES,
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
     **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
     "returning: weight": ("ddp", "fsdp"),
@@ -489,6 +491,17 @@ def test_what_clips_gradients_in_the_backward_pass_is_said(
     finished = run(tmp_path, file(what, "ddp"), 2).check()
     assert finished.stderr.count("and not linearly") == (1 if said else 0)
     assert f"{said}, and not linearly" in finished.stderr or not said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("instance", "InstanceNorm keeps statistics of one"), ("own", "buffer 0.running_mean follows the samples")],
+)
+def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, what, ("Statistics", {"what": what}, {}))
+    finished = run(tmp_path, file(what, "ddp"), 2).check()
+    assert [line for line in finished.stderr.splitlines() if "this model's" in line and said in line]
+    assert finished.stderr.count("this model's") == 1
 
 
 @pytest.mark.parametrize("where", ["loss", "hook"])
