@@ -190,12 +190,10 @@ def without_elements(model: nn.Module) -> str:
 def dependences(
     task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False
 ) -> tuple[Dependence, ...]:
-    """Returns what the result depends on other than the file, as far as the task and ``model`` (in training
-    mode) show it.
+    """Returns what the result depends on other than the file, as far as task and model show it.
 
     Args:
-        task: Of the run.
-        model: In training mode.
+        task, model: Of the run, the model in training mode.
         per_sample: True if random numbers belong to samples.
         synced: True if BatchNorm uses the samples of all ranks.
     """
@@ -207,20 +205,15 @@ def dependences(
     elif not synced and task.batch_dependent:
         depends.append(Dependence(f"outputs depend on the rest of a micro-batch, {_ON_MICRO_BATCHES}"))
     if names := _statistics(model, nn.modules.instancenorm._InstanceNorm):
-        text = (
-            "InstanceNorm keeps statistics of one micro-batch at a time, so evaluations depend on the micro batch size"
-        )
+        text = "InstanceNorm keeps statistics of one micro-batch at a time, so evaluations depend on its size"
         depends.append(Dependence(text, statistics=names))
     if any(getattr(module, "scale_grad_by_freq", False) for module in training):
         depends.append(Dependence(f"scale_grad_by_freq counts within one micro-batch, {_ON_MICRO_BATCHES}"))
-    if not per_sample and any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training
-    ):
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
+    if drops and not per_sample:
         depends.append(Dependence(f"dropout draws other masks on each rank, {ON_RANKS}", on_processes=True))
     if sparse := ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided):
-        depends.append(
-            Dependence(f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start")
-        )
+        depends.append(Dependence(f"sparse buffer {sparse} is in no checkpoint: model() makes it anew at each start"))
     return tuple(depends)
 
 

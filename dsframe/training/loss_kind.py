@@ -154,9 +154,8 @@ class LossTrial:
         parted = not getattr(engine, "averages_gradients", True)  # ranks have other weights for a while
         if parted or not self._looks or engine.plan.task.gathers_rows:
             return ""
-        line = sample_trial.refuse_other_numbers(
-            engine, self._loader, buffers_alike=not but_statistics(engine, differing), resumed=resumed
-        )
+        alike = not but_statistics(engine, differing)
+        line = sample_trial.refuse_other_numbers(engine, self._loader, buffers_alike=alike, resumed=resumed)
         return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
 
     def _tally(self) -> dict[str, float]:

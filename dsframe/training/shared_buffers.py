@@ -43,11 +43,9 @@ def put(content: Tensor, buffer: Tensor) -> None:
 
 
 def but_statistics(engine: Engine, names: Iterable[str]) -> str:
-    """Returns the ``names`` of buffers that are not the statistics of torch's layers, which the first lines tell of, as text."""
+    """Returns the ``names`` of buffers that no dependence tells of, as text. One of several models has its name before theirs."""
     known = frozenset[str]().union(*(dependence.statistics for dependence in engine.built.depends))
-    return ", ".join(
-        name for name in names if known.isdisjoint({name, name.partition(".")[2]})
-    )  # of one of several models, too
+    return ", ".join(name for name in names if known.isdisjoint({name, name.partition(".")[2]}))
 
 
 def differing(engine: Engine) -> Collection[str]:
