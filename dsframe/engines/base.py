@@ -24,8 +24,6 @@ from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Terms
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
-
-
 _JVP = (
     "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
     "have: use torch.autograd.grad with create_graph=True"
