@@ -1176,7 +1176,9 @@ class _Masked(nn.Module):
         self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.encoder(inputs[:, None].expand(-1, 3, -1), src_key_padding_mask=inputs[:, 5:] > 1.5)
+        masked = torch.zeros(len(inputs), 3, dtype=torch.bool)
+        masked[:, 0] = inputs[:, 6] > 1.0  # padding in front: the first evaluation has it on rank 1 alone
+        hidden = self.encoder(inputs[:, None].expand(-1, 3, -1), src_key_padding_mask=masked)
         return self.head(hidden.mean(1))
 
 
@@ -1493,6 +1495,20 @@ class _RecallingStack(torch.autograd.Function):
         return gradient, *(None for _ in ctx.blocks)
 
 
+class _ShownStack(_RecallingStack):
+    """As transformers' Reformer does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient: Any = gradients[0]
+        for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
+            with torch.enable_grad():
+                again = inputs.detach().requires_grad_()
+                block.again(again).backward(gradient)
+            gradient = again.grad
+        return gradient, *(None for _ in ctx.blocks)
+
+
 class _Recalling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1501,6 +1517,11 @@ class _Recalling(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(_RecallingStack.apply(self.body(inputs), *self.blocks))
+
+
+class _ShownRecalling(_Recalling):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(_ShownStack.apply(self.body(inputs), *self.blocks))
 
 
 class _Slopes(nn.Module):
@@ -1535,7 +1556,13 @@ class Backwards(Rows):
         self.kind = kind
 
     def model(self) -> nn.Module:
-        kinds = {"reversible": _Reversible, "by a method": _Recalling, "forward": _Slopes, "inner": _Adapted}
+        kinds = {
+            "reversible": _Reversible,
+            "by a method": _Recalling,
+            "by a method that shows it": _ShownRecalling,
+            "forward": _Slopes,
+            "inner": _Adapted,
+        }
         return {"adjoint": _Ode, **kinds}[self.kind]()
 
     def eval_data(self) -> Any:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from dsframe import Task
 from dsframe.model import derivatives
+from tests.engines import foreign_tasks
 
 
 class Plain(nn.Module):
@@ -52,13 +53,6 @@ class Backward(nn.Module):
         return inputs
 
 
-class InBackward(nn.Module):
-    def again(self, inputs: Tensor, gradient: Tensor) -> Any:
-        inputs.requires_grad = True
-        self.forward(inputs).backward(gradient)
-        return inputs.grad
-
-
 def _penalty(inputs: Tensor) -> Tensor:
     return torch.autograd.grad(inputs.sum(), inputs)[0]
 
@@ -68,9 +62,15 @@ class Loss(Task):
         return _penalty(outputs)
 
 
-@pytest.mark.parametrize("module", [ByName, ByImport, ByFunction, Transformed, Called, Backward, InBackward])
+@pytest.mark.parametrize("module", [ByName, ByImport, ByFunction, Transformed, Called, Backward])
 def test_derivatives_are_seen_in_code(module: type[nn.Module]) -> None:
     assert derivatives.line_of(Task(), nn.Sequential(nn.Linear(1, 1), module())).startswith(__file__)
+
+
+def test_derivatives_are_seen_in_a_backward_pass() -> None:
+    shown, hidden = (foreign_tasks.Backwards(f"by a method{more}") for more in (" that shows it", ""))
+    assert derivatives.line_of(shown, shown.model()).startswith(foreign_tasks.__file__)
+    assert derivatives.line_of(hidden, hidden.model()) == ""
 
 
 def test_losses_are_looked_at_too() -> None:
