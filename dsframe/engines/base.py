@@ -24,6 +24,8 @@ from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Terms
 from dsframe.tasks.task import Sum
 
 EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
+
+
 _JVP = (
     "the model takes derivatives in forward mode (torch.func.jvp, torch.autograd.forward_ad), which functions of {} do not "
     "have: use torch.autograd.grad with create_graph=True"
@@ -36,13 +38,13 @@ TWICE = (
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
-    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients, and torch's transformer layers
-    call their parts as in training, for which ZeRO-3 gathers weights: else a mask decides, on each rank by itself."""
+    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients. Where all ranks have to call the
+    same modules, torch's transformer layers do: in evaluation mode some read weights instead, if a mask lets them."""
 
     @functools.wraps(eval_step)
     def step(self: ModelEngine, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         fast = mha.get_fastpath_enabled()
-        mha.set_fastpath_enabled(False)
+        mha.set_fastpath_enabled(fast and self.built.calls is None)
         try:
             with torch.set_grad_enabled(self.plan.task.eval_gradients):
                 return eval_step(self, batch, measure)

@@ -54,6 +54,8 @@ class FsdpEngine(ReplicaEngine):
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
+        "mixed torch.Tensor and DTensor": "a part of a block is called while the block itself does not run, so that {} has not "
+        "gathered its weights: write whole_weights = True in the task",
         "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "
         "a global, the task, another object), so that {} does not gather the block's weights for it: return it, or keep it in an "
         "attribute of the block",

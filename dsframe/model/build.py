@@ -205,7 +205,7 @@ def dependences(
     elif not synced and task.batch_dependent:
         depends.append(Dependence(f"outputs depend on the rest of a micro-batch, {_ON_MICRO_BATCHES}"))
     if names := _statistics(model, nn.modules.instancenorm._InstanceNorm):
-        text = "InstanceNorm keeps statistics of one micro-batch at a time, so evaluations depend on its size"
+        text = "InstanceNorm keeps statistics of micro-batches, so evaluations depend on the micro batch size"
         depends.append(Dependence(text, statistics=names))
     if any(getattr(module, "scale_grad_by_freq", False) for module in training):
         depends.append(Dependence(f"scale_grad_by_freq counts within one micro-batch, {_ON_MICRO_BATCHES}"))

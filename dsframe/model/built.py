@@ -31,7 +31,7 @@ class Dependence:
     on_processes: bool = False
     """True if it depends on the number of processes."""
     statistics: frozenset[str] = frozenset()
-    """Buffers of which this says why they differ between ranks, by the names of one model."""
+    """Names of buffers that differ between ranks for this reason."""
 
 
 @dataclass(frozen=True)

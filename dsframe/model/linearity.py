@@ -3,14 +3,15 @@
 Gradients there are of one micro-batch's loss: parts of the global gradient, on a scale of their own. What is not linear makes
 another sum of them for each size of the micro-batch. Hooks of outputs and of modules, and the ``backward`` of a
 ``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients. A ``backward``
-that goes through a graph, itself or in a function that it calls, is not asked: it may add to gradients.
+that may go through a graph is not asked: a second time would add to gradients.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dsframe.host import source_files
 Say = Callable[[str], None]
 _DIFFERENTIATES = {"backward", "grad", "autograd", "enable_grad", "func", "checkpoint"}
 """Names in code that goes through a graph."""
+_PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
 
 
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
@@ -78,27 +80,25 @@ def _examined_once(hook: Callable[..., Any], name: str, say: Say) -> Callable[..
 
 def examine_functions(nodes: Iterable[Any], say: Say) -> None:
     """Examines the user's ``torch.autograd.Function`` among a loss's ``nodes``, each class once."""
-    seen = set[type]()
-    for node in nodes:
-        function = getattr(type(node), "_forward_cls", None)
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if isinstance(function.backward, FunctionType) and _may_be_asked(function.backward):
+    by_class = {function: node for node in nodes if (function := getattr(type(node), "_forward_cls", None))}
+    for function, node in by_class.items():
+        if isinstance(function.backward, FunctionType) and _may_be_asked(function.backward, node):
             _examine_function(node, function, say)
 
 
-def _may_be_asked(backward: FunctionType) -> bool:
-    """Returns whether ``backward`` is the user's, and neither it nor the user's functions that it calls go through a graph."""
+def _may_be_asked(backward: FunctionType, context: Any) -> bool:
+    """Returns whether ``backward``, and the user's functions that it calls, use only torch and the numbers in its ``context``."""
+    known = {*dir(builtins), *dir(torch), *dir(nn.functional), *dir(Tensor), *dir(type(context))} - _DIFFERENTIATES
     functions = [backward]
     for function in functions:
-        names = _names(function.__code__)
-        used = [function.__globals__.get(name) for name in names]
-        if names & _DIFFERENTIATES or function.__code__.co_freevars or any(isinstance(value, type) for value in used):
-            return False
-        called = (value for value in used if isinstance(value, FunctionType) and value not in functions)
-        functions += [value for value in called if not value.__module__.startswith("torch.")]
-    return all(source_files.is_users(function.__code__.co_filename) for function in functions)
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name, None if name in known else getattr(context, name, function))
+            if isinstance(value, FunctionType) and value is not function:
+                functions += [] if value in functions or value.__module__.startswith("torch.") else [value]
+            elif not (isinstance(value, ModuleType) or all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value))):
+                return False
+    codes = [function.__code__ for function in functions]
+    return all(source_files.is_users(code.co_filename) and not code.co_freevars for code in codes)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -50,6 +50,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _SITE = str(Path(_TORCH).parent)
 _MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deepspeed/", "/horovod/"))
 """Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
+_LINEAR = f"{_SITE}/deepspeed/runtime/zero/linear.py"
+"""What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at ZeRO-3."""
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
 _OTHER_ENGINES = 'choose engine "single" or "horovod", or ZeRO 0 to 2'
@@ -299,12 +301,12 @@ class WeightWatch(TorchFunctionMode):
         if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
-        if self._whole or not known or not (self._direct or "DTensor" in words):  # FSDP's shards
+        if self._whole or not self._direct or not known:
             return None
-        used = "a part of a block is called while the block itself does not run"
-        for name, line in list(self._direct.items())[:1]:
-            used = f"{line} uses {name} itself, not by a call of its module, and the backward pass failed"
-        return EngineError(f"{used}: {self._shards()}")
+        name, line = next(iter(self._direct.items()))
+        return EngineError(
+            f"{line} uses {name} itself, not by a call of its module, and the backward pass failed: {self._shards()}"
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -355,7 +357,7 @@ class WeightWatch(TorchFunctionMode):
         for leaf in _tensors(args, kwargs):
             if isinstance(leaf, nn.Parameter):
                 self._touched(leaf)
-            elif (left := self._memory.name_of(leaf)) and (line := _caller(through=True)):
+            elif (left := self._memory.name_of(leaf)) and (line := _caller()):
                 raise EngineError(
                     f"{line} uses a tensor in the memory that {left} had when the model was built. {self._engine.description} has "
                     "moved the weight, so the tensor stays as it was: use the weight itself, or clone() the tensor in model() if "
@@ -605,20 +607,16 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
-def _caller(*, direct: bool = False, through: bool = False) -> str:
-    """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has.
-
-    ``direct``: "" too where one of torch's own modules has. ``through``: also where such a library stands between them, as
-    DeepSpeed's ``linear`` does at ZeRO-3.
-    """
+def _caller(*, direct: bool = False) -> str:
+    """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has, or, if
+    ``direct``, one of torch's own modules."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         ours = source_files.is_ours(file) and "/tasks/" not in file and file != __file__
-        moves = file.startswith(_MOVERS)
-        if ours or (moves and not through) or (direct and file.startswith(_MODULES)):
+        if ours or (file.startswith(_MOVERS) and file != _LINEAR) or (direct and file.startswith(_MODULES)):
             return ""
-        if not moves and file != __file__ and not file.startswith((_TORCH, "<")) and str(Path(file).parent) != _STDLIB:
+        if file != __file__ and not file.startswith((_TORCH, _LINEAR, "<")) and str(Path(file).parent) != _STDLIB:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

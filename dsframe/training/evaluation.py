@@ -291,7 +291,7 @@ class Evaluation:
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
         if stateful := but_statistics(self._engine, differ):
-            self._tell(f"warning: buffer {stateful} differs between ranks; results may depend on their number")
+            self._tell(f"warning: buffer {stateful} differs between ranks; results may depend on the number of ranks")
         try:
             yield
         finally:

@@ -43,9 +43,9 @@ def put(content: Tensor, buffer: Tensor) -> None:
 
 
 def but_statistics(engine: Engine, names: Iterable[str]) -> str:
-    """Returns the ``names`` of buffers that no dependence tells of, as text. One of several models has its name before theirs."""
+    """Returns the ``names`` of buffers that no dependence tells of, as text."""
     known = frozenset[str]().union(*(dependence.statistics for dependence in engine.built.depends))
-    return ", ".join(name for name in names if known.isdisjoint({name, name.partition(".")[2]}))
+    return ", ".join(name for name in names if name not in known)
 
 
 def differing(engine: Engine) -> Collection[str]:

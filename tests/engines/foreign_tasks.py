@@ -1167,6 +1167,23 @@ class Returning(Rows):
         return super().loss(scores(), targets)
 
 
+class _ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weights = dict(self.named_parameters())
+        return self.head(F.linear(inputs, weights["body.weight"], weights["body.bias"]).tanh())
+
+
+class ByName(Rows):
+    """Weights of a part by their names."""
+
+    def model(self) -> nn.Module:
+        return _ByName()
+
+
 class _Masked(nn.Module):
     """torch's encoder, which in evaluation chooses by its mask how it reads the weights of its layers."""
 
@@ -1472,6 +1489,14 @@ class _Recalled(nn.Module):
         return self.again(inputs)
 
 
+class _ShownRecalled(_Recalled):
+    def backward_pass(self, inputs: Tensor, gradient: Any) -> Any:
+        with torch.enable_grad():
+            again = inputs.detach().requires_grad_()
+            self.again(again).backward(gradient)
+        return again.grad
+
+
 class _RecallingStack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, *blocks: Any) -> Tensor:
@@ -1487,9 +1512,7 @@ class _RecallingStack(torch.autograd.Function):
         for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
             with torch.enable_grad():
                 again = inputs.detach().requires_grad_()
-                again.register_hook(
-                    kept.append
-                )  # not by its attribute, which would show that derivatives are taken here
+                again.register_hook(kept.append)  # its attribute would show that derivatives are taken here
                 torch.autograd.backward(block.again(again), gradient)
             gradient = kept.pop()
         return gradient, *(None for _ in ctx.blocks)
@@ -1502,24 +1525,25 @@ class _ShownStack(_RecallingStack):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient: Any = gradients[0]
         for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
-            with torch.enable_grad():
-                again = inputs.detach().requires_grad_()
-                block.again(again).backward(gradient)
-            gradient = again.grad
+            gradient = block.backward_pass(inputs, gradient)
         return gradient, *(None for _ in ctx.blocks)
 
 
 class _Recalling(nn.Module):
+    block: type[nn.Module] = _Recalled
+
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(_Recalled() for _ in range(2))
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(_RecallingStack.apply(self.body(inputs), *self.blocks))
 
 
 class _ShownRecalling(_Recalling):
+    block = _ShownRecalled
+
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(_ShownStack.apply(self.body(inputs), *self.blocks))
 

@@ -173,6 +173,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a model without weights": ("Augmented", {}, {"zero3": "Hardtanh in models() has no parameters"}),
     "time first, summed": ("Reading", {}, {}),
     "masks in torch's encoder": ("Masked", {}, {}),
+    "weights by their names": ("ByName", {}, {"zero3": READ}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
 CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in ("all", *foreign_tasks.HAVING)}
@@ -271,6 +272,7 @@ RIGHT = {
     "a teacher that the task holds": ("single", "ddp"),
     "time first, summed": ENGINES,
     "masks in torch's encoder": ENGINES,
+    "weights by their names": ("ddp", "zero2"),
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
     **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
     "returning: weight": ("ddp", "fsdp"),
@@ -497,7 +499,10 @@ def test_what_clips_gradients_in_the_backward_pass_is_said(
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("instance", "InstanceNorm keeps statistics of one"), ("own", "buffer 0.running_mean follows the samples")],
+    [
+        ("instance", "InstanceNorm keeps statistics of micro-batches"),
+        ("own", "buffer 0.running_mean follows the samples"),
+    ],
 )
 def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, what, ("Statistics", {"what": what}, {}))
