@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engines import fsdp_units, precision
+from dsframe.engines import fsdp_scalars, fsdp_units, precision
 from dsframe.engines.base import JVP
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
@@ -34,7 +34,7 @@ from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import formats, output_classes
-from dsframe.model.build import LARGE, without_dimensions, without_elements
+from dsframe.model.build import LARGE, without_elements
 from dsframe.model.gathered import LIBRARIES, Shards, whole
 from dsframe.model.micro_batch import Inputs, Measure
 from dsframe.model.plan import Plan
@@ -90,7 +90,8 @@ class FsdpEngine(ReplicaEngine):
     @torch.no_grad()
     def _place(self, model: nn.Module) -> MasterWeights | None:
         """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
-        _refuse_scalars(model)
+        _refuse_empty(model)
+        self._scalars = fsdp_scalars.add_dimension(model)
         large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._settle_gathering(model)
         units = self._find_units(model)
@@ -237,7 +238,7 @@ class FsdpEngine(ReplicaEngine):
         return square.sqrt().to(gradients[0].device)
 
     def _slot(self, name: str, parameter: Tensor) -> ParameterView:
-        return _ShardSlot(name, tuple(parameter.shape), parameter)
+        return _ShardSlot(name, () if name in self._scalars else tuple(parameter.shape), parameter)
 
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective.** Every rank's forward pass gathers the others' shards."""
@@ -321,7 +322,8 @@ class _ShardSlot(ParameterView):
     def whole(self, piece: Tensor) -> Tensor:
         """**Collective.** Gathered from all ranks, on their device."""
         assert isinstance(piece, DTensor)
-        return _full(piece).to(full_precision(piece.dtype))
+        full = _full(piece).to(full_precision(piece.dtype))
+        return full if self.shape else full.view(())
 
     def span(self, tensor: Tensor) -> tuple[int, int]:
         """This rank's rows, which follow one another in the flattened parameter; as many as torch.chunk gives it."""
@@ -421,13 +423,8 @@ def _refuse_kept(model: nn.Module, kept: list[nn.Module]) -> None:
         )
 
 
-def _refuse_scalars(model: nn.Module) -> None:
+def _refuse_empty(model: nn.Module) -> None:
     if names := without_elements(model):
         raise EngineError(
             f'FSDP cannot shard {names}, which has no elements; leave it out of the model, or choose engine "ddp"'
-        )
-    if names := without_dimensions(model):
-        raise EngineError(
-            f"FSDP shards parameters along their first dimension, but {names} has none: make its shape [1], "
-            'or choose engine "ddp"'
         )

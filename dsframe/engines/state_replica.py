@@ -111,7 +111,8 @@ def shards(
 
 def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
     def shard_of(tensor: Tensor) -> TensorShard:
-        shape = tuple(tensor.shape if slot.start is None else slot.shape)
+        as_weight = slot.start is not None or tensor.shape == slot.master.shape
+        shape = tuple(slot.shape if as_weight else tensor.shape)
         return TensorShard(shape, full_precision(tensor.dtype), *slot.span(tensor), lambda: slot.flat(tensor))
 
     return ParameterShard(slot.name, {key: shard_of(tensor) for key, tensor in tensors.items()}, scalars)

@@ -177,11 +177,6 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
     return spill.description if large else ""
 
 
-def without_dimensions(model: nn.Module) -> str:
-    """The names of the parameters without dimensions, which not every engine can hold; empty where all have some."""
-    return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
-
-
 def without_elements(model: nn.Module) -> str:
     """The names of the parameters without elements, which no library shards; empty where all have some."""
     return ", ".join(name for name, parameter in model.named_parameters() if not parameter.numel())

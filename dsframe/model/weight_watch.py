@@ -497,9 +497,8 @@ class WeightWatch(TorchFunctionMode):
         linearity.examine_functions(nodes, self._say_not_linear)
         leaves = [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
-        if self._puts_others:
-            held = {id(parameter) for parameter in _held(self._engine.plan.task)}
-            strangers = [parameter for parameter in strangers if id(parameter) in held]
+        if self._puts_others:  # and has taken the memory back from those that are out of the model
+            strangers = [parameter for parameter in strangers if parameter.untyped_storage().size()]
         if strangers:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])
             raise TaskError(
@@ -588,15 +587,6 @@ def _places(tensor: Tensor) -> Tensor:
     """Where the elements of a tensor lie in its storage."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.arange(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
-
-
-def _held(task: Any) -> Iterator[nn.Parameter]:
-    """Yields the parameters that lie in a task's attributes."""
-    for value in tree_leaves(list(vars(task).values())):
-        if isinstance(value, nn.Module):
-            yield from value.parameters()
-        elif isinstance(value, nn.Parameter):
-            yield value
 
 
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -44,6 +44,21 @@ class Words(Rows):
         return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
 
+class Unregistered(Rows):
+    """A layer that the model does not show: in a list."""
+
+    def model(self) -> nn.Module:
+        class Model(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 3)
+                self.hidden = [nn.Linear(8, 8)]
+
+            def forward(self, rows: Tensor) -> Tensor:
+                return super().forward(self.hidden[0](rows))
+
+        return Model()
+
+
 class Penalty(Rows):
     """Reads weights in the loss."""
 
@@ -1035,6 +1050,38 @@ class Scaled(Rows):
 
     def model(self) -> nn.Module:
         return nn.Sequential(_Scaled(8, 16), nn.Tanh(), _Scaled(16, 3))
+
+
+class _Temperatures(nn.Module):
+    """Of two layers that share one, of the model itself, in a list; one is frozen, one has a mask of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Scaled(8, 8) for _ in range(2))
+        self.layers[1].scale = self.layers[0].scale
+        self.gates = nn.ParameterList(nn.Parameter(torch.tensor(0.1 * n)) for n in range(2))
+        self.gates[1].register_hook(lambda gradient: gradient * 0.5)
+        self.shift = nn.Parameter(torch.tensor(0.3), requires_grad=False)
+        self.head = nn.Linear(8, 3)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            rows = (layer(rows) * gate.exp()).tanh()
+        assert self.temperature.shape == ()
+        return self.head(rows) * self.temperature.exp() + self.shift
+
+
+class Temperatures(Rows):
+    """Writes to one after updates."""
+
+    def model(self) -> nn.Module:
+        return _Temperatures()
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        if name == "temperature":
+            assert weight.shape == ()
+            weight.clamp_(max=0.495)
 
 
 class _Symmetric(nn.Module):

@@ -47,14 +47,14 @@ class Idle(nn.Linear):
 class Parts(nn.Module):
     """Everything that is hard to cut: sizes that nothing divides, tied weights, a frozen one, and ones that are not used."""
 
-    def __init__(self, scalar: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(29, 13)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.blocks[1].norm.weight.requires_grad_(False)
         self.head = nn.Linear(13, 29, bias=False)
         self.head.weight = self.table.weight
-        self.scale = nn.Parameter(torch.ones(() if scalar else 1))
+        self.scale = nn.Parameter(torch.ones(1))
         self.first_rank_only, self.nobody = nn.Linear(13, 13), Idle(13, 5)
         self.register_buffer("mask", torch.ones(13, dtype=torch.bool))
 
@@ -144,14 +144,14 @@ def refusal(task: Task, **settings: object) -> str:
 
 
 def check_fsdp() -> None:
-    ddp = make(Next(Parts, False), "ddp")
+    ddp = make(Next(Parts), "ddp")
     before, expected, after = Snapshot(ddp.state()), steps(ddp), Snapshot(ddp.state())
     for settings in (
         {},
         {"wrap": ["Block", "Embedding", "Idle"], "offload": "cpu", "reshard_after_forward": False},
         {"sharding": "hybrid", "shard_size": 1},
     ):
-        fsdp = make(Next(Parts, False), "fsdp", **settings)
+        fsdp = make(Next(Parts), "fsdp", **settings)
         model = fsdp.model  # type: ignore[attr-defined]
         assert far(steps(fsdp), expected) < 2e-6, settings
         assert dict(fsdp.state().aliases) == {"head.weight": "table.weight"}
@@ -167,10 +167,7 @@ def check_fsdp() -> None:
             assert all(
                 local in (whole // rows * (rows // 2), whole // rows * -(-rows // 2)) for whole, local, rows in held
             )
-    assert refusal(Next(Parts, False), wrap=["Blok"]).startswith(
-        "fsdp.wrap: this model has no Blok; it has Linear (8), "
-    )
-    assert "scale has none: make its shape [1]" in refusal(Next(Parts, True))
+    assert refusal(Next(Parts), wrap=["Blok"]).startswith("fsdp.wrap: this model has no Blok; it has Linear (8), ")
 
 
 def check_ddp() -> None:

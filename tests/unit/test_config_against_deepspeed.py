@@ -105,7 +105,7 @@ def test_a_parameter_that_stage_3_cannot_shard_is_named() -> None:
 
     from dsframe.engines.deepspeed import engine
 
-    model = torch.nn.ParameterDict({"logit_scale": torch.tensor(2.65)})
-    with pytest.raises(EngineError, match=r"as logit_scale is: make its shape \[1\], or choose a lower stage"):
-        engine.refuse_scalars(model)
-    engine.refuse_scalars(torch.nn.Linear(2, 2))
+    model = torch.nn.ParameterDict({"empty": torch.empty(0), "logit_scale": torch.tensor(2.65)})
+    with pytest.raises(EngineError, match="stage 3 cannot shard empty, which has no elements"):
+        engine.refuse_empty(model)
+    engine.refuse_empty(torch.nn.Linear(2, 2))

@@ -29,7 +29,7 @@ from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
-from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_scalars
+from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
@@ -88,7 +88,7 @@ class ZeroEngine(ModelEngine):
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()
             if self._stage == 3:
-                refuse_scalars(self._model)
+                refuse_empty(self._model)
                 refuse_compiled(self._model)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             if self._stage == 3 and not self._elements:

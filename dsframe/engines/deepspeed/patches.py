@@ -58,7 +58,8 @@ PATCHES: dict[str, Patch] = {
     ),
     "scalars": Patch(
         "a parameter without dimensions, such as CLIP's temperature, cannot be sent at start, nor clipped at stage 0 in fp32",
-        "runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_)",
+        "runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_), runtime/zero/partition_parameters.py "
+        "(Init._zero_init_param)",
     ),
     "torch_warnings": Patch(
         "collectives are called by names that torch 2.13 deprecates, in every step",
@@ -196,14 +197,26 @@ def leave_out_shm_comm() -> None:
 @contextlib.contextmanager
 def scalars_sent() -> Iterator[None]:
     """ "scalars": inside, while an engine starts, they have a dimension when they are sent."""
+    engines = _upstream("scalars", "runtime.engine", "DeepSpeedEngine")
+    shards = _upstream("scalars", "runtime.zero.partition_parameters", "Init")
     broadcast = _upstream("scalars", "runtime.engine", "DeepSpeedEngine", "_broadcast_model")
+    shard = _upstream("scalars", "runtime.zero.partition_parameters", "Init", "_zero_init_param")
 
-    def with_dimension(engine: Any) -> None:
+    def broadcast_with_dimension(engine: Any) -> None:
         with _dimensions(engine.module.parameters()):
             broadcast(engine)
 
-    with mock.patch.object(
-        _upstream("scalars", "runtime.engine", "DeepSpeedEngine"), "_broadcast_model", with_dimension
+    def shard_with_dimension(init: Any, parameter: Any) -> None:
+        if parameter.ndim:
+            shard(init, parameter)
+            return
+        parameter.data = parameter.data.view(1)
+        shard(init, parameter)
+        parameter.ds_shape = torch.Size()  # of what is gathered
+
+    with (
+        mock.patch.object(engines, "_broadcast_model", broadcast_with_dimension),
+        mock.patch.object(shards, "_zero_init_param", shard_with_dimension),
     ):
         yield
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from dsframe.engines import after_step
 from dsframe.errors import EngineError
-from dsframe.model.build import without_dimensions, without_elements
+from dsframe.model.build import without_elements
 from dsframe.model.plan import Plan
 
 
@@ -40,15 +40,9 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def refuse_scalars(model: nn.Module) -> None:
-    """Raises EngineError for what stage 3 cannot cut: parameters without elements or without dimensions, which it sends as bytes
-    (deepspeed 0.19.8, ``runtime/zero/partition_parameters.py``)."""
+def refuse_empty(model: nn.Module) -> None:
+    """Raises EngineError for what stage 3 cannot cut: parameters without elements."""
     if names := without_elements(model):
         raise EngineError(
             f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"
-        )
-    if names := without_dimensions(model):
-        raise EngineError(
-            f"ZeRO stage 3 cannot shard a parameter without dimensions, as {names} is: make its shape [1], or choose a lower "
-            'stage, or engine "ddp", "horovod" or "single"'
         )

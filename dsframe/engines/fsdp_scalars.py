@@ -1,0 +1,37 @@
+"""Parameters without dimensions, such as CLIP's temperature: FSDP shards them with shape [1], and the model reads them without."""
+
+from __future__ import annotations
+
+import operator
+import types
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def add_dimension(model: nn.Module) -> set[str]:
+    """Gives each parameter of shape [] the shape [1]; its module reads it as before. Returns the names of these parameters."""
+    names = {name for name, parameter in model.named_parameters() if not parameter.ndim}
+    scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
+    for module in list(model.modules()) if scalars else ():
+        held = [name for name, parameter in module._parameters.items() if parameter in scalars]
+        if held:
+            kind = type(module)
+            members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            members |= {name: _reader(name) for name in held}
+            module.__class__ = types.new_class(
+                kind.__name__, (kind,), exec_body=operator.methodcaller("update", members)
+            )
+    for parameter in scalars:
+        parameter.data = parameter.data.view(1)
+    return names
+
+
+def _reader(name: str) -> Any:
+    def read(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]
+        # A shard is no number: what looks at it is to find the parameter itself.
+        return parameter if parameter is None or isinstance(parameter, DTensor) else parameter.view(())
+
+    return property(read)
