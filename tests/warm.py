@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -75,11 +76,14 @@ def import_everything() -> None:
     import dsframe
 
     importlib.import_module("torch._dynamo")  # at the first optimizer that is made
+    with contextlib.suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # by every optimizer of ZeRO, with torch's compiler
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
     sys.modules.pop("dsframe.train", None)  # somebody's import: as a program it is to begin anew
+    gc.freeze()  # what is imported stays: a rank need not look through it, as DeepSpeed has it do at start
 
 
 def run_job(line: socket.socket, folder: Path) -> int:
