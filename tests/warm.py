@@ -77,7 +77,9 @@ def import_everything() -> None:
 
     importlib.import_module("torch._dynamo")  # at the first optimizer that is made
     with contextlib.suppress(ImportError):
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # by every optimizer of ZeRO, with torch's compiler
+        importlib.import_module(
+            "deepspeed.runtime.zero.muon.muon_optimizer"
+        )  # by every optimizer of ZeRO, with torch's compiler
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
             with contextlib.suppress(ImportError):

@@ -214,7 +214,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         number = 0
         for batch in file.iter_batches(batch_size=_ROWS, columns=there):
             for value in batch.to_pylist():
-                yield Row(f"{path}, row {number}", value)
+                yield Row(f"{path}, row {number}", {name: _without_nulls(part) for name, part in value.items()})
                 number += 1
 
 
@@ -264,7 +264,14 @@ def _saved(path: Path) -> Iterator[Row]:
     except Exception as error:  # of pyarrow, of JSON, of the library
         raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
     for number, value in enumerate(dataset.with_format(None)):
-        yield Row(f"{path}, row {number}", value)
+        yield Row(f"{path}, row {number}", {name: _without_nulls(part) for name, part in value.items()})
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every object all keys of its column, null where it has none: what is null is taken for not there."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:

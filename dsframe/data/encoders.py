@@ -21,7 +21,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TextEncoder:
-    """Texts: the token that begins a document, where the tokenizer writes one, its tokens, and the token that ends it."""
+    """Texts: the tokens that the tokenizer writes before one, its tokens, and the token that ends it."""
 
     whole = False
 
@@ -34,8 +34,7 @@ class TextEncoder:
         self._end = END_OF_BYTES
         if tokenizer is not None:
             self._end = end_of(tokenizer)
-            first = tokenizer("")["input_ids"][:1]
-            self._begin = first if first and first[0] == tokenizer.bos_token_id else []
+            self._begin = begin_of(tokenizer)
 
     def length(self, row: Row) -> int:
         return len(_string(column(row, self._field), row, self._field))
@@ -48,7 +47,7 @@ class TextEncoder:
             encoded = tokens_of(self._tokenizer, texts, rows)
         for row, tokens in zip(rows, encoded, strict=True):
             empty = row.last and not self._within and not len(tokens)
-            begun = self._within or empty or (self._begin and list(tokens[:1]) == self._begin)  # a text may have them
+            begun = self._within or empty or list(tokens[: len(self._begin)]) == self._begin  # a text may have them
             before = [] if begun else self._begin
             ended = len(tokens) and int(tokens[-1]) == self._end and self._tokenizer is not None
             behind = [self._end] if row.last and not empty and not ended else []
@@ -119,13 +118,17 @@ class ConversationEncoder:
                 "{% endgeneration %} behind what the assistant says, in a file that chat_template names"
             )
         messages = _messages(row.value["messages"], row, "messages")
-        counts = [_counts(message, row) for message in messages if message["role"] == "assistant"]
-        messages = [{key: part for key, part in message.items() if key not in _WEIGHTS} for message in messages]
+        weights = [(message["role"], _counts(message, row)) for message in messages]
+        counts = [weight for role, weight in weights if role == "assistant"]
+        counts = counts or [
+            weight for role, weight in weights if role not in _ASKING
+        ]  # a template may have another name
+        messages = _unweighted(messages)
         tokens = self._applied(messages, row)["input_ids"]
         text, spans = self._rendered(messages, row)
         if not all(counts) and len(spans) != len(counts):
             raise DataError(
-                f"{row.place}: {len(counts)} messages of the assistant, but the chat template marks {len(spans)} parts, so it "
+                f"{row.place}: {len(counts)} answers, but the chat template marks {len(spans)} parts, so it "
                 "cannot be told which one has the weight 0"
             )
         parts = [text[begin:end] for first, last in spans for begin, end in ((0, first), (0, last), (first, last))]
@@ -181,22 +184,27 @@ class ConversationEncoder:
                 tools = json.loads(tools)
             except ValueError as error:
                 raise DataError(f'{row.place}: "tools" is a text that is not JSON ({error})') from None
-        return {**_without_nulls(more), "tools": _without_nulls(tools)}
+        return {**more, "tools": tools}
 
     def _completion(self, row: Row) -> tuple[list[int], list[int]]:
         prompt, completion = row.value["prompt"], row.value["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             if self._end is None:
                 end_of(self._tokenizer)
-            first = self._tokenizer("")["input_ids"][:1]
-            begin = first if first and first[0] == self._tokenizer.bos_token_id else []
-            asked, answered = tokens_of(self._tokenizer, [prompt, completion], [row, row])
-            before = [*([] if list(asked[:1]) == begin else begin), *asked]
-            after = [*answered, *([] if list(answered[-1:]) == [self._end] else [self._end])] if completion else []
+            asked, whole = tokens_of(self._tokenizer, [prompt, prompt + completion], [row, row])
+            shared, begin = _common(asked, whole), begin_of(self._tokenizer)
+            before = [*([] if list(whole[: len(begin)]) == begin else begin), *whole[:shared]]
+            ended = not completion or list(whole[-1:]) == [self._end]
+            after = [*whole[shared:], *([] if ended else [self._end])]
             return [*before, *after], [0] * len(before) + [1] * len(after)
-        asked = _messages(prompt, row, "prompt")
+        asked, answers = _messages(prompt, row, "prompt"), _messages(completion, row, "completion")
+        if not all(_counts(message, row) for message in answers):
+            raise DataError(
+                f"{row.place}: a message of a completion has the weight 0; give messages and a template with {{% generation %}}"
+            )
+        asked, answers = _unweighted(asked), _unweighted(answers)
         before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]
-        tokens = self._applied([*asked, *_messages(completion, row, "completion")], row)["input_ids"]
+        tokens = self._applied([*asked, *answers], row)["input_ids"]
         if tokens[: len(before)] != before:
             raise DataError(
                 f"{row.place}: the chat template writes the prompt differently if a completion follows, so dsframe cannot "
@@ -239,14 +247,21 @@ def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Itera
 
 _WEIGHTS = ("weight", "train", "loss")
 """Keys of a message that say whether it is learned, as in the formats of OpenAI, Axolotl and others."""
+_ASKING = ("system", "developer", "user", "tool", "function", "ipython")
+"""Roles that no template takes for the model's own."""
 
 
 def _counts(message: Mapping[str, Any], row: Row) -> bool:
     """Whether a message is learned. Raises DataError for what is neither 0 nor 1."""
     for key in _WEIGHTS:
-        if key in message and message[key] not in (0, 1):
+        if message.get(key) not in (None, 0, 1):
             raise DataError(f'{row.place}: "{key}" of a message is {message[key]!r}; 0 and 1 are known')
-    return all(message.get(key, 1) == 1 for key in _WEIGHTS)
+    return all(message.get(key) in (None, 1) for key in _WEIGHTS)
+
+
+def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The messages as a template is to see them."""
+    return [{key: part for key, part in message.items() if key not in _WEIGHTS} for message in messages]
 
 
 def _common(first: Sequence[int], other: Sequence[int]) -> int:
@@ -264,6 +279,12 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
         named = next((place for place, why in whys.items() if "half of a character" in why), None)
         where = named or f"{rows[0].place}, or up to {rows[-1].place}"
         raise DataError(f"{where}: the tokenizer fails: {whys[named or rows[0].place]}") from None
+
+
+def begin_of(tokenizer: Any) -> list[int]:
+    """The tokens that it writes before a text."""
+    text, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    return next((text[:n] for n in range(len(text)) if bare and text[n : n + len(bare)] == bare), [])
 
 
 def end_of(tokenizer: Any) -> int:
@@ -294,7 +315,7 @@ def _messages(value: Any, row: Row, name: str) -> list[Any]:
         isinstance(message, Mapping) and "role" in message for message in value
     ):
         raise DataError(f'{row.place}: "{name}" must be a list of messages, {{"role": "user", "content": "..."}}')
-    return [{**_without_nulls(message), **_joined(message, row)} for message in value]
+    return [{**message, **_joined(message, row)} for message in value]
 
 
 def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
@@ -307,10 +328,3 @@ def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
         kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"})
         raise DataError(f"{row.place}: a message has parts of type {', '.join(kinds)}; texts are read")
     return {"content": "".join(texts)}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every object all keys of its column, null where it has none: what is null is taken for not there."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -131,10 +131,16 @@ def _folders(folder: Path) -> list[Path]:
 def _files(folder: Path) -> list[Path]:
     """The files below ``folder``, sorted, without hidden ones and what systems put there."""
     paths = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        below = [Path(parent, name) for name in folders if name not in _JUNK and not name.startswith(".")]
+        folders[:] = [path.name for path in below if not (path.is_symlink() and _is_above(path, parent))]
         paths += [Path(parent, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
     return sorted(paths)
+
+
+def _is_above(link: Path, parent: str) -> bool:
+    """Whether a walk that follows the link never ends."""
+    return Path(parent).resolve().is_relative_to(link.resolve())
 
 
 def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:

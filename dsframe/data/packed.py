@@ -46,7 +46,8 @@ class RowSource:
         return self.gather([(epoch, indices)])
 
     def _wide(self, filled: Any) -> int:
-        return self._context if self._together else -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
+        wide = -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
+        return self._context if self._together else min(wide, self._context)
 
     def _laid(self, chosen: Any) -> tuple[Any, Any, Any]:
         """The pieces of all rows, the row of each, and how many positions of each row are filled."""

@@ -6,6 +6,7 @@ import glob
 import os
 import shutil
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -67,7 +68,10 @@ def sources(
     """
     tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus, data_dir)
     if encode is not None:
-        tokens = encode(tokens)
+        try:
+            tokens = encode(_whole(tokens) if corpus == "stdlib" else tokens)
+        except DataError as error:
+            raise DataError(f"corpus {corpus}: {error}") from error
     validation_tokens = min(len(tokens) // 20, _EVALUATION_TOKENS)
     training = tokens[: len(tokens) - validation_tokens]
     evaluation = tokens[len(tokens) - validation_tokens :]
@@ -89,17 +93,32 @@ def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
     limit = _STDLIB_BYTES if corpus == "stdlib" else None
     if len(files) == 1 and limit is None:
         return mapped(files[0], files[0].stat().st_size)
-    total = sum(file.stat().st_size for file in files)
+    marks = [len(BOM_UTF8) * (_head(file) == BOM_UTF8) for file in files]
+    total = sum(file.stat().st_size for file in files) - sum(marks)
     size = total if limit is None else min(total, limit)
 
     def join(out: IO[bytes]) -> None:
-        for file in files:
+        for file, mark in zip(files, marks, strict=True):
             with file.open("rb") as text:
+                text.seek(mark)
                 shutil.copyfileobj(text, out)
         out.truncate(size)
 
     name = "stdlib" if corpus == "stdlib" else "text"
     return mapped(cached(data_root(data_dir) / "corpora", name, files, size, join), size)
+
+
+def _whole(text: Tensor) -> Tensor:
+    """Without a character of which the limit has left the beginning at the end."""
+    for back, byte in enumerate(reversed(text[-3:].tolist()), start=1):
+        if byte >= 0xC0:  # begins a character of 2, 3 or 4 bytes
+            return text if back >= 2 + (byte >= 0xE0) + (byte >= 0xF0) else text[:-back]
+    return text
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as text:
+        return text.read(len(BOM_UTF8))
 
 
 def stdlib_files() -> list[Path]:

@@ -31,7 +31,7 @@ from dsframe.data.documents import Row
 from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError
 
-FORM = 2
+FORM = 3
 """Version of the files' form: part of the digest."""
 SAY_SECONDS = 5.0
 _OPEN_ROWS = 64

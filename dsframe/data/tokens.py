@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
 
+_FORM = 2
+"""Version of how tokens are made: part of the files' names."""
 _PIECE = 1 << 20
 """Bytes that are tokenized at a time; a piece ends at the end of a line, where it has one."""
 
@@ -23,7 +26,7 @@ def encoded(text: Tensor, tokenize: Callable[[str], list[int]], digest: str, dat
     it at once. Raises DataError.
     """
     content = text.numpy()
-    key = hashlib.sha256(digest.encode() + content.tobytes()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_FORM}{digest}".encode() + content.tobytes()).hexdigest()[:16]
     cache = data_root(data_dir) / "tokens" / f"{key}.int32"
     with writing(cache):
         if not cache.is_file():
@@ -36,10 +39,13 @@ def encoded(text: Tensor, tokenize: Callable[[str], list[int]], digest: str, dat
 
 
 def _pieces(content: bytes) -> Iterator[str]:
-    start = 0
+    decoder, start = codecs.getincrementaldecoder("utf-8-sig")(), 0  # some editors write a mark at the beginning
     while start < len(content):
         end = start + _PIECE
         if end < len(content):
             end = content.rfind(b"\n", start, end) + 1 or end
-        yield content[start:end].decode("utf-8", errors="replace")
+        try:
+            yield decoder.decode(content[start:end], final=end >= len(content)).replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 ({error.reason} after byte {start + error.start})") from None
         start = end

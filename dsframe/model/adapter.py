@@ -322,7 +322,13 @@ def _heads(model: nn.Module) -> list[str]:
     """The output layers of a classifier of transformers, which are new where its model folder has none."""
     if not re.search(r"For\w*(Classification|QuestionAnswering)", type(model).__name__):
         return []
-    return [name for name, _ in model.named_children() if name.endswith(_HEADS)]
+    classes, base = getattr(model.config, "num_labels", None), getattr(model, "base_model_prefix", "")
+
+    def scores(name: str, child: nn.Module) -> bool:
+        linear = [module for module in child.modules() if isinstance(module, nn.Linear)]
+        return name != base and any(module.out_features == classes for module in linear)
+
+    return [name for name, child in model.named_children() if name.endswith(_HEADS) or scores(name, child)]
 
 
 def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Attention, Sum, Task, accuracy
+from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -133,7 +134,7 @@ class CausalLanguageModelTask(Task):
         config, generation = json.loads(self.pretrained_config.to_json_string()), None
         if isinstance(model, str):
             generation = _transformers.generation_config(model)
-        if self.tokenizer is not None and (tokenizer or not isinstance(model, str)):
+        if self.tokenizer is not None and not self._knows_tokens:
             # A tokenizer from elsewhere: its special tokens are those that the model has learned.
             ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             config |= ids
@@ -150,10 +151,19 @@ class CausalLanguageModelTask(Task):
             "generation_config": generation,
         }
 
+    @functools.cached_property
+    def _knows_tokens(self) -> bool:
+        """Whether the tokenizer is the model folder's, or has all its tokens and more."""
+        tokenizer, model = self.settings.tokenizer, self.settings.model
+        theirs = _transformers.tokenizer(None, model) if tokenizer else None
+        if not tokenizer or theirs is None:
+            return not tokenizer and isinstance(model, str)
+        return bool(theirs[0].get_vocab().items() <= self.tokenizer.get_vocab().items())
+
     @property
     def unknown_end(self) -> int | None:
         """The tokenizer's end, which the training writes behind texts, where the model folder says that others are the end."""
-        if self.tokenizer is None or self.settings.tokenizer or not isinstance(self.settings.model, str):
+        if self.tokenizer is None or not self._knows_tokens or not isinstance(self.settings.model, str):
             return None
         end, generation = self.tokenizer.eos_token_id, _transformers.generation_config(self.settings.model)
         return None if end in _ends(self.pretrained_config.to_dict(), generation) else end
@@ -216,6 +226,19 @@ def _size_of(look: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def _normalisation(look: Mapping[str, Any]) -> Sequence[tuple[float, ...]]:
+    """Mean and standard deviation of each channel that a preprocessor_config.json gives; empty where it says nothing of them."""
+    if look.get("do_normalize") is False:
+        return (0.0,) * 3, (1.0,) * 3
+    values = [look.get(key) for key in ("image_mean", "image_std")]
+    return [(value,) * 3 if isinstance(value, (int, float)) else tuple(value or ()) for value in values]
+
+
+_ELSEWHERE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_pad", "do_thumbnail")
+"""What some image processors of transformers do to pictures, and no training here: channels in the order blue, green, red; a
+second division; values from -1 on; borders."""
+
+
 class ImageClassificationTask(Task):
     """Classes of images, by transformers' own loss; reports loss and accuracy."""
 
@@ -243,8 +266,8 @@ class ImageClassificationTask(Task):
                 self.images = replace(self.images, names=names)
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
-        if self.images.channels == 3 and {"image_mean", "image_std"} <= self._look.keys():
-            mean, std = tuple(self._look["image_mean"]), tuple(self._look["image_std"])
+        mean, std = _normalisation(self._look)
+        if self.images.channels == 3 and mean and std:
             self.images = replace(self.images, mean=mean, std=std)
         self.pretrained_config = config
         self.class_names = self.images.names
@@ -270,6 +293,25 @@ class ImageClassificationTask(Task):
             )
         self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
+    def _unlike(self) -> list[str]:
+        """What the folder's own processor does to pictures, and the training does not."""
+        other = [name for name in _ELSEWHERE if self._look.get(name)]
+        scaled = self._look.get("do_rescale", True) and abs(self._look.get("rescale_factor", 1 / 255) * 255 - 1) < 0.01
+        return other if scaled else [*other, "rescale_factor"]
+
+    @property
+    def prepares(self) -> bool:
+        return images.prepares(self.settings) or bool(self._unlike())
+
+    def prepare(self, say: Say) -> None:
+        if images.prepares(self.settings):
+            images.prepare(self.settings, self.images, self.seed, say)
+        if self.images.channels == 3 and (unlike := self._unlike()):
+            say(
+                f"task.model: the folder's preprocessor_config.json has {', '.join(unlike)}, which the training does not do: "
+                "pictures look otherwise than to the folder's model; an export has the look of the training"
+            )
+
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) else None
         return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
@@ -287,9 +329,8 @@ class ImageClassificationTask(Task):
     def pretrained(self) -> Mapping[str, Any]:
         facts = self.images
         sides = {"height": facts.size, "width": facts.size}
-        look = {
+        look = {  # nothing of the folder's own: another processor does more with its keys
             "image_processor_type": "ViTImageProcessor",
-            **self._look,
             "do_resize": True,
             "size": sides,
             "do_rescale": True,

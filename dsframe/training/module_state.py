@@ -20,6 +20,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model.micro_batch import MicroBatch
+from dsframe.model.state import persistent_buffers
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.values import ELEMENTS, same
 
@@ -152,5 +153,6 @@ class ModuleState:
         if not alike:
             return _LOSS
         first, second, third = contents
-        moved = (name for name in first if not same(first[name], second.get(name)))
+        saved = persistent_buffers(watch.model)  # others are attributes, that the loss has been asked about
+        moved = (name for name in saved.keys() & first if not same(first[name], second.get(name)))
         return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO

@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,7 @@ from dsframe.checkpoint import store
 from dsframe.config import load
 from dsframe.data import Loader, as_source
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.model import adapter as model_adapter
 from dsframe.tasks.layers import seed_generators
 from dsframe.tools import export
 from tests import text_files
@@ -243,3 +245,10 @@ def test_what_a_group_freezes_of_the_adapter_is_saved(tmp_path: Path) -> None:
     assert export.main([str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
     assert dsframe.load_model(tmp_path / "run")
+
+
+def test_the_new_heads_of_any_classifier_are_trained_whole() -> None:
+    sizes = {"depths": [1, 1, 1, 1], "embed_dims": [8, 8, 8, 16], "num_labels": 16}
+    swift = transformers.SwiftFormerForImageClassification(transformers.SwiftFormerConfig(**sizes))
+    assert model_adapter._heads(swift) == ["head", "dist_head"]
+    assert model_adapter._heads(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))) == []

@@ -62,8 +62,8 @@ def talk(*answers: Any, **more: Any) -> dict[str, Any]:
     return {"messages": messages, **more}
 
 
-def said(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
+def said(text: str, role: str = "assistant", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **more}
 
 
 def learned(tokenizer: Any, row: dict[str, Any], template: Any = MARKED) -> str:
@@ -143,6 +143,42 @@ def test_a_message_of_no_weight_is_not_learned(key: str) -> None:
         learned(tokenizer, talk(said("bad", **{key: 0.5})))
 
 
+def test_a_weight_that_cannot_be_heeded_is_refused() -> None:
+    tokenizer, marked = words("bytes"), MARKED.replace("'assistant'", "'model'")
+    rows = talk(said("bad", weight=0, role="model"), said("good", role="model"))
+    assert learned(tokenizer, rows, marked) == "good[END]"
+    ask = {"role": "user", "content": "the cat"}
+    completion = {"prompt": [ask], "completion": [said("bad", weight=0), ask, said("good")]}
+    with pytest.raises(DataError, match="a:1: a message of a completion has the weight 0; give messages"):
+        learned(tokenizer, completion)
+    completion["completion"][0]["weight"] = None
+    assert learned(tokenizer, completion, "{% for m in messages %}{{ m | tojson }}{% endfor %}").count("weight") == 0
+
+
+def test_prompt_and_completion_are_one_text() -> None:
+    tokenizer = words("unigram")  # writes a space before each text
+    row = {"prompt": "the", "completion": "n a"}
+    (found,) = encoder(tokenizer, None).encode([Row("a:1", row)])
+    whole = tokenizer("then a")["input_ids"]
+    assert [token if token >= 0 else ~token for token in found.tolist()] == [*whole, tokenizer.eos_token_id]
+    assert learned(tokenizer, row, None).replace(" ", "") == "na[END]"
+
+
+@pytest.mark.parametrize("special", ["$A [END]", "<bot> $A", "<user> <bot> $A", "<s> <bot> $A [END]", "$A"])
+def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = words("bytes")
+    tokenizer.bos_token = "[END]" if special == "$A [END]" else "<s>"
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in SPECIAL]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=special, special_tokens=ids)
+    theirs = [*tokenizer("one")["input_ids"]]
+    theirs += [tokenizer.eos_token_id] * (theirs[-1] != tokenizer.eos_token_id)
+    (text,) = TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": "one"})])
+    (pair,) = encoder(tokenizer, None).encode([Row("a:1", {"prompt": "o", "completion": "ne"})])
+    assert text.tolist() == [token if token >= 0 else ~token for token in pair.tolist()] == theirs
+
+
 def test_what_the_template_is_given_reaches_it() -> None:
     template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
@@ -165,7 +201,7 @@ def test_of_several_templates_the_one_that_transformers_takes() -> None:
         learned(tokenizer, talk("one"), None)
 
 
-def test_nulls_of_parquet_are_not_said(tmp_path: Path) -> None:
+def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -182,6 +218,10 @@ def test_nulls_of_parquet_are_not_said(tmp_path: Path) -> None:
         for name in ("a.jsonl", "a.parquet")
     ]
     assert found[0] == found[1]
+    rows[0]["messages"][0]["calls"][0]["arguments"] = {"x": None}  # type: ignore[index]
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]))
+    (tokens,) = made.encode(list(documents.rows(tmp_path / "b.jsonl", made.columns)))
+    assert '"arguments": {"x": null}' in words("bytes").decode((~tokens).tolist())
 
 
 def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:

@@ -129,6 +129,14 @@ def test_what_systems_leave_is_neither_class_nor_picture(pictures: Path) -> None
     assert read(pictures) == before
 
 
+def test_folders_behind_links_are_read_once(pictures: Path) -> None:
+    before = read(pictures)
+    written(pictures / "elsewhere" / "7.png", Image.fromarray(RAMP))
+    (pictures / "train" / "cat" / "more").symlink_to(pictures / "elsewhere")
+    (pictures / "train" / "cat" / "loop").symlink_to(pictures / "train")
+    assert read(pictures) == sorted([*before, "cat/more/7.png"])
+
+
 def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures: Path) -> None:
     (pictures / "train" / "dog" / "9.heic").write_bytes(b"x")
     said: list[str] = []

@@ -155,3 +155,26 @@ def test_names_of_weights_are_no_state() -> None:
     assert model.pair[1] == 1
     assert model.by_name["x"] == 0
     assert torch.equal(model.weight_ih_l0, trained)
+
+
+class Counted(nn.Linear):
+    """Counts rows in a buffer that no checkpoint has, as DeepSpeed's experts do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.seen += len(rows)
+        return super().forward(rows)
+
+
+class Counts(Remembers):
+    def model(self) -> nn.Module:
+        return Counted()
+
+
+def test_a_count_that_nothing_depends_on_may_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, Counts(), 2)
+    fit(tmp_path, Counts(), 4, resume="auto")
+    assert "depend" not in capsys.readouterr().err

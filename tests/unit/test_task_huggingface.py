@@ -219,6 +219,22 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
         language(tokenizer=str(tmp_path), corpus=str(tmp_path / "short")).train_data()
 
 
+def test_a_corpus_is_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    letters = "ab " * 200
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text(letters + "\n" + letters)
+    marked.write_bytes(b"\xef\xbb\xbf" + letters.encode() + b"\r\n" + letters.encode())
+    one, other = (
+        language(tokenizer=str(tmp_path), corpus=str(file)).train_data().batch(torch.arange(8), 0)[0]
+        for file in (plain, marked)
+    )
+    assert one.equal(other)
+    marked.write_bytes(letters.encode() + "é".encode("latin-1"))
+    with pytest.raises(DataError, match=r"marked\.txt: not UTF-8"):
+        language(tokenizer=str(tmp_path), corpus=str(marked)).train_data()
+
+
 def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
     task = classifier()
     model = made(task)
@@ -501,8 +517,54 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
     assert json.loads(own["generation_config"]) == {"eos_token_id": [7, 8, 0], "temperature": 0.5}, (
         "and the tokenizer's"
     )
+    assert (
+        language(model=str(known), tokenizer=str(known)).pretrained()["generation_config"] == own["generation_config"]
+    )
+    longer = _transformers.transformers().AutoTokenizer.from_pretrained(words)
+    longer.add_tokens(["<new>"])
+    longer.save_pretrained(tmp_path / "longer")
+    grown = language(model=str(known), tokenizer=str(tmp_path / "longer"), resize_embeddings=True).pretrained()
+    assert grown["generation_config"] == own["generation_config"], "it has all tokens of the folder's"
     (known / "generation_config.json").write_text('{"eos_token_id": [0, 8]}')
     assert json.loads(language(model=str(known)).pretrained()["generation_config"]) == {"eos_token_id": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("ViT", {"image_mean": 0.5, "image_std": None}, ""),
+        ("ViT", {"do_normalize": False}, ""),
+        ("ConvNext", {"size": {"shortest_edge": 16}, "crop_pct": 0.875}, ""),
+        ("Levit", {}, ""),
+        ("EfficientNet", {}, "has include_top, which the training does not do"),
+        ("MobileViT", {}, "has do_flip_channel_order, which"),
+        ("ViT", {"rescale_factor": 1 / 127.5}, "has rescale_factor, which"),
+    ],
+)
+def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    library = _transformers.transformers()
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "d" / place).mkdir(parents=True)
+        ramp = image.merge(
+            "RGB", [image.linear_gradient("L"), image.new("L", (256, 256), 40), image.radial_gradient("L")]
+        )
+        ramp.save(tmp_path / "d" / place / "0.png")
+    known = tmp_path / "m"
+    config = {key: value for key, value in VIT.items() if key != "model_type"}
+    library.ViTForImageClassification(library.ViTConfig(**config, image_size=16)).save_pretrained(known)
+    getattr(library, f"{name}ImageProcessor")().save_pretrained(known)
+    file = known / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    task = classifier(model=str(known), dataset="image-folder", data_dir=str(tmp_path / "d"), samples=None)
+    lines: list[str] = []
+    task.prepare(lines.append)
+    assert (said in lines[0]) if said else not lines
+    (tmp_path / "preprocessor_config.json").write_text(str((task.pretrained() or {})["preprocessor_config"]))
+    processor = library.AutoImageProcessor.from_pretrained(tmp_path)
+    picture = image.open(tmp_path / "d" / "val" / "a" / "0.png")
+    theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(theirs, task.eval_data()[0][0], rtol=0, atol=0.1)
 
 
 def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:

@@ -229,10 +229,20 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     found.prepare(said.append)
     source = found.train_data()
     learned = [found.tokenizer.decode(one) for _, one in answers(source.batch(torch.arange(len(source)), 0))]
-    assert learned == ["sees a dog<|end|>", "sees<|im_end|>"]
+    assert learned == [" sees a dog<|end|>", "sees<|im_end|>"]  # one token: the text is that of prompt and completion
     assert said[0].startswith("task.data.train: 2 documents, ")
     assert "1 documents are longer than context 64 and were cut: " in said[1]
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
+
+
+def test_padded_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": "x" * length} for length in (3, 70, 20)])
+    found = task("a.jsonl", context=60, packing="rows")
+    found.prepare(lambda line: None)
+    assert [found.train_data().batch(torch.tensor(rows), 0)[0]["input_ids"].shape[1] for rows in ([0], [0, 1])] == [
+        8,
+        60,
+    ]
 
 
 def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path) -> None:
