@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from dsframe.checkpoint import generators
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.engine import Engine, StepResult
@@ -217,6 +218,10 @@ class Events:
 _HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
 
 
+_RARE = ("on_start", "on_evaluation", "on_checkpoint")
+"""Not called alike in a run that goes on from a checkpoint: what they draw must not move the training's generators."""
+
+
 class UserHooks(Listener):
     """Users' hooks, as one listener. They may look at weights, so each call is watched."""
 
@@ -236,9 +241,13 @@ class UserHooks(Listener):
         if not methods:
             return
         view, watch = training.view(), training.engine.built.watch
+        device = training.engine.plan.device
+        kept = generators.capture(device) if event in _RARE else None
         with watch.inside(always=True) if watch else nullcontext():
             for method in methods:
                 method(view, *values)
+        if kept is not None:
+            generators.restore(kept, device)
 
     def on_start(self, training: Training) -> None:
         self._call("on_start", training)

@@ -18,6 +18,7 @@ from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
 from dsframe.model import ema
 from dsframe.model.state import ParameterState, SavedState, SavedView
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def begin(
     in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
     step = _first_step(checkpoint, mine, total_steps, in_place=in_place)
     saved: SavedState = _Watched(checkpoint, sign_of_life)
-    if checkpoint.keeps(ema.KEY) != (engine.plan.config.settings.ema is not None):
+    teachers = any(isinstance(made, AverageOf) for made in engine.plan.task.models().values())
+    if checkpoint.keeps(ema.KEY) != (teachers or engine.plan.config.settings.ema is not None):
         how = "is dropped" if checkpoint.keeps(ema.KEY) else "begins with the loaded weights"
         say(f"resuming with a change: dsframe.ema; the average of the weights {how}")
         saved = _WithoutAverages(saved)

@@ -92,7 +92,7 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
     For megabytes: every rank gets all. A tensor without elements takes the dtype of the others.
     """
-    local = tensor.detach().cpu().contiguous()
+    local = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # strides too, of one element
     fact = {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(local.shape)}
     facts = [json.loads(text) for text in all_gather_text(ranks, json.dumps(fact))]
     dtypes = [getattr(torch, fact_of["dtype"]) for fact_of in facts]

@@ -103,7 +103,11 @@ class DatasetSource:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         _seed(bits)
-        return self.dataset[index % len(self)]
+        place = index % len(self)
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is not None and type(self.dataset).__getitem__ is Dataset.__getitem__:
+            return many([place])[0]
+        return self.dataset[place]
 
     def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""

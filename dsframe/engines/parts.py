@@ -219,6 +219,8 @@ class PartsEngine(Engine):
             calls=self._calls,
             manifest=manifest,
         )
+        assert self.built.watch is not None
+        self.built.watch.note_parameters()  # before a forward pass has others in their place
 
     @property
     def _first(self) -> ModelEngine:
@@ -232,12 +234,14 @@ class PartsEngine(Engine):
         task: Any = copy.copy(whole)
         task.model, task.loss = lambda: self._build(name), lambda outputs, targets: outputs
         task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
+        task.after_step = whole.after_step  # whose attributes and context are those of now
         if name not in self._losses:
             task.parameter_groups = lambda model: ()
         config = _config_of(plan.config, name, others, frozen=name not in self._losses)
         optimizer, schedule = plan.optimizer, plan.schedule
         if name in plan.config.settings.optimizers:
             optimizer = optimizers.of_task(optimizers.read(config), whole)
+            optimizer = replace(optimizer, kept_outside=plan.optimizer.kept_outside)
             if plan.config.deepspeed.scheduler and plan.optimizer.learning_rate:
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:
@@ -262,8 +266,21 @@ class PartsEngine(Engine):
                 )
             part.requires_grad_(False)
             self._digests[name] = adapter.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
+        self._refuse_shared(name, part)
         self._parts[name] = part
         return part
+
+    def _refuse_shared(self, name: str, part: _Part) -> None:
+        for other, made in self._parts.items():
+            modules = {id(module) for module in made.modules() if any(True for _ in module.parameters())}
+            weights = {id(parameter) for parameter in made.parameters()}
+            shared = [key for key, module in part.named_modules() if id(module) in modules]
+            shared += [key for key, parameter in part.named_parameters() if id(parameter) in weights]
+            if shared:
+                raise TaskError(
+                    f"{type(self.plan.task).__name__}.models: {name!r} and {other!r} share {shared[0]}, and each is trained by a "
+                    "loss of its own: keep it in one of them, and let the loss of the other call that model"
+                )
 
     def _loss(self, name: str, batch: _LossInputs) -> Any:
         models = {other: partial(self._outputs, other, other == name) for other in self._engines}
@@ -375,8 +392,9 @@ class PartsEngine(Engine):
     # The state.
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Those of the models that are trained."""
-        return {name: buffer for engine in self._trained.values() for name, buffer in engine.buffers().items()}
+        """Those of the models that are trained, and of their averages."""
+        engines = [*self._trained.values(), *(self._engines[name] for name in self._teachers)]
+        return {name: buffer for engine in engines for name, buffer in engine.buffers().items()}
 
     def state(self) -> EngineState:
         """**Collective** to read to its end. A frozen model is not in it."""
@@ -395,8 +413,11 @@ class PartsEngine(Engine):
         self._steps = saved.updates
         for name, engine in self._trained.items():
             engine.load_state(_OfPart(saved, name, self._every.get(name, 1)))
-        for teacher in self._teachers.values():
+        buffers = saved.buffers()
+        for name, teacher in self._teachers.items():
             teacher.resume()
+            for key, buffer in self._engines[name].buffers().items():
+                buffer.copy_(buffers.get(key, buffer))  # the student's may have moved since the average did
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.engine import StepResult
-from dsframe.engines import after_step, precision, state_replica
+from dsframe.engines import after_step, optimizer_watch, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
@@ -63,7 +63,8 @@ class ReplicaEngine(ModelEngine):
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
         if not plan.frozen:
-            self.optimizer = self._distribute(plan.optimizer.build(self.built.groups.split(self._named_parameters())))
+            groups = self.built.groups.split(self._named_parameters())
+            self.optimizer = self._distribute(optimizer_watch.build(plan.optimizer, groups))
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:

@@ -14,7 +14,7 @@ DeepSpeed's op as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class OptimizerSpec:
     """Keyword arguments of ``cls``, or ``optimizer.params`` as written."""
     legacy_fusion: bool = False
     """DeepSpeed's choice between the wrappers of its fused Adam."""
+    kept_outside: set[str] = field(default_factory=set, compare=False)
+    """What a user's optimizer has changed in its first step that is not in its state: no checkpoint has it."""
 
     @property
     def learning_rate(self) -> float:

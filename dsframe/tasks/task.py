@@ -526,6 +526,10 @@ def tensor_of(loss: Any, whose: str) -> Tensor:
     raise TaskError(f"{text}; return the mean loss of the micro-batch")
 
 
+_SUMMED = (torch.float32, torch.float64, torch.int64)
+"""What is added as it is: others are too narrow, and bools add as "or"."""
+
+
 def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
     """``metrics``, which a task's metrics have given, with totals that are scalar tensors. Raises TaskError."""
 
@@ -541,7 +545,7 @@ def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
             refuse(f"{what} that is {type(number).__name__}")
         if value.numel() != 1:
             refuse(f"{what} of shape {list(value.shape)}")
-        return value.reshape(())
+        return value.reshape(()) if value.dtype in _SUMMED else value.reshape(()).double()
 
     if not isinstance(metrics, Mapping):
         refuse(f"{type(metrics).__name__} is no mapping")
@@ -549,8 +553,10 @@ def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
     for name, value in metrics.items():
         if not isinstance(value, Sum):
             refuse(f"{name!r} is {type(value).__name__}")
-        scalar(value.count, f"{name!r} has a count")
-        scalars[name] = Sum(scalar(value.total, f"{name!r} has a total"), value.count)
+        count = scalar(value.count, f"{name!r} has a count")
+        scalars[name] = Sum(
+            scalar(value.total, f"{name!r} has a total"), count if isinstance(value.count, Tensor) else value.count
+        )
     return scalars
 
 

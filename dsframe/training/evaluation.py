@@ -170,7 +170,7 @@ class Evaluation:
                     measured = engine.eval_step(batch.batch, partial(take, batch) if batch.counts else join)
                 if self._draws and not (self._draws.drawn or self._draws.left_out):
                     self._draws = None
-                for metric, value in measured.items():
+                for metric, value in measured.items() if batch.counts else ():
                     total[metric] = total[metric] + value if metric in total else value
         return total
 

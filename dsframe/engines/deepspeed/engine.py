@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
-from dsframe.engines import after_step, precision, torch_patches
+from dsframe.engines import after_step, optimizer_watch, precision, torch_patches
 from dsframe.engines.base import JVP, TWICE, ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -203,7 +204,7 @@ class ZeroEngine(ModelEngine):
         optimizer, parameters = None, self._split()
         if self.plan.optimizer.is_custom and not self.plan.frozen:
             del document["optimizer"]
-            optimizer = self.plan.optimizer.build
+            optimizer = partial(optimizer_watch.build, self.plan.optimizer)
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts

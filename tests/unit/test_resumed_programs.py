@@ -1,0 +1,198 @@
+"""A training in one piece and one that goes on from a checkpoint, in one process: of programs that keep something of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.errors import TaskError
+from dsframe.tasks.task import sums
+from dsframe.tools.compare import losses
+from dsframe.training.sample_trial import kind_of_parts
+from tests.engines.foreign_tasks import Rows
+
+
+def fit(task: dsframe.Task, folder: Path, steps: int, optimizer: Any = None, **settings: Any) -> None:
+    file = {
+        "train_batch_size": 8,
+        "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 0.05}},
+        "dsframe": {
+            "engine": "single",
+            "steps": steps,
+            "order": "sequential",
+            "log_every_steps": 1,
+            "run_dir": str(folder),
+            "checkpoints": {"every_steps": 1},
+            **settings,
+        },
+    }
+    dsframe.fit(task, file, resume="auto")
+
+
+def goes_on(make: Callable[[], dsframe.Task], folder: Path, **settings: Any) -> None:
+    for name, ends in (("whole", (5,)), ("parts", (2, 5))):
+        for steps in ends:
+            fit(make(), folder / name, steps, **settings)
+    assert losses(folder / "parts") == losses(folder / "whole")
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Averaged(Rows):
+    """The student is called, in training mode, behind its update: its statistics move on, and the teacher's do not."""
+
+    model = dsframe.Task.model
+    loss = dsframe.Task.loss
+
+    def models(self) -> Mapping[str, Any]:
+        return {
+            "student": normed,
+            "head": partial(nn.Linear, 3, 3),
+            "teacher": dsframe.average_of("student", 0.5),
+        }
+
+    def losses(self) -> Mapping[str, Any]:
+        return {"student": self.of_student, "head": self.of_head}
+
+    def of_student(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = models["teacher"](rows).softmax(-1)
+        scores = models["student"](rows)
+        return nn.functional.cross_entropy(scores, targets) + nn.functional.cross_entropy(scores, wanted)
+
+    def of_head(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(models["head"](models["student"](rows)), targets)
+
+
+def test_a_teacher_goes_on_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    goes_on(Averaged, tmp_path)
+    assert "the average of the weights" not in capsys.readouterr().err
+
+
+class Shared(Averaged):
+    def __init__(self) -> None:
+        self.common = nn.Linear(8, 3)
+
+    def models(self) -> Mapping[str, Any]:
+        return {name: lambda: nn.Sequential(self.common, nn.Linear(3, 3)) for name in ("student", "head")}
+
+
+def test_what_two_models_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"Shared\.models: 'head' and 'student' share head\.0, and each is trained by a loss"
+    ):
+        fit(Shared(), tmp_path, 2)
+
+
+class Limited(Averaged):
+    """Writes to weights by what it knows of now."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.calls = 0
+
+    def of_head(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        self.calls += self.context.step > 0
+        return super().of_head(models, rows, targets)
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        if name == "head.bias":
+            self.seen.append((self.context.step, self.calls))
+
+
+def test_after_step_of_several_models_knows_the_step_and_the_task(tmp_path: Path) -> None:
+    task = Limited()
+    fit(task, tmp_path, 3)
+    assert [step for step, _ in task.seen] == [1, 2, 3]
+    assert [calls for _, calls in task.seen] == sorted({calls for _, calls in task.seen})
+
+
+class Dropped(Rows, dsframe.Hooks):
+    """Its hooks draw."""
+
+    def __init__(self) -> None:
+        self.hooks = [self]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def on_start(self, run: dsframe.RunView) -> None:
+        torch.randn(3)
+
+    def on_evaluation(self, run: dsframe.RunView, metrics: Mapping[str, float]) -> None:
+        torch.randn(3)
+
+    def on_checkpoint(self, run: dsframe.RunView, path: Path) -> None:
+        torch.randn(3)
+
+
+def test_what_hooks_draw_is_not_the_trainings(tmp_path: Path) -> None:
+    goes_on(Dropped, tmp_path, eval_every_steps=2)
+
+
+class Counting(torch.optim.SGD):
+    """As schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] /= group["k"]
+        return super().step(closure)
+
+
+class Counted(Rows):
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        return Counting(groups, **params)
+
+
+def test_an_optimizers_count_is_said_and_a_resume_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = {"type": "task", "params": {"lr": 0.5}}
+    fit(Counted(), tmp_path, 2, how)
+    assert "this optimizer keeps param_groups[0]['k']" in capsys.readouterr().err
+    with pytest.raises(TaskError, match=r"keeps param_groups\[0\]\['k'\].* keep it in self.state\[parameter\]"):
+        fit(Counted(), tmp_path, 4, how)
+    fit(Rows(), tmp_path / "own", 2, {"type": "torch.optim:RMSprop", "params": {"lr": 0.01}})
+    assert "keeps" not in capsys.readouterr().err
+
+
+def test_sums_of_bools_and_narrow_numbers_add_up() -> None:
+    every = [sums({"a": dsframe.Sum(torch.tensor(True), torch.tensor(200, dtype=torch.uint8))}, "A")["a"]] * 3
+    total = every[0] + every[1] + every[2]
+    assert (float(total.total), float(total.count)) == (3.0, 600.0)
+
+
+def test_samples_without_items_say_nothing_of_a_loss() -> None:
+    assert kind_of_parts([1.0, 1.0, 1.0], [0, 0, 0], 1e-3) == ""
+
+
+class Many(TensorDataset):
+    """Read by lists of indices alone."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [TensorDataset.__getitem__(self, index) for index in indices]
+
+    __getitem__ = torch.utils.data.Dataset.__getitem__  # type: ignore[assignment]
+
+
+class ReadByLists(Rows):
+    def train_data(self) -> Any:
+        return Many(*super().train_data().tensors)
+
+
+def test_a_data_set_that_is_read_by_lists(tmp_path: Path) -> None:
+    for task, name in ((Rows(), "one"), (ReadByLists(), "lists")):
+        fit(task, tmp_path / name, 2)
+    assert losses(tmp_path / "one") == losses(tmp_path / "lists")
