@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Engine
@@ -51,6 +52,8 @@ class LossWeights:
         readers = [rank for rank in range(world.size) if batch.data_rank(rank) == batch.data_rank(world.rank)]
         # Of the ranks that read the same samples, one counts.
         self._counts = self._slices > 1 or world.rank == readers[0]
+        self._collates = plan.task.collate is not None and plan.task.loss_is == "mean" and world.is_main
+        self._rows: int | None = None
 
     def settle(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterable[MicroBatch]:
         """**Collective** if the task has weights. Returns the micro-batches of one step, weighed.
@@ -60,7 +63,23 @@ class LossWeights:
         """
         if self._has_weight:
             return self._weighed(list(batches))
-        return MicroBatch.of(batches, self._factor)
+        return MicroBatch.of(self._counted(batches) if self._collates else batches, self._factor)
+
+    def _counted(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterator[tuple[Inputs, Any]]:
+        """Says once that a ``collate`` makes micro-batches of other numbers of rows, which weigh the same."""
+        for batch in batches:
+            sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+            rows = sizes.pop() if len(sizes) == 1 else self._rows
+            if self._collates and None not in (rows, self._rows) and rows != self._rows:
+                self._collates = False
+                print(
+                    f"dsframe: this task's collate makes micro-batches of {self._rows} and of {rows} rows, and their means weigh "
+                    "the same: the training depends on the micro batch size and the number of ranks; define loss_weight(targets)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._rows = rows
+            yield batch
 
     def _weighed(self, step: list[tuple[Inputs, Any]]) -> list[MicroBatch]:
         plan = self._engine.plan

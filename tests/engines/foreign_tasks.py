@@ -1972,3 +1972,34 @@ class Auxiliary(Rows):
         return super().loss(outputs, targets) + 0.1 * sum(
             one.losses[0] + one.last["hidden"][:, 0].mean() for one in routers
         )
+
+
+class Judged(Rows):
+    """Two models; the second loss calls the first model, and all are judged on 13 rows."""
+
+    model = Task.model
+    loss = Task.loss
+
+    def models(self) -> dict[str, Any]:
+        return {"one": lambda: nn.Linear(8, 3), "other": lambda: nn.Linear(8, 8)}
+
+    def losses(self) -> dict[str, Any]:
+        return {"one": self.of_one, "other": self.of_other}
+
+    def of_one(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["one"](rows), targets)
+
+    def of_other(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["one"](models["other"](rows)), targets)
+
+    def eval_data(self) -> Any:
+        return torch.utils.data.Subset(self.train_data(), range(13))
+
+    def metrics(self, outputs: Any, targets: Tensor) -> dict[str, Any]:
+        return {"right": dsframe.Sum((outputs.argmax(-1) == targets).sum(), len(targets))}
+
+    def metrics_of_models(self, models: Any, rows: Tensor, targets: Tensor) -> dict[str, Any]:
+        return {"number": dsframe.Sum(float(len(rows)), 0), "first": dsframe.Sum(rows[:, 0].sum(), len(rows))}
+
+    def finalize(self, sums: Any) -> dict[str, float]:
+        return {"number": float(sums["number"].total), "first": sums["first"].mean}

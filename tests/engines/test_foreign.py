@@ -551,3 +551,16 @@ def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
         run(folder, file("classes", setup, eval_micro_batch_size=4), SETUPS[setup][0]).check()
         values.add(round(read_summary(folder / "run")["metrics"]["loss"], 6))
     assert len(values) == 1
+
+
+@pytest.mark.parametrize(
+    "setup", ["fsdp", pytest.param("ddp", marks=pytest.mark.long), pytest.param("zero3", marks=pytest.mark.long)]
+)
+def test_rows_of_padding_do_not_count_in_several_models(setup: str, tmp_path: Path) -> None:
+    document = file("classes", setup)
+    document["dsframe"] |= {"task": {"name": "tests.engines.foreign_tasks:Judged"}, "eval_every_steps": 2}
+    run(tmp_path, document, SETUPS[setup][0]).check()
+    first = torch.stack([rows[0] for rows, _ in foreign_tasks.Judged().eval_data()])
+    metrics = read_summary(tmp_path / "run")["metrics"]
+    assert metrics["number"] == 13
+    assert metrics["first"] == pytest.approx(float(first.mean()), rel=1e-6)

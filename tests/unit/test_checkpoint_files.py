@@ -363,6 +363,9 @@ def test_all_ranks_get_all_tensors() -> None:
         assert [one.tolist() for one in found] == [one.tolist() for one in own]
     scalars = [torch.tensor(True), torch.tensor(False)]
     assert Room(2).run(lambda ranks: all_gather_tensor(ranks, scalars[ranks.plan.world.rank])) == [scalars] * 2
+    columns = [torch.arange(3.0 * rows).view(rows, 3)[:, 0] for rows in (1, 2)]  # of one element with a stride of 3
+    heard = Room(2).run(lambda ranks: all_gather_tensor(ranks, columns[ranks.plan.world.rank]))
+    assert all(one.equal(other) for every in heard for one, other in zip(every, columns, strict=True))
 
 
 def test_a_failure_of_one_is_known_to_all() -> None:

@@ -1,4 +1,4 @@
-"""A training in one piece and one that goes on from a checkpoint, in one process: of programs that keep something of their own."""
+"""Programs that keep something of their own, in one process: in one piece, and from a checkpoint on."""
 
 from __future__ import annotations
 
@@ -196,3 +196,23 @@ def test_a_data_set_that_is_read_by_lists(tmp_path: Path) -> None:
     for task, name in ((Rows(), "one"), (ReadByLists(), "lists")):
         fit(task, tmp_path / name, 2)
     assert losses(tmp_path / "one") == losses(tmp_path / "lists")
+
+
+class Doubled(Rows):
+    """Rows of one class come twice."""
+
+    def collate(self, rows: list[Any]) -> Any:
+        every = rows + [row for row in rows if row[1] == 2]
+        return torch.stack([row for row, _ in every]), torch.stack([label for _, label in every])
+
+
+class DoubledAndWeighed(Doubled):
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return torch.tensor(float(len(targets)))
+
+
+def test_a_collate_of_other_numbers_of_rows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Doubled(), tmp_path / "a", 5)
+    assert capsys.readouterr().err.count("collate makes micro-batches of") == 1
+    fit(DoubledAndWeighed(), tmp_path / "b", 5)
+    assert "collate makes" not in capsys.readouterr().err
