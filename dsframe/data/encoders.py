@@ -70,7 +70,7 @@ class ConversationEncoder:
         """``template``: in place of the tokenizer's own."""
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
         self._template: Any = self._templates
-        self._end = tokenizer.eos_token_id
+        self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
         self._warned = False
 
     def length(self, row: Row) -> int:
@@ -120,9 +120,8 @@ class ConversationEncoder:
         messages = _messages(row.value["messages"], row, "messages")
         weights = [(message["role"], _counts(message, row)) for message in messages]
         counts = [weight for role, weight in weights if role == "assistant"]
-        counts = counts or [
-            weight for role, weight in weights if role not in _ASKING
-        ]  # a template may have another name
+        if not counts:  # a template may have another name for it
+            counts = [weight for role, weight in weights if role not in _ASKING]
         messages = _unweighted(messages)
         tokens = self._applied(messages, row)["input_ids"]
         text, spans = self._rendered(messages, row)
@@ -192,8 +191,8 @@ class ConversationEncoder:
             if self._end is None:
                 end_of(self._tokenizer)
             asked, whole = tokens_of(self._tokenizer, [prompt, prompt + completion], [row, row])
-            shared, begin = _common(asked, whole), begin_of(self._tokenizer)
-            before = [*([] if list(whole[: len(begin)]) == begin else begin), *whole[:shared]]
+            shared, begun = _common(asked, whole), list(whole[: len(self._begin)]) == self._begin
+            before = [*([] if begun else self._begin), *whole[:shared]]
             ended = not completion or list(whole[-1:]) == [self._end]
             after = [*whole[shared:], *([] if ended else [self._end])]
             return [*before, *after], [0] * len(before) + [1] * len(after)

@@ -322,7 +322,7 @@ def _heads(model: nn.Module) -> list[str]:
     """The output layers of a classifier of transformers, which are new where its model folder has none."""
     if not re.search(r"For\w*(Classification|QuestionAnswering)", type(model).__name__):
         return []
-    classes, base = getattr(model.config, "num_labels", None), getattr(model, "base_model_prefix", "")
+    classes, base = getattr(getattr(model, "config", None), "num_labels", None), getattr(model, "base_model_prefix", "")
 
     def scores(name: str, child: nn.Module) -> bool:
         linear = [module for module in child.modules() if isinstance(module, nn.Linear)]
