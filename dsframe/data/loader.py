@@ -105,7 +105,7 @@ class DatasetSource:
         _seed(bits)
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
-        if many is not None and type(self.dataset).__getitem__ is Dataset.__getitem__:
+        if many is not None and not _of_datasets(self.dataset):  # as torch's DataLoader reads it
             return many([place])[0]
         return self.dataset[place]
 

@@ -179,22 +179,26 @@ def test_samples_without_items_say_nothing_of_a_loss() -> None:
 
 
 class Many(TensorDataset):
-    """Read by lists of indices alone."""
+    """Read by lists of indices, as torch's DataLoader reads it; one by one the rows are others."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [TensorDataset.__getitem__(self, index) for index in indices]
 
+    def __getitem__(self, index: int) -> Any:
+        rows, label = super().__getitem__(index)
+        return rows + 1, label
+
+
+class Alone(Many):
     __getitem__ = torch.utils.data.Dataset.__getitem__  # type: ignore[assignment]
 
 
-class ReadByLists(Rows):
-    def train_data(self) -> Any:
-        return Many(*super().train_data().tensors)
-
-
-def test_a_data_set_that_is_read_by_lists(tmp_path: Path) -> None:
-    for task, name in ((Rows(), "one"), (ReadByLists(), "lists")):
-        fit(task, tmp_path / name, 2)
+@pytest.mark.parametrize("kind", [Many, Alone])
+def test_a_data_set_that_is_read_by_lists(kind: Any, tmp_path: Path) -> None:
+    task, lists = Rows(), Rows()
+    lists.train_data = lambda: kind(*Rows().train_data().tensors)  # type: ignore[method-assign]
+    for one, name in ((task, "one"), (lists, "lists")):
+        fit(one, tmp_path / name, 2)
     assert losses(tmp_path / "one") == losses(tmp_path / "lists")
 
 
