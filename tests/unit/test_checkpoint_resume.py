@@ -19,6 +19,7 @@ from dsframe.checkpoint import byte_files, resume
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, SavedState
+from dsframe.tasks.task import Task
 from tests.unit.test_checkpoint_background import Training, saver
 from tests.unit.test_checkpoint_files import Room
 
@@ -33,6 +34,7 @@ class Resuming(Training):
         kept = SimpleNamespace(**{"every_steps": None, "at_end": True, **checkpoints})
         self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept, ema=None))
         self.plan.batch = SimpleNamespace(sharing=1)
+        self.plan.task = Task()
         self.buffers = buffers
 
     def state(self) -> EngineState:
