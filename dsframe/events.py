@@ -218,8 +218,8 @@ class Events:
 _HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
 
 
-_RARE = ("on_start", "on_evaluation", "on_checkpoint")
-"""Not called alike in a run that goes on from a checkpoint: what they draw must not move the training's generators."""
+_OTHER_STEPS = ("on_start", "on_log", "on_evaluation", "on_checkpoint")
+"""A run that goes on from a checkpoint calls these after other steps, so what they draw must not move the training's generators."""
 
 
 class UserHooks(Listener):
@@ -242,7 +242,7 @@ class UserHooks(Listener):
             return
         view, watch = training.view(), training.engine.built.watch
         device = training.engine.plan.device
-        kept = generators.capture(device) if event in _RARE else None
+        kept = generators.capture(device) if event in _OTHER_STEPS else None
         with watch.inside(always=True) if watch else nullcontext():
             for method in methods:
                 method(view, *values)

@@ -214,7 +214,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         number = 0
         for batch in file.iter_batches(batch_size=_ROWS, columns=there):
             for value in batch.to_pylist():
-                yield Row(f"{path}, row {number}", {name: _without_nulls(part) for name, part in value.items()})
+                yield Row(f"{path}, row {number}", _of_arrow(value))
                 number += 1
 
 
@@ -264,7 +264,11 @@ def _saved(path: Path) -> Iterator[Row]:
     except Exception as error:  # of pyarrow, of JSON, of the library
         raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
     for number, value in enumerate(dataset.with_format(None)):
-        yield Row(f"{path}, row {number}", {name: _without_nulls(part) for name, part in value.items()})
+        yield Row(f"{path}, row {number}", _of_arrow(value))
+
+
+def _of_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -282,7 +282,9 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
 
 def begin_of(tokenizer: Any) -> list[int]:
     """The tokens that it writes before a text."""
-    text, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    ordinary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+    words = tokenizer.decode(ordinary[:50])  # a vocabulary may lack any text that could be written here
+    text, bare = (list(tokenizer(words, add_special_tokens=special)["input_ids"]) for special in (True, False))
     return next((text[:n] for n in range(len(text)) if bare and text[n : n + len(bare)] == bare), [])
 
 

@@ -271,15 +271,14 @@ class PartsEngine(Engine):
         return part
 
     def _refuse_shared(self, name: str, part: _Part) -> None:
-        for other, made in self._parts.items():
-            modules = {id(module) for module in made.modules() if any(True for _ in module.parameters())}
-            weights = {id(parameter) for parameter in made.parameters()}
-            shared = [key for key, module in part.named_modules() if id(module) in modules]
-            shared += [key for key, parameter in part.named_parameters() if id(parameter) in weights]
-            if shared:
+        owners = {
+            id(one): other for other, made in self._parts.items() for one in (*made.modules(), *made.parameters())
+        }
+        for key, one in (*part.named_modules(), *part.named_parameters()):
+            if id(one) in owners and (isinstance(one, Tensor) or any(True for _ in one.parameters())):
                 raise TaskError(
-                    f"{type(self.plan.task).__name__}.models: {name!r} and {other!r} share {shared[0]}, and each is trained by a "
-                    "loss of its own: keep it in one of them, and let the loss of the other call that model"
+                    f"{type(self.plan.task).__name__}.models: {name!r} and {owners[id(one)]!r} share {key}, and each is trained "
+                    "by a loss of its own: keep it in one of them, and let the loss of the other call that model"
                 )
 
     def _loss(self, name: str, batch: _LossInputs) -> Any:

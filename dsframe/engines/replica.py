@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
+from dsframe.engines.loss_scale import LossScale
 from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
@@ -67,13 +68,13 @@ class ReplicaEngine(ModelEngine):
             self.optimizer = self._distribute(optimizer_watch.build(plan.optimizer, groups))
             self.module = self._wrap(self.model)
 
-    def _make_loss_scale(self) -> precision.LossScale | None:
+    def _make_loss_scale(self) -> LossScale | None:
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:
-            return precision.LossScale(loss_scale_window=2000, hysteresis=1)  # torch.amp.GradScaler's own numbers
+            return LossScale(loss_scale_window=2000, hysteresis=1)  # torch.amp.GradScaler's own numbers
         if self._dtype != torch.float16:
             return None
         section = self.plan.config.deepspeed.fp16
-        return precision.LossScale(
+        return LossScale(
             loss_scale=section.loss_scale,
             initial_scale_power=section.initial_scale_power,
             loss_scale_window=section.loss_scale_window,

@@ -155,10 +155,10 @@ class CausalLanguageModelTask(Task):
     def _knows_tokens(self) -> bool:
         """Whether the tokenizer is the model folder's, or has all its tokens and more."""
         tokenizer, model = self.settings.tokenizer, self.settings.model
-        theirs = _transformers.tokenizer(None, model) if tokenizer else None
-        if not tokenizer or theirs is None:
-            return not tokenizer and isinstance(model, str)
-        return bool(theirs[0].get_vocab().items() <= self.tokenizer.get_vocab().items())
+        if not tokenizer:
+            return isinstance(model, str)
+        theirs = _transformers.tokenizer(None, model)
+        return theirs is not None and theirs[0].get_vocab().items() <= self.tokenizer.get_vocab().items()
 
     @property
     def unknown_end(self) -> int | None:

@@ -53,7 +53,7 @@ class LossWeights:
         # Of the ranks that read the same samples, one counts.
         self._counts = self._slices > 1 or world.rank == readers[0]
         self._collates = plan.task.collate is not None and plan.task.loss_is == "mean" and world.is_main
-        self._rows: int | None = None
+        self._rows = set[int]()
 
     def settle(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterable[MicroBatch]:
         """**Collective** if the task has weights. Returns the micro-batches of one step, weighed.
@@ -66,19 +66,17 @@ class LossWeights:
         return MicroBatch.of(self._counted(batches) if self._collates else batches, self._factor)
 
     def _counted(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterator[tuple[Inputs, Any]]:
-        """Says once that a ``collate`` makes micro-batches of other numbers of rows, which weigh the same."""
+        """Says once that a ``collate`` makes micro-batches of different numbers of rows, which count the same."""
         for batch in batches:
             sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-            rows = sizes.pop() if len(sizes) == 1 else self._rows
-            if self._collates and None not in (rows, self._rows) and rows != self._rows:
+            self._rows |= sizes if len(sizes) == 1 else set()
+            if self._collates and len(self._rows) > 1:
                 self._collates = False
-                print(
-                    f"dsframe: this task's collate makes micro-batches of {self._rows} and of {rows} rows, and their means weigh "
-                    "the same: the training depends on the micro batch size and the number of ranks; define loss_weight(targets)",
-                    file=sys.stderr,
-                    flush=True,
+                text = (
+                    f"dsframe: this task's collate makes micro-batches of {' and of '.join(map(str, sorted(self._rows)))} rows, "
+                    "which count the same: the training depends on the micro batch size and the number of ranks; define loss_weight"
                 )
-            self._rows = rows
+                print(text, file=sys.stderr, flush=True)
             yield batch
 
     def _weighed(self, step: list[tuple[Inputs, Any]]) -> list[MicroBatch]:

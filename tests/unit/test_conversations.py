@@ -179,6 +179,19 @@ def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
     assert text.tolist() == [token if token >= 0 else ~token for token in pair.tolist()] == theirs
 
 
+def test_a_vocabulary_without_letters_begins_as_any_other() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    made = Tokenizer(models.WordLevel({"[S]": 0, "[END]": 1, "ACG": 2, "GGT": 3}))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["[S]", "[END]"])
+    made.post_processor = TemplateProcessing(single="[S] $A", special_tokens=[("[S]", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="[END]", bos_token="[S]")
+    (text,) = TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": "ACG"})])
+    assert text.tolist() == [0, 2, 1]
+
+
 def test_what_the_template_is_given_reaches_it() -> None:
     template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})

@@ -16,16 +16,19 @@ from dsframe.training import held
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
 
 
-def fit(folder: Path, task: str | dsframe.Task, steps: int, **more: Any) -> None:
+def fit(
+    folder: Path, task: str | dsframe.Task, steps: int, settings: Any = (), optimizer: Any = (), **more: Any
+) -> None:
     file = {
         "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": dict(optimizer) or {"type": "AdamW", "params": {"lr": 0.01}},
         "dsframe": {
             "engine": "single",
             "steps": steps,
             "order": "sequential",
             "log_every_steps": 1,
             "run_dir": str(folder),
+            **dict(settings),
         },
     }
     if isinstance(task, str):

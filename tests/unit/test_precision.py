@@ -13,6 +13,7 @@ import torch
 
 from dsframe.config import load
 from dsframe.engines import precision
+from dsframe.engines.loss_scale import LossScale
 from dsframe.errors import EngineError, TrainingError
 from reference_engines.averaging import ParameterAveragingEngine
 from reference_engines.server import ParameterServerEngine
@@ -29,7 +30,7 @@ def test_the_loss_scale_moves_as_deepspeeds_does(
     monkeypatch.setattr(loss_scaler.logger, "level", logging.ERROR)
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
     theirs = loss_scaler.DynamicLossScaler(2.0**100, 5, 1.0, hysteresis, consecutive, dtype=torch.half)
-    ours = precision.LossScale(
+    ours = LossScale(
         initial_scale_power=100, loss_scale_window=5, hysteresis=hysteresis, consecutive_hysteresis=consecutive
     )
     draw = random.Random(0)
@@ -41,13 +42,13 @@ def test_the_loss_scale_moves_as_deepspeeds_does(
 
 
 def test_a_static_scale_stays() -> None:
-    scale = precision.LossScale(loss_scale=128.0)
+    scale = LossScale(loss_scale=128.0)
     scale.update(overflow=True)
     assert scale.scale == 128.0
 
 
 def test_overflow_at_the_lowest_scale_ends_the_training() -> None:
-    scale = precision.LossScale(initial_scale_power=0, hysteresis=1)
+    scale = LossScale(initial_scale_power=0, hysteresis=1)
     with pytest.raises(TrainingError, match="lowest loss scale, 1"):
         scale.update(overflow=True)
 

@@ -18,30 +18,16 @@ from dsframe.tasks.task import sums
 from dsframe.tools.compare import losses
 from dsframe.training.sample_trial import kind_of_parts
 from tests.engines.foreign_tasks import Rows
-
-
-def fit(task: dsframe.Task, folder: Path, steps: int, optimizer: Any = None, **settings: Any) -> None:
-    file = {
-        "train_batch_size": 8,
-        "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 0.05}},
-        "dsframe": {
-            "engine": "single",
-            "steps": steps,
-            "order": "sequential",
-            "log_every_steps": 1,
-            "run_dir": str(folder),
-            "checkpoints": {"every_steps": 1},
-            **settings,
-        },
-    }
-    dsframe.fit(task, file, resume="auto")
+from tests.unit.test_module_state import fit
 
 
 def goes_on(make: Callable[[], dsframe.Task], folder: Path, **settings: Any) -> None:
-    for name, ends in (("whole", (5,)), ("parts", (2, 5))):
-        for steps in ends:
-            fit(make(), folder / name, steps, **settings)
-    assert losses(folder / "parts") == losses(folder / "whole")
+    every = {"checkpoints": {"every_steps": 1}, **settings}
+    fit(folder / "whole", make(), 5, every)
+    for steps in (3, 5):
+        fit(folder / "parts", make(), steps, every, resume="auto")
+    whole, parts = losses(folder / "whole"), losses(folder / "parts")
+    assert {step: parts[step] for step in whole} == whole
 
 
 def normed() -> nn.Module:
@@ -91,7 +77,7 @@ def test_what_two_models_share_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         TaskError, match=r"Shared\.models: 'head' and 'student' share head\.0, and each is trained by a loss"
     ):
-        fit(Shared(), tmp_path, 2)
+        fit(tmp_path, Shared(), 2)
 
 
 class Limited(Averaged):
@@ -112,13 +98,13 @@ class Limited(Averaged):
 
 def test_after_step_of_several_models_knows_the_step_and_the_task(tmp_path: Path) -> None:
     task = Limited()
-    fit(task, tmp_path, 3)
+    fit(tmp_path, task, 3)
     assert [step for step, _ in task.seen] == [1, 2, 3]
     assert [calls for _, calls in task.seen] == sorted({calls for _, calls in task.seen})
 
 
 class Dropped(Rows, dsframe.Hooks):
-    """Its hooks draw."""
+    """Its hooks draw random numbers, where the last step is logged too: the run that ends earlier has another last one."""
 
     def __init__(self) -> None:
         self.hooks = [self]
@@ -132,6 +118,9 @@ class Dropped(Rows, dsframe.Hooks):
     def on_start(self, run: dsframe.RunView) -> None:
         torch.randn(3)
 
+    def on_log(self, run: dsframe.RunView, figures: Mapping[str, float]) -> None:
+        torch.randn(3)
+
     def on_evaluation(self, run: dsframe.RunView, metrics: Mapping[str, float]) -> None:
         torch.randn(3)
 
@@ -140,7 +129,7 @@ class Dropped(Rows, dsframe.Hooks):
 
 
 def test_what_hooks_draw_is_not_the_trainings(tmp_path: Path) -> None:
-    goes_on(Dropped, tmp_path, eval_every_steps=2)
+    goes_on(Dropped, tmp_path, eval_every_steps=2, log_every_steps=50)
 
 
 class Counting(torch.optim.SGD):
@@ -160,11 +149,11 @@ class Counted(Rows):
 
 def test_an_optimizers_count_is_said_and_a_resume_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = {"type": "task", "params": {"lr": 0.5}}
-    fit(Counted(), tmp_path, 2, how)
+    fit(tmp_path, Counted(), 2, optimizer=how)
     assert "this optimizer keeps param_groups[0]['k']" in capsys.readouterr().err
     with pytest.raises(TaskError, match=r"keeps param_groups\[0\]\['k'\].* keep it in self.state\[parameter\]"):
-        fit(Counted(), tmp_path, 4, how)
-    fit(Rows(), tmp_path / "own", 2, {"type": "torch.optim:RMSprop", "params": {"lr": 0.01}})
+        fit(tmp_path, Counted(), 4, optimizer=how, resume="auto")
+    fit(tmp_path / "own", Rows(), 2, optimizer={"type": "torch.optim:RMSprop", "params": {"lr": 0.01}})
     assert "keeps" not in capsys.readouterr().err
 
 
@@ -198,7 +187,7 @@ def test_a_data_set_that_is_read_by_lists(kind: Any, tmp_path: Path) -> None:
     task, lists = Rows(), Rows()
     lists.train_data = lambda: kind(*Rows().train_data().tensors)  # type: ignore[method-assign]
     for one, name in ((task, "one"), (lists, "lists")):
-        fit(one, tmp_path / name, 2)
+        fit(tmp_path / name, one, 2)
     assert losses(tmp_path / "one") == losses(tmp_path / "lists")
 
 
@@ -216,7 +205,7 @@ class DoubledAndWeighed(Doubled):
 
 
 def test_a_collate_of_other_numbers_of_rows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(Doubled(), tmp_path / "a", 5)
+    fit(tmp_path / "a", Doubled(), 5)
     assert capsys.readouterr().err.count("collate makes micro-batches of") == 1
-    fit(DoubledAndWeighed(), tmp_path / "b", 5)
+    fit(tmp_path / "b", DoubledAndWeighed(), 5)
     assert "collate makes" not in capsys.readouterr().err
