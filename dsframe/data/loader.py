@@ -400,6 +400,9 @@ def _dense(leaf: Tensor) -> Tensor:
     return leaf if torch.ops.aten.is_non_overlapping_and_dense(leaf) else leaf.contiguous()
 
 
+_KEEP_SIZE = "give it its last number of rows from the start, and replace rows in their places"
+
+
 class Loader:
     """The training micro-batches of one data-parallel rank.
 
@@ -497,8 +500,12 @@ class Loader:
         return self._fetch.batches(samples, self._fetch.device)
 
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
-        step = first_step
+        step, size = first_step, len(self.source)
         while last_step is None or step < last_step:
+            if (now := len(self.source)) != size:
+                raise DataError(
+                    f"the data set has {now:,} rows before step {step}, and had {size:,} at the start; {_KEEP_SIZE}"
+                )
             for micro in range(self.accumulation_steps):
                 yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size)
             step += 1

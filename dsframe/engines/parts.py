@@ -37,6 +37,7 @@ from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
+from dsframe.model.forward import call
 from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import (
@@ -110,7 +111,7 @@ class _Part(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._loss is not None and args and isinstance(args[0], _LossInputs):
             return self._loss(args[0])
-        return self.inner(*args, **kwargs)
+        return call(self.inner, Arguments(args, kwargs))
 
     def train(self, mode: bool = True) -> _Part:
         return super().train(mode and self._trained)

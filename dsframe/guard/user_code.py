@@ -19,6 +19,7 @@ from typing import Any
 from dsframe.data.loader import DatasetSource, StreamSource
 from dsframe.host import source_files
 from dsframe.model import forward
+from dsframe.model.micro_batch import Arguments
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
@@ -115,6 +116,8 @@ def _named(error: Exception) -> str:
 
 
 def _kind(inputs: Any) -> str:
+    if isinstance(inputs, Arguments):
+        inputs = inputs.kwargs or (inputs.args[0] if len(inputs.args) == 1 else inputs.args)
     if isinstance(inputs, Mapping):
         return f"a dict with the keys {', '.join(map(str, inputs))}"
     if isinstance(inputs, (tuple, list)):

@@ -25,23 +25,20 @@ from dsframe.config.read.suggest import closest
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.model.built import Adapter
 from dsframe.model.state import leave_out
-from dsframe.tasks import hub
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
 
 NAME = "default"
 """peft's name of the adapter, which is part of its parameters' names."""
-_FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _OF_ADAPTER = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{NAME}(\.|$)")
 """In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
 _HEADS = ("classifier", "score", "qa_outputs")
 """Output layers that peft trains whole, by the end of their names (peft_model.py)."""
 _BY_PEFT = "give a folder that peft has written"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """Before every name in peft's files."""
-TOLERANCE = 1e-3
-"""Relative, between outputs before and after a merge."""
 
 
 def add(config: Config, model: nn.Module) -> str:
@@ -170,114 +167,6 @@ def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
         )
 
 
-def merge(model: nn.Module) -> nn.Module:
-    """Adds the adapter to the base, in place; the model has its own layers and names again.
-
-    Raises CheckpointError where the model gives other numbers then.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    expected = outputs_of(model)
-    _untie(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge(safe_merge=True)
-            whole: Any = module.get_base_layer()
-        elif isinstance(module, ModulesToSaveWrapper):
-            whole = module.modules_to_save[NAME]
-        else:
-            continue
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, whole)
-    _compare_outputs(expected, outputs_of(model), "the adapter is merged")
-    return model.requires_grad_(True)
-
-
-def _untie(model: nn.Module) -> None:
-    """Gives layers with an adapter weights of their own: what is added to one of two tied layers is not the other's."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    for module in model.modules():
-        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
-        for name, weight in list(layer.named_parameters(recurse=False)) if layer is not None else ():
-            if owners[id(weight)] > 1:
-                setattr(layer, name, nn.Parameter(weight.detach().clone()))
-
-
-def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> None:
-    """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it so beside ``base``, which changes.
-
-    ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError where peft loads something else.
-    """
-    import peft
-    from safetensors.torch import save_file
-
-    settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
-    settings.inference_mode = True
-    source = getattr(model, "name_or_path", None)
-    settings.base_model_name_or_path, settings.revision = hub.origin(str(source)) or (source, settings.revision)
-    values = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    values = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in values.items()}
-    out.mkdir()
-    save_file({_PREFIX + name: tensor for name, tensor in values.items()}, out / _FILE, {"format": "pt"})
-    settings.save_pretrained(str(out))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft.set_peft_model_state_dict(model, values)
-        loaded = peft.PeftModel.from_pretrained(base, str(out)).eval()
-    theirs = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    theirs = {name.removeprefix(_PREFIX): tensor.to(dtype) for name, tensor in theirs.items()}
-    if name := difference(values, theirs):
-        raise CheckpointError(f"peft, which has loaded the written folder, has another {name}: the export is not kept")
-    _compare_outputs(outputs_of(model), outputs_of(loaded.get_base_model()), "peft has loaded the written folder")
-
-
-def difference(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """The first name whose tensor is there only once, or differs in its shape, its format or a value; empty for none."""
-    alone = sorted(expected.keys() ^ loaded.keys())
-    both = (name for name in expected if not _same(expected[name], loaded[name])) if not alone else iter(alone)
-    return next(both, "")
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    return torch.equal(first, second) or torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
-
-
-@torch.no_grad()
-def outputs_of(model: nn.Module) -> Tensor | None:
-    """What a model of transformers gives for a small batch; None for other models, and inputs that are not known here."""
-    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    try:
-        if name == "input_ids":
-            inputs = torch.linspace(0, config.get_text_config().vocab_size - 1, 64).long().view(8, 8)  # type: ignore[union-attr]
-        elif name == "pixel_values":
-            size = config.image_size  # type: ignore[union-attr]
-            height, width = size if isinstance(size, Sequence) else (size, size)
-            inputs = torch.linspace(-1, 1, 2 * config.num_channels * height * width)  # type: ignore[union-attr]
-            inputs = inputs.view(2, -1, height, width)
-        else:
-            return None
-        outputs: Tensor = model.eval()(**{name: inputs})[0]
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # a model that needs more than this
-        return None
-    return outputs.float()
-
-
-def _compare_outputs(expected: Tensor | None, given: Tensor | None, when: str) -> None:
-    """Raises CheckpointError where the outputs differ by more than the order of float32's sums explains."""
-    if expected is None or given is None or not expected.isfinite().all():
-        return
-    off = float((expected - given).abs().max() / expected.abs().max().clamp(min=1e-30))
-    if not off <= TOLERANCE:
-        raise CheckpointError(
-            f"where {when}, the model's outputs for one batch are off by {off:.1e} of the largest: the export is not kept"
-        )
-
-
 def is_adapters(name: str) -> bool:
     """True for the name of an adapter's own parameter."""
     return _OF_ADAPTER.search(name) is not None
@@ -373,8 +262,8 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
         settings = peft.PeftConfig.from_pretrained(str(folder)) if (folder / _SETTINGS).is_file() else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _wrong(config, f"{folder / _SETTINGS} cannot be read: {error}", _BY_PEFT) from None
-    if settings is None or not (folder / _FILE).is_file():
-        raise _wrong(config, f"{folder} has no {_SETTINGS} and {_FILE}", _BY_PEFT)
+    if settings is None or not (folder / FILE).is_file():
+        raise _wrong(config, f"{folder} has no {_SETTINGS} and {FILE}", _BY_PEFT)
     if settings.peft_type != "LORA":
         raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
     settings.inference_mode = False
@@ -387,17 +276,17 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        saved = load_file(folder / _FILE)
+        saved = load_file(folder / FILE)
     except (OSError, SafetensorError) as error:
-        raise _wrong(config, f"{folder / _FILE} cannot be read: {error}", _BY_PEFT) from None
-    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
+        raise _wrong(config, f"{folder / FILE} cannot be read: {error}", _BY_PEFT) from None
+    saved = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     parameters = {**model.state_dict(), **expected}  # peft saves embeddings of the base too, where they have an adapter
     differing = sorted(expected.keys() - saved.keys()) or [
         name for name, tensor in saved.items() if name not in parameters or parameters[name].shape != tensor.shape
     ]
     if differing:
-        message = f"{folder} is an adapter of another model: {_PREFIX}{differing[0]} differs"
+        message = f"{folder} is an adapter of another model: {PREFIX}{differing[0]} differs"
         raise _wrong(config, message, "give the model that it was trained for")
     peft.set_peft_model_state_dict(model, saved)
 

@@ -98,14 +98,14 @@ def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -
     """
     import torch
 
-    from dsframe.model import adapter
+    from dsframe.model import adapter_export
 
     checkpoint = store.complete(path)
     if "adapter" not in store.read_manifest(checkpoint):
         raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
     target = out or checkpoint.with_name(checkpoint.name + SUFFIX["peft"])
     with _whole(target) as unfinished:
-        adapter.write(*adapted(checkpoint), getattr(torch, dtype), unfinished)
+        adapter_export.write(*adapted(checkpoint), getattr(torch, dtype), unfinished)
     return target
 
 
@@ -154,7 +154,7 @@ def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from dsframe.model.adapter import difference
+    from dsframe.model.adapter_export import difference
     from dsframe.model.spill import on_disk
     from dsframe.tasks import _transformers
 
@@ -277,7 +277,7 @@ def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False
     import torch
 
     from dsframe.inference import load_model
-    from dsframe.model import adapter
+    from dsframe.model import adapter_export
 
-    model = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
+    model = adapter_export.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
     return dict(model.state_dict())

@@ -127,6 +127,8 @@ class LossTrial:
         is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
         if is_needed:
             kind, why = sample_trial.kind_of(engine, self._loader)
+        elif self._looks and sample_trial.has_few_rows(engine):
+            kind = sample_trial.kind_of(engine, self._loader)[0] or kind
         self._neither = kind == "neither"
         if self._neither:
             return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"

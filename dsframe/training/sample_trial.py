@@ -55,6 +55,11 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     return _is_users(engine)
 
 
+def has_few_rows(engine: Engine) -> bool:
+    """True if halves of a micro-batch are single rows, of which a loss with statistics over its rows may be the mean."""
+    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
+
+
 def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     """**Collective.** Returns the kind, or "" and what is to be said."""
     losses, why = _Trial(engine, loader, 2 if engine.plan.batch.micro_batch_size == 1 else _SAMPLES).take()

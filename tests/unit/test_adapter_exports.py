@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsframe.config import load
 from dsframe.errors import CheckpointError
-from dsframe.model import adapter
+from dsframe.model import adapter, adapter_export
 from dsframe.tasks import _transformers
 from dsframe.tools import export
 
@@ -77,7 +77,7 @@ def trained(model: Any) -> Any:
 
 
 def outputs(model: nn.Module) -> Tensor:
-    given = adapter.outputs_of(model)
+    given = adapter_export.outputs_of(model)
     assert given is not None
     return given
 
@@ -87,17 +87,17 @@ def test_merged_and_by_peft(kind: str, tmp_path: Path) -> None:
     name, sizes, section = MODELS[kind]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
     expected = outputs(model)
-    adapter.write(copy.deepcopy(model), build(name, sizes), torch.float32, tmp_path / "peft")
+    adapter_export.write(copy.deepcopy(model), build(name, sizes), torch.float32, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
     torch.testing.assert_close(outputs(theirs.get_base_model()), expected, rtol=0, atol=0)
     again = with_adapter(build(name, sizes), {"folder": str(tmp_path / "peft")})
     torch.testing.assert_close(outputs(again), expected, rtol=0, atol=0)
     config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
-    weights = dict(adapter.merge(model).state_dict())
+    weights = dict(adapter_export.merge(model).state_dict())
     _transformers.write(config, weights, "float32", tmp_path / "merged", "5GB")
     merged = getattr(transformers, name).from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
-    assert adapter.difference(weights, merged.state_dict()) == ""
+    assert adapter_export.difference(weights, merged.state_dict()) == ""
 
 
 @pytest.mark.parametrize("kind", ["classifier of sequences", "classifier of tokens", "classifier of images"])
@@ -108,7 +108,7 @@ def test_a_classifiers_head_is_trained_and_saved(kind: str, tmp_path: Path) -> N
     heads = [of for of, one in model.named_parameters() if one.requires_grad and "modules_to_save" in of]
     assert {of.split(".")[0] for of in heads} <= {"score", "classifier"}
     assert heads
-    adapter.write(model, build(name, sizes), torch.float32, tmp_path / "peft")
+    adapter_export.write(model, build(name, sizes), torch.float32, tmp_path / "peft")
     other = build(name, sizes)
     for of, parameter in other.named_parameters():
         if of.startswith(("score", "classifier")):
@@ -124,6 +124,8 @@ BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ranks": ({}, {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 1}}),
     "DoRA": ({}, {**Q, "use_dora": True}),
     "DoRA of embeddings": (TIED, {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "some tokens": ({}, {**Q, "trainable_token_indices": [1, 3]}),
+    "some tokens, tied": (TIED, {**Q, "trainable_token_indices": {"embed_tokens": [1, 3]}}),
     "biases": (BIASED, {"target_modules": "all-linear", "bias": "lora_only"}),
     "biases of the factors": (BIASED, {**Q, "lora_bias": True}),
 }
@@ -141,10 +143,10 @@ def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, tmp_path: Path) -> N
     assert {name for name, one in model.named_parameters() if one.requires_grad} == {
         name.removeprefix("base_model.model.") for name, one in theirs.named_parameters() if one.requires_grad
     }
-    adapter.write(model, build(LM, sizes), torch.float32, tmp_path / "ours")
+    adapter_export.write(model, build(LM, sizes), torch.float32, tmp_path / "ours")
     back = peft.PeftModel.from_pretrained(build(LM, sizes), str(tmp_path / "ours")).eval()
     torch.testing.assert_close(outputs(back.get_base_model()), expected, rtol=0, atol=0)
-    merged = adapter.merge(model)
+    merged = adapter_export.merge(model)
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -163,7 +165,7 @@ def test_a_config_that_says_tied_has_one_matrix_or_two(differ: bool, tmp_path: P
     weights["lm_head.weight"] += 0.5 if differ else 0.0
     _transformers.write(config, weights, "float32", tmp_path / "out", "5GB")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert adapter.difference(weights, found.state_dict()) == ""
+    assert adapter_export.difference(weights, found.state_dict()) == ""
     assert found.config.tie_word_embeddings is not differ
 
 
@@ -171,7 +173,7 @@ def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatc
     model = trained(with_adapter(build(LM, TIED), {"r": 2, "target_modules": ["embed_tokens"]}))
     base = build(LM, {**TIED, "initializer_range": 0.2})
     with pytest.raises(CheckpointError, match=r"peft has loaded the written folder, the model's outputs .* off by"):
-        adapter.write(copy.deepcopy(model), base, torch.float32, tmp_path / "peft")
+        adapter_export.write(copy.deepcopy(model), base, torch.float32, tmp_path / "peft")
     weights = {name: tensor.clone() for name, tensor in build(LM, TIED).state_dict().items()}
     for to, name in (("safetensors", "a.safetensors"), ("torch", "a.pt")):
         export._write(tmp_path, to, "float32", tmp_path / name, weights, "5GB", print)
@@ -179,15 +181,15 @@ def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatc
         other = {**weights, "model.norm.weight": weights["model.norm.weight"] + 1}
         with pytest.raises(CheckpointError, match=rf"{to}, which has loaded .* has another model\.norm\.weight"):
             export._verify(to, tmp_path / name, other)
-    monkeypatch.setattr(adapter, "_untie", lambda model: None)
+    monkeypatch.setattr(adapter_export, "_untie", lambda model: None)
     with pytest.raises(CheckpointError, match="the adapter is merged, the model's outputs for one batch are off by"):
-        adapter.merge(model)
+        adapter_export.merge(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     name, sizes, section = MODELS["tied, embeddings whole"]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
-    adapter.write(model, build(name, sizes), dtype, tmp_path / "peft")
+    adapter_export.write(model, build(name, sizes), dtype, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
     torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)

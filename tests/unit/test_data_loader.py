@@ -187,6 +187,16 @@ def test_too_little_data_is_refused_before_training() -> None:
         EvaluationLoader(empty, seed=0, micro_batch_size=1)
 
 
+def test_a_data_set_whose_length_changes_in_training_is_refused() -> None:
+    """A replay buffer that a hook fills: rows that came later were never read."""
+    data = Noisy()
+    stream = Loader(data, seed=4, micro_batch_size=2).stream()
+    next(stream)
+    data.samples = 14
+    with pytest.raises(DataError, match="the data set has 14 rows before step [1-4], and had 13 at the start; give it its last"):
+        list(islice(stream, 4))
+
+
 @pytest.mark.parametrize(
     ("size", "ranks", "workers"), [(1, 1, 0), (4, 1, 0), (4, 2, 0), (5, 3, 0), (20, 2, 0), (4, 2, 1), (3, 8, 0)]
 )

@@ -61,12 +61,28 @@ class _Pair(nn.Linear):
         return super().forward(first) + second
 
 
+class TwoModels(Broken):
+    """The model that is evaluated takes other rows than the task evaluates it with."""
+
+    model = dsframe.Task.model
+
+    def models(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"one": lambda: nn.Linear(3, 1)}
+
+    def losses(self) -> dict[str, Any]:
+        return {"one": lambda models, inputs, targets: models["one"](torch.ones(len(inputs), 3)).mean()}
+
+    def eval_data(self) -> Rows:
+        return Rows()
+
+
 CASES = {
     "model": ("the task's code raised ZeroDivisionError: no layers", "in model", "in _build_on_cpu: "),
     "loss": ("the task's code raised RuntimeError: Sizes of tensors must match", "in loss\n", "_loss: "),
     "row": ("the task's code raised KeyError: 'no such picture'", "in __getitem__", "The sample is number 3 of its data set"),
     "pair": ("missing 1 required positional argument: 'second'", "in call: ", "here they are one Tensor of shape [4, 2]"),
     "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
+    "evaluated": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "they are one Tensor of shape [4, 2]"),
     "disk": ("the task's code raised OSError: [Errno 5] Input/output error", "in train_data", "called by dsframe/"),
 }  # fmt: skip
 
@@ -75,7 +91,7 @@ CASES = {
 def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
-        dsframe.fit(Broken(where), FILE)
+        dsframe.fit(TwoModels(where) if where == "evaluated" else Broken(where), FILE)
     told = user_code.user_traceback(raised.value)
     assert told
     for words in CASES[where]:
