@@ -16,7 +16,7 @@ from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, gradient_hooks, groups, max_norm, overrides, switches, sync_batch_norm
+from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
 from dsframe.model.built import ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
@@ -66,8 +66,11 @@ def build_model(
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
     model.train()
+    batch_norm.restore(model)
     if settings.model.sync_batch_norm:
-        sync_batch_norm.share_statistics(model, weakref.proxy(ranks))
+        batch_norm.share_statistics(model, weakref.proxy(ranks))
+    if formats.parameter_dtype(plan.config).itemsize < 4:
+        batch_norm.accept_16_bits(model)
     # A task may return the same module again, with gradients of an earlier training or of a step
     # that lost a process.
     for parameter in model.parameters():

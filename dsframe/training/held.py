@@ -224,16 +224,18 @@ class Generators:
             kinds += (numpys.Generator, numpys.RandomState)
         values = (value for holder in holders for value in vars(holder).values())
         self._process = _of_process()
-        self._held = [(value, pickle.dumps(value)) for value in values if isinstance(value, kinds)]
+        self._held = [(value, _state(value)) for value in values if isinstance(value, kinds)]
 
     def changed(self) -> bool:
         """Returns whether one has moved since."""
-        return _of_process() != self._process or any(pickle.dumps(value) != before for value, before in self._held)
+        return _of_process() != self._process or any(_state(value) != before for value, before in self._held)
 
     def put_back(self) -> None:
         """Puts those back that are held, in the same objects."""
-        value: Any
         for value, before in self._held:
+            if isinstance(value, torch.Generator):
+                value.set_state(torch.frombuffer(bytearray(before), dtype=torch.uint8))
+                continue
             was = pickle.loads(before)
             if isinstance(value, random.Random):
                 value.setstate(was.getstate())
@@ -241,6 +243,12 @@ class Generators:
                 value.set_state(was.get_state())
             else:
                 value.bit_generator.state = was.bit_generator.state
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):  # pickled twice it gives other bytes
+        return generator.get_state().numpy().tobytes()
+    return pickle.dumps(generator)
 
 
 def _of_process() -> tuple[Any, Any]:

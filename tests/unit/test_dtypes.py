@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.config import load
@@ -120,3 +121,30 @@ def test_names_that_stay_in_fp32_are_looked_for() -> None:
         ConfigError, match=r'"\*\.wieght" matches no parameter of the model; there are 2 parameters, such as weight'
     ):
         dsframe.fit(Line(torch.float32), asked)
+
+
+class Normed(dsframe.Task):
+    """Layers with running statistics, which stay float32."""
+
+    def model(self) -> nn.Module:
+        norms = nn.BatchNorm2d(6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+        return nn.Sequential(nn.Conv2d(2, 6, 3), *norms, nn.Flatten(), nn.Linear(96, 2))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> TensorDataset:
+        inputs = torch.randn(48, 2, 6, 6, generator=torch.Generator().manual_seed(3))
+        return TensorDataset(inputs, inputs.mean((2, 3)).sin())
+
+    eval_data = train_data
+
+
+@pytest.mark.parametrize("section", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1.0}}])
+def test_16_bits_train_norms_with_statistics(section: dict[str, Any], tmp_path: Path) -> None:
+    """torch has no such kernel on CPUs."""
+    file = {"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    settings = {"engine": "single", "steps": 4, "run_dir": str(tmp_path)}
+    full, short = (dsframe.fit(Normed(), {**file, **more, "dsframe": settings}) for more in ({}, section))
+    assert short.metrics["loss"] == pytest.approx(full.metrics["loss"], rel=2e-2)
+    assert short.loss != full.loss

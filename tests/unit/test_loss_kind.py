@@ -425,6 +425,18 @@ def test_draws_of_a_generator_of_the_models_own_are_said(capsys: pytest.CaptureF
     assert OTHERS in capsys.readouterr().err
 
 
+class HoldsGenerator(OwnGenerator):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.Linear.forward(self, inputs)
+
+
+def test_a_generator_that_is_only_held_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    said = file(2)
+    said["dsframe"]["per_sample_randomness"] = True
+    assert dsframe.fit(Rows(mean, HoldsGenerator), said).steps == 6
+    assert "draws" not in capsys.readouterr().err
+
+
 class DrawingHook(dsframe.Hooks):
     def on_step(self, run: dsframe.RunView) -> None:
         np.random.rand()
