@@ -23,15 +23,29 @@ from dsframe.cluster.exchange import Ranks
 from dsframe.errors import TaskError
 
 
-def share_statistics(model: nn.Module, ranks: Ranks) -> None:
-    """Makes all BatchNorm layers of ``model`` use the samples of all ranks in training.
+def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Makes BatchNorm layers use the samples of all ranks in training, where the file asks for it, and layers with running
+    statistics, which are float32, take weights of ``dtype``.
 
-    Raises TaskError where the file asks for it and there is none, or where a step has several micro-batches.
+    Raises TaskError where the file asks for it and the model has no BatchNorm, or where a step has several micro-batches.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for layer in model.modules():
+        if isinstance(layer.__dict__.get("forward"), _Forward):  # of an earlier training of the same module
+            del layer.__dict__["forward"]
     plan = ranks.plan
-    if not layers and plan.part:  # of several models another may have some
-        return
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if plan.config.settings.model.sync_batch_norm and (
+        layers or not plan.part
+    ):  # of several models another may have some
+        _refuse(layers, plan)
+        for layer in layers if plan.world.size > 1 else ():
+            _replace_forward(layer, ranks)
+    for layer in model.modules() if dtype.itemsize < 4 else ():
+        if isinstance(layer, _NormBase) and not isinstance(layer.__dict__.get("forward"), _Forward):
+            _replace_forward(layer, None)
+
+
+def _refuse(layers: list[_BatchNorm], plan: Any) -> None:
     if not layers:
         raise TaskError('"sync_batch_norm" has no effect: the model has no BatchNorm; remove it')
     if plan.batch.accumulation_steps > 1:
@@ -39,22 +53,6 @@ def share_statistics(model: nn.Module, ranks: Ranks) -> None:
             f'"sync_batch_norm" sees one micro-batch of each rank, and a step has {plan.batch.accumulation_steps}; write '
             '"gradient_accumulation_steps": 1, so that the statistics are of the global batch'
         )
-    for layer in layers if plan.world.size > 1 else ():
-        _replace_forward(layer, ranks)
-
-
-def accept_16_bits(model: nn.Module) -> None:
-    """Makes layers with running statistics, which are float32, compute with 16-bit weights."""
-    for layer in model.modules():
-        if isinstance(layer, _NormBase) and not isinstance(layer.__dict__.get("forward"), _Forward):
-            _replace_forward(layer, None)
-
-
-def restore(model: nn.Module) -> None:
-    """Gives layers of an earlier training their own forward again."""
-    for layer in model.modules():
-        if isinstance(layer.__dict__.get("forward"), _Forward):
-            del layer.__dict__["forward"]
 
 
 class _Forward(partial):  # type: ignore[type-arg]
@@ -90,7 +88,8 @@ class _Redirected(TorchFunctionMode):
         if func is functional.batch_norm:
             self.found = True
             if self._ranks is not None and kwargs["training"]:
-                return _batch_norm(self._ranks, *args, **kwargs)
+                affine = kwargs["weight"], kwargs["bias"]
+                return _batch_norm(self._ranks, *args, affine, kwargs["momentum"], kwargs["eps"])
         if func in (functional.batch_norm, functional.instance_norm):
             given = {name: kwargs.get(name) for name in ("weight", "bias")}
             kwargs = {**kwargs, **{name: _wide(value) for name, value in given.items() if value is not None}}
@@ -125,10 +124,7 @@ def _batch_norm(
     rows: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    *,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
+    affine: tuple[Tensor | None, Tensor | None],
     momentum: float,
     eps: float,
 ) -> Tensor:
@@ -146,6 +142,7 @@ def _batch_norm(
         if statistic is not None:
             statistic.lerp_(value.detach().to(statistic.dtype), momentum)
     normal = centred * torch.rsqrt(variance + eps).view(shape)
+    weight, bias = affine
     if weight is not None:
         normal = normal * weight.view(shape)
     if bias is not None:

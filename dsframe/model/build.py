@@ -66,11 +66,7 @@ def build_model(
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
     model.train()
-    batch_norm.restore(model)
-    if settings.model.sync_batch_norm:
-        batch_norm.share_statistics(model, weakref.proxy(ranks))
-    if formats.parameter_dtype(plan.config).itemsize < 4:
-        batch_norm.accept_16_bits(model)
+    batch_norm.apply(model, weakref.proxy(ranks), formats.parameter_dtype(plan.config))
     # A task may return the same module again, with gradients of an earlier training or of a step
     # that lost a process.
     for parameter in model.parameters():

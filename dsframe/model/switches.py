@@ -10,18 +10,15 @@ import fnmatch
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial, wraps
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dsframe.config.rules.model import compiler
-from dsframe.errors import ConfigError, Problem, TaskError
+from dsframe.errors import ConfigError, Problem
+from dsframe.model import recomputation
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -57,7 +54,8 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
         compile_(model, device)
     if again:
         for block in _of(model, recomputed(whole, config)):
-            recompute(block)
+            recomputation.recompute(block)
+            setattr(block, _UNIT, True)
 
 
 def recomputed(whole: nn.Module, config: Config) -> list[str]:
@@ -137,101 +135,6 @@ def repeated(model: nn.Module) -> str | None:
 
 def _list(classes: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in classes.most_common())
-
-
-# Activation checkpointing.
-
-
-def recompute(block: nn.Module) -> None:
-    """Keeps only the inputs of ``block`` and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
-
-    The method is replaced, not the module wrapped: names stay.
-    """
-    forward, again = block.forward, checkpoint_function(block)
-
-    @wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return again(forward, *args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
-
-    block.forward = checkpointed
-    setattr(block, _UNIT, True)
-
-
-def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
-    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast and with the same buffers.
-
-    A block that changes a buffer (BatchNorm's statistics, a spectral norm's vectors) computes again from what the buffer was, and
-    leaves it as the first pass has.
-    """
-    changing = set[tuple[nn.Module, str]]()  # large ones; small ones are copied in any case, and all at first
-    calls = 0
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        nonlocal calls
-        calls += 1
-        before = _held_buffers(module, changing if calls > 1 else None)
-        return watched(before), _as_before(before)
-
-    @contextmanager
-    def watched(before: dict[tuple[nn.Module, str], _Held]) -> Iterator[None]:
-        yield
-        changed = {key for key, buffer in before.items() if buffer.changed(*key)}
-        for owner, name in changed:
-            if before[owner, name].copy is None:
-                raise TaskError(
-                    f"a recomputed {type(module).__name__} changes its large buffer {name} only in some steps, and what it was is "
-                    "not known any more; change it in each forward pass, or leave activation_checkpointing out"
-                )
-        for key in before.keys() - changed:
-            del before[key]
-        changing.update(changed)
-
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
-
-
-_SMALL_BUFFER = 1 << 16
-"""Elements."""
-
-
-@dataclass
-class _Held:
-    """A buffer before a forward pass."""
-
-    buffer: Tensor
-    version: int
-    copy: Tensor | None
-
-    def changed(self, owner: nn.Module, name: str) -> bool:
-        if isinstance(owner, nn.modules.batchnorm._NormBase):
-            return owner.training  # its kernels count no version
-        return owner._buffers[name] is not self.buffer or self.buffer._version != self.version
-
-
-@torch.no_grad()
-def _held_buffers(
-    module: nn.Module, changing: set[tuple[nn.Module, str]] | None = None
-) -> dict[tuple[nn.Module, str], _Held]:
-    """The buffers of ``module``; copies of small ones and of those that are ``changing``, of all where that is None."""
-    held = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                copied = changing is None or buffer.numel() <= _SMALL_BUFFER or (owner, name) in changing
-                held[owner, name] = _Held(buffer, buffer._version, buffer.detach().clone() if copied else None)
-    return held
-
-
-@contextmanager
-def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
-    now = {(owner, name): owner._buffers[name] for owner, name in before}
-    copies = {id(held.buffer): held.copy.clone() for held in before.values() if held.copy is not None}
-    for (owner, name), held in before.items():
-        owner._buffers[name] = copies[id(held.buffer)]
-    try:
-        yield
-    finally:
-        for (owner, name), buffer in now.items():
-            owner._buffers[name] = buffer
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -5,9 +5,6 @@ Numbers, texts, tensors, and lists or dicts of few entries, as they were when th
 
 from __future__ import annotations
 
-import inspect
-import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dsframe.checkpoint import generators
 from dsframe.engine import Engine
 from dsframe.host import source_files
+from dsframe.model import user_state
+from dsframe.model.user_state import functions_of, words_of
 from dsframe.values import FEW, copied, same
 
 
@@ -108,8 +106,8 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
     """Returns what the modules of ``model`` keep in attributes. Those that libraries keep there are left out: the code of the
     model's classes does not name them. ``buffers``: also in buffers that no checkpoint has."""
     modules = dict(model.named_modules())
-    functions = [function for cls in {type(module) for module in modules.values()} for function in _functions(cls)]
-    names = frozenset[str]().union(*(_words(function.__code__) for function in functions)) - vars(nn.Module()).keys()
+    functions = [function for cls in {type(module) for module in modules.values()} for function in functions_of(cls)]
+    names = frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
     spaces = [_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
     for name, module in modules.items() if buffers else ():
         if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
@@ -123,12 +121,12 @@ def outside(engine: Engine) -> Values:
     model = watch.model if watch else nn.Module()
     modules = list(model.modules())
     classes = {type(task), *map(type, modules)}
-    functions = [function for cls in classes for function in _functions(cls)]
+    functions = [function for cls in classes for function in functions_of(cls)]
     functions += [held for owner in (task, *modules) for held in vars(owner).values() if isinstance(held, FunctionType)]
     spaces = dict[int, _Space]()
     for function in _reached(functions):
         code, file = function.__code__, Path(function.__code__.co_filename).name
-        words, of_file = _words(code), function.__globals__
+        words, of_file = words_of(code), function.__globals__
         before = spaces.get(id(of_file))
         names = words | (before.names if before else frozenset())
         spaces[id(of_file)] = _Space(of_file, names, f"{{}} of {file}")
@@ -160,22 +158,6 @@ class _Plain:
         return value.untyped_storage().data_ptr() not in self._memory
 
 
-def _functions(cls: type) -> list[FunctionType]:
-    """Returns the functions of a class, but for those that each module has, and those of dsframe's tasks."""
-    own: list[Any] = [
-        value
-        for base in cls.__mro__
-        if base not in nn.Module.__mro__ and not base.__module__.startswith(("torch.", "deepspeed.", "dsframe."))
-        for value in vars(base).values()
-    ]
-    functions = [
-        inspect.unwrap(getattr(value, "__func__", value))
-        for value in own
-        if callable(value) or hasattr(value, "__func__")
-    ]
-    return [function for function in functions if isinstance(function, FunctionType)]
-
-
 def _reached(functions: Iterable[FunctionType]) -> Iterator[FunctionType]:
     """Yields the user's functions among ``functions``, and those that they call by a global name."""
     seen, ahead = set[CodeType](), [*functions]
@@ -185,11 +167,11 @@ def _reached(functions: Iterable[FunctionType]) -> Iterator[FunctionType]:
             continue
         seen.add(function.__code__)
         yield function
-        for word in _words(function.__code__):
+        for word in words_of(function.__code__):
             value = function.__globals__.get(word)
             if isinstance(value, FunctionType):
                 ahead.append(value)
-            ahead += [inner for cls in _users_classes([value]) for inner in _functions(cls)]
+            ahead += [inner for cls in _users_classes([value]) for inner in functions_of(cls)]
 
 
 def _users_classes(values: Iterable[Any]) -> Iterator[type]:
@@ -200,60 +182,12 @@ def _users_classes(values: Iterable[Any]) -> Iterator[type]:
                 yield value
 
 
-def _words(code: CodeType) -> frozenset[str]:
-    """Returns the names and texts in ``code`` and in the functions inside of it."""
-    words, codes = set[str](), [code]
-    while codes:
-        code = codes.pop()
-        words |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(words)
-
-
-class Generators:
-    """NumPy's and Python's generators, and those that the task and the model's modules hold; as they were when this was made."""
+class Generators(user_state.Generators):
+    """NumPy's and Python's generators, and those that the task and the model's modules hold."""
 
     def __init__(self, engine: Engine) -> None:
         watch = engine.built.watch
-        holders = [engine.plan.task, *(watch.model.modules() if watch else ())]
-        kinds: tuple[type, ...] = (torch.Generator, random.Random)
-        numpys = sys.modules.get(
-            "numpy.random"
-        )  # importing it takes 2.6 MiB; who holds one of its generators has done so
-        if numpys is not None:
-            kinds += (numpys.Generator, numpys.RandomState)
-        values = (value for holder in holders for value in vars(holder).values())
-        self._process = _of_process()
-        self._held = [(value, _state(value)) for value in values if isinstance(value, kinds)]
-
-    def changed(self) -> bool:
-        """Returns whether one has moved since."""
-        return _of_process() != self._process or any(_state(value) != before for value, before in self._held)
-
-    def put_back(self) -> None:
-        """Puts those back that are held, in the same objects."""
-        for value, before in self._held:
-            if isinstance(value, torch.Generator):
-                value.set_state(torch.frombuffer(bytearray(before), dtype=torch.uint8))
-                continue
-            was = pickle.loads(before)
-            if isinstance(value, random.Random):
-                value.setstate(was.getstate())
-            elif hasattr(value, "set_state"):
-                value.set_state(was.get_state())
-            else:
-                value.bit_generator.state = was.bit_generator.state
-
-
-def _state(generator: Any) -> bytes:
-    if isinstance(generator, torch.Generator):  # pickled twice it gives other bytes
-        return generator.get_state().numpy().tobytes()
-    return pickle.dumps(generator)
-
-
-def _of_process() -> tuple[Any, Any]:
-    kept = generators.capture(torch.device("cpu"))
-    return kept["numpy"], kept["python"]
+        super().__init__([engine.plan.task, *(watch.model.modules() if watch else ())])
 
 
 @torch.no_grad()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,6 +127,41 @@ def test_recomputation_draws_the_same_and_counts_a_batch_once() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for name, value in plain.state_dict().items():
         assert torch.equal(frugal.state_dict()[name], value), name
+
+
+class Moving(nn.Linear):
+    """Draws outside of torch's generators, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.numbers, self.calls = torch.Generator().manual_seed(1), 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        if random.random() < 0.2:
+            return rows
+        drawn = np.random.rand() + torch.rand((), generator=self.numbers)
+        return super().forward(rows).tanh() * drawn / self.calls
+
+
+def test_recomputation_moves_no_state_of_the_blocks() -> None:
+    plain = nn.Sequential(Moving(), Moving())
+    frugal = switched(copy.deepcopy(plain), activation_checkpointing=["Moving"])
+    rows = torch.randn(4, 3)
+
+    def trained(model: nn.Module) -> tuple[Any, ...]:
+        random.seed(3)
+        np.random.seed(3)
+        found = [gradients(model, rows) for _ in range(4)]
+        own = [(block.calls, block.numbers.get_state().tolist()) for block in model]  # type: ignore[attr-defined]
+        return (
+            [{name: value.tolist() for name, value in one.items()} for one in found],
+            own,
+            random.random(),
+            np.random.rand(),
+        )
+
+    assert trained(plain) == trained(frugal)
 
 
 def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dsframe.engines import precision
 from dsframe.errors import EngineError
-from dsframe.model import switches
+from dsframe.model import recomputation
 
 
 @dataclass(frozen=True)
@@ -622,7 +622,7 @@ class StagePatches:
 def recompute_once(engine: Any, stage: Any) -> None:
     """ "pipeline_recompute": torch's function, which counts a batch once and computes again under the same autocast."""
     _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
-    stage.activation_checkpoint_func = switches.checkpoint_function(stage)
+    stage.activation_checkpoint_func = recomputation.checkpoint_function(stage)
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
 
 
