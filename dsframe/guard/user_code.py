@@ -16,6 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
+
 from dsframe.data.loader import DatasetSource, StreamSource
 from dsframe.host import source_files
 from dsframe.model import forward
@@ -34,6 +37,15 @@ _INPUTS = (
 
 _IN_BACKWARD = re.compile("modified by an inplace operation|backward through the graph a second time")
 """What autograd says of a model's own mistakes. No frame of the model is there any more."""
+_PASSES_ON = ("model/recomputation.py:checkpointed", "model/batch_norm.py:_forward", "data/sample_draws.py:")
+"""What stands in the place of a function of the model's or torch's, and calls that."""
+_IN_16_BITS = re.compile("same dtype|scalar type|dtype mismatch", re.IGNORECASE)
+"""What torch says of operands in two formats."""
+_BUFFERS = (
+    '\nUnder "bf16" and "fp16" weights and inputs are 16-bit, and buffers stay float32: cast them where they are used '
+    '(x + self.table.to(x.dtype)), or write "torch_autocast" in the place of the section'
+)
+_SHORT = (torch.float16, torch.bfloat16)
 _READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
 
 
@@ -53,6 +65,12 @@ class _Call:
     @property
     def ours(self) -> bool:
         return source_files.is_ours(self.file)
+
+    @property
+    def passes_on(self) -> bool:
+        name = self.frame.f_code.co_name
+        where = f"{Path(self.file).relative_to(source_files.OURS)}:{name}" if self.ours else ""
+        return name == "__torch_function__" or where.startswith(_PASSES_ON)  # the first is the watch over weights
 
     @property
     def users(self) -> bool:
@@ -75,7 +93,7 @@ def user_traceback(error: Exception) -> str | None:
     The user's own frames, and which call of dsframe led to them.
     """
     walked = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    calls = [call for call in walked if call.frame.f_code.co_name != "__torch_function__"]  # the watch over weights
+    calls = [call for call in walked if not call.passes_on]
     first = next((number for number, call in enumerate(calls) if call.ours), len(calls))
     calls = calls[first:]
     theirs = [number for number, call in enumerate(calls) if call.users]
@@ -108,7 +126,9 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
-    return "\n".join(lines) + _REMEDY
+    model = by.frame.f_locals.get("model")
+    short = isinstance(model, nn.Module) and any(one.dtype in _SHORT for one in model.parameters())
+    return "\n".join(lines) + (_BUFFERS if short and _IN_16_BITS.search(str(error)) else "") + _REMEDY
 
 
 def _named(error: Exception) -> str:

@@ -88,8 +88,9 @@ class _Redirected(TorchFunctionMode):
         if func is functional.batch_norm:
             self.found = True
             if self._ranks is not None and kwargs["training"]:
+                rows, mean, variance = args
                 affine = kwargs["weight"], kwargs["bias"]
-                return _batch_norm(self._ranks, *args, affine, kwargs["momentum"], kwargs["eps"])
+                return _batch_norm(self._ranks, rows, mean, variance, affine, kwargs["momentum"], kwargs["eps"])
         if func in (functional.batch_norm, functional.instance_norm):
             given = {name: kwargs.get(name) for name in ("weight", "bias")}
             kwargs = {**kwargs, **{name: _wide(value) for name, value in given.items() if value is not None}}

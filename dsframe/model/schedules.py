@@ -298,11 +298,21 @@ def with_weight_decay(schedule: Schedule, task: Task) -> Schedule:
 
 
 def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]:
-    """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates."""
+    """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates.
+
+    Raises ConfigError where the schedule is for fewer updates and has no rate behind them.
+    """
     if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     scheduler = config.deepspeed.scheduler
     params = scheduler.params if scheduler else {}
+    if scheduler and "OneCycleLR" in f"{scheduler.type} {params}":  # of torch's the only one that ends
+        try:
+            schedule(total_steps)
+        except ValueError:
+            raise _wrong(
+                "params", f"OneCycleLR ends before the training of {total_steps:,} updates; raise total_steps"
+            ) from None
     usual = {"warmup_num_steps": 1000} if scheduler and scheduler.type.startswith("Warmup") else {}
     for key, steps in (usual | params).items():
         if key in ("warmup_num_steps", "num_warmup_steps", "warmup_iters") and steps >= total_steps:

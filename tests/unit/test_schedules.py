@@ -282,3 +282,19 @@ def test_what_is_said_of_a_schedule() -> None:
         "the training ends in the schedule's warm-up: that takes 1,000 updates (warmup_num_steps)"
     ]
     assert list(schedules.notes(load({"train_batch_size": 4}), schedules.constant(0.1), 50)) == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_schedule_that_ends_before_the_training_is_refused(inside: bool) -> None:
+    """torch raises after its last step, in the middle of the training."""
+    cycle = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 4}}
+    after = {"schedulers": [{"type": "ConstantLR"}, cycle], "milestones": [2]}
+    scheduler: dict[str, Any] = {"type": "SequentialLR", "params": after} if inside else cycle
+    config = load({"train_batch_size": 4, "scheduler": scheduler})
+    schedule = schedules.build(scheduler["type"], BASE, scheduler["params"])
+    fits = 6 if inside else 4
+    assert list(schedules.notes(config, schedule, fits)) == []
+    with pytest.raises(
+        ConfigError, match=f"OneCycleLR ends before the training of {fits + 1} updates; raise total_steps"
+    ):
+        list(schedules.notes(config, schedule, fits + 1))

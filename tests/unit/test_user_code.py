@@ -76,6 +76,17 @@ class TwoModels(Broken):
         return Rows()
 
 
+class Table(nn.Linear):
+    """Adds a table, a buffer, as positional encodings are."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + self.table)
+
+
 CASES = {
     "model": ("the task's code raised ZeroDivisionError: no layers", "in model", "in _build_on_cpu: "),
     "loss": ("the task's code raised RuntimeError: Sizes of tensors must match", "in loss\n", "_loss: "),
@@ -99,6 +110,27 @@ def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert "in test_who_raised_is_told" not in told
     assert "torch/nn/modules" not in told
     assert user_code.is_transient(raised.value) == (where == "disk")
+
+
+def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Broken, "model", lambda _: nn.Sequential(nn.Linear(3, 1)))
+    settings = {**FILE["dsframe"], "model": {"activation_checkpointing": ["Linear"]}}
+    with pytest.raises(RuntimeError) as raised:
+        dsframe.fit(Broken(""), {**FILE, "dsframe": settings})
+    assert str(user_code.user_traceback(raised.value)).startswith("the task's model raised RuntimeError: mat1 and mat2")
+
+
+def test_what_16_bits_do_to_buffers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Broken, "model", lambda _: Table())
+    with pytest.raises(RuntimeError) as raised:
+        dsframe.fit(Broken(""), {**FILE, "bf16": {"enabled": True}})
+    told = user_code.user_traceback(raised.value)
+    assert told
+    assert "buffers stay float32: cast them where they are used" in told
 
 
 def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
