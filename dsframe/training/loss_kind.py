@@ -125,14 +125,19 @@ class LossTrial:
         if task.gathers_rows:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
-        if is_needed:
-            kind, why = sample_trial.kind_of(engine, self._loader)
-        elif self._looks and sample_trial.has_few_rows(engine):
-            kind = sample_trial.kind_of(engine, self._loader)[0] or kind
+        few_rows = self._looks and sample_trial.has_few_rows(engine)
+        of_halves = kind
+        if is_needed or few_rows:
+            seen = all_gather_text(engine, "neither" if self._votes["neither"] else "")
+            rank = seen.index("neither") if "neither" in seen else None
+            kind, why = sample_trial.kind_of(engine, self._loader, task.context.step - 1, rank)
+            if not is_needed:
+                kind, why = kind or of_halves, ""
         self._neither = kind == "neither"
         if self._neither:
             return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"
-        self._looks_again = self._looks and not (task.batch_dependent or is_needed or tally["draws"])
+        has_rows = of_halves in ("mean", "sum")
+        self._looks_again = self._looks and has_rows and not (task.batch_dependent or tally["draws"])
         if kind in ("", task.loss_is):
             return verdict or why
         whose = type(task).__name__

@@ -60,9 +60,19 @@ def has_few_rows(engine: Engine) -> bool:
     return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
 
 
-def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
-    """**Collective.** Returns the kind, or "" and what is to be said."""
-    losses, why = _Trial(engine, loader, 2 if engine.plan.batch.micro_batch_size == 1 else _SAMPLES).take()
+def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None) -> tuple[str, str]:
+    """**Collective.** Returns the kind, or "" and what is to be said.
+
+    ``rank``: whose first micro-batch of ``step`` (from 0) is looked at, because its halves have shown that the loss is neither;
+    None: a few of its samples will do.
+    """
+    size, samples = engine.plan.batch.micro_batch_size, list(range(_SAMPLES))
+    if not isinstance(loader.source, StreamSource):
+        indices = torch.cat([indices for _, indices in loader.sampler.global_batch(step)])
+        samples = (indices % len(loader.source)).tolist()
+    count = max(2, size // 2 * 2) if rank is not None else 2 if size == 1 else _SAMPLES
+    chosen = samples[(rank or 0) * size :][:count]
+    losses, why = _Trial(engine, loader, chosen if len(chosen) == count else list(range(count))).take()
     if losses is None:
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
     return _kind(engine, losses, wholes=1), ""
@@ -76,7 +86,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     """
     plan, watch = engine.plan, engine.built.watch
     # Of fewer rows than a training step has: a step has shown that there is memory for them.
-    samples = next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)
+    samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
     if watch is None or plan.config.settings.model.compile or not _is_users(engine):
         return ""
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
@@ -114,14 +124,15 @@ class _Trial:
     """A few samples, if asked all of them again, and each halving of them."""
 
     def __init__(
-        self, engine: Engine, loader: Loader, samples: int, *, training: bool = False, again: bool = False
+        self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
     ) -> None:
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
-        numbers = torch.arange(samples)
-        ways = halvings(samples) if samples > 1 else []
-        halves = [part.tolist() for first in ways for part in (numbers[first], numbers[~first])]
+        places = torch.arange(len(samples))
+        ways = halvings(len(samples)) if len(samples) > 1 else []
+        halves = [part.tolist() for first in ways for part in (places[first], places[~first])]
         self._wholes = 2 if again else 1
-        self._parts = [*[list(range(samples))] * self._wholes, *halves]
+        self._parts = [*[places.tolist()] * self._wholes, *halves]
+        """Places in ``samples``."""
         self.draws = False
         """True if something was drawn on this rank that belongs to no sample."""
         self.digests = set[str]()
@@ -131,7 +142,7 @@ class _Trial:
         """**Collective.** Returns the losses, or why there are none. Leaves no trace."""
         engine, loader = self._engine, self._loader
         watch, plan = engine.built.watch, engine.plan
-        if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < self._samples:
+        if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) <= max(self._samples):
             return None, "the samples cannot be read again"
         losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
@@ -161,7 +172,7 @@ class _Trial:
 
     def _batches(self) -> Iterator[Batch]:
         """Yields a batch of each part. Where a batch has rows, its halves are not read again."""
-        batches = self._loader.batches(self._parts)
+        batches = self._loader.batches([[self._samples[place] for place in part] for part in self._parts])
         for _ in range(self._wholes):
             whole = next(batches)
             self.digests.add(digest(whole))

@@ -256,6 +256,25 @@ FORMS: dict[str, tuple[Rows, str]] = {
 }
 
 
+class InOrder(Line):
+    """Classes one after the other, as a folder of images has them."""
+
+    def train_data(self) -> Any:
+        inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+        return TensorSource(inputs, torch.arange(32) // 8)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_halves_show_is_not_overruled_by_other_samples(
+    accumulation: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    dsframe.fit(
+        InOrder(lambda outputs, classes: functional.cross_entropy(outputs, classes, weight)), file(accumulation)
+    )
+    assert NEITHER in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     task, said = FORMS[form]
