@@ -252,16 +252,23 @@ class FsdpEngine(ReplicaEngine):
 
     @contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
-        """**Collective.** Inside, weights stay gathered where memory allows."""
+        """**Collective.** Inside, weights stay gathered where memory allows; ranks need not call the same modules then."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
         width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
         if not stays_gathered(self, batches, elements * width):
             yield
             return
         self._keep_gathered(True)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        if self._calls is not None:
+            self._calls.watches = False
         try:
             yield
         finally:
+            if self._calls is not None:
+                self._calls.watches = True
             self._keep_gathered(False)
             self._reshard()
         if self._calls is not None:

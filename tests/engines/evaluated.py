@@ -31,6 +31,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "horovod": ("horovod", {}),
     "fsdp": ("fsdp", {}),
     "zero1": ("deepspeed", {"zero_optimization": {"stage": 1}}),
+    "kept": ("deepspeed", {"zero_optimization": {"stage": 3}}),
     "zero3": ("deepspeed", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
 }
 
@@ -169,6 +170,28 @@ class Rated(Boxes):
     def by_hand(self, model: nn.Module) -> dict[str, float]:
         with torch.no_grad():
             return {"loss": float(self.loss(model([image for image, _ in self.eval_data()]), None))}
+
+
+class Generates(Task):
+    """Metrics that call the model as often as a row asks for: another number of calls on each rank."""
+
+    def model(self) -> nn.Module:
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        return self.net
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets.float().unsqueeze(1).expand_as(outputs))
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        for _ in range(int(targets.sum())):
+            outputs = self.net(outputs)
+        return {"last": Sum(outputs.sum(), len(outputs))}
+
+    def train_data(self) -> Any:
+        inputs = torch.randn(SAMPLES, 4, generator=numbers(6))
+        return TensorSource(inputs, torch.arange(SAMPLES) % 5)
+
+    eval_data = train_data
 
 
 class Mixed(Task):

@@ -13,7 +13,10 @@ from dsframe.inference import load_model
 from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
 from tests.processes import Finished, python, run_ranks, warm
 
-SETUPS = [("single", 1), *((engine, ranks) for engine in ENGINES for ranks in (1, 2, 3) if engine != "single")]
+SETUPS = [
+    ("single", 1),
+    *((engine, ranks) for engine in ENGINES for ranks in (1, 2, 3) if engine not in ("single", "kept")),
+]
 QUICK = {("single", 1), ("ddp", 3), ("horovod", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 3)}
 
 
@@ -84,6 +87,15 @@ def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path
         expected = model([image])[0]["scores"].tolist()
         assert row["output"]["scores"] == pytest.approx(expected, rel=1e-5)
         assert other["output"]["scores"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["kept", "zero3", "fsdp"])
+def test_ranks_may_call_the_model_as_often_as_they_like(engine: str, tmp_path: Path) -> None:
+    """Also before the first step, when ZeRO-3 has gathered nothing yet: there they waited for each other."""
+    document = file("Generates", engine, eval_micro_batch_size=1)
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    on(2, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    assert "last" in json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
 
 
 def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
