@@ -241,8 +241,15 @@ class FsdpEngine(ReplicaEngine):
         return _ShardSlot(name, () if name in self._scalars else tuple(parameter.shape), parameter)
 
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
-        """**Collective.** Every rank's forward pass gathers the others' shards."""
-        metrics = super().eval_step(batch, measure)
+        """**Collective.** Every rank's forward pass gathers the others' shards. Where those stay, ``measure`` may call the modules
+        as often as it likes."""
+
+        def measured(outputs: Any, targets: Any) -> Mapping[str, Sum]:
+            assert measure is not None
+            with self._unwatched():
+                return measure(outputs, targets)
+
+        metrics = super().eval_step(batch, measure and measured)
         if self._calls is not None:
             self._calls.compare()
             self._calls.check(waits=not self._stays_gathered)
@@ -251,24 +258,27 @@ class FsdpEngine(ReplicaEngine):
         return metrics
 
     @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        if self._calls is not None:
+            self._calls.watches = not self._stays_gathered
+        try:
+            yield
+        finally:
+            if self._calls is not None:
+                self._calls.watches = True
+
+    @contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
-        """**Collective.** Inside, weights stay gathered where memory allows; ranks need not call the same modules then."""
+        """**Collective.** Inside, weights stay gathered where memory allows."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
         width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
         if not stays_gathered(self, batches, elements * width):
             yield
             return
         self._keep_gathered(True)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        if self._calls is not None:
-            self._calls.watches = False
         try:
             yield
         finally:
-            if self._calls is not None:
-                self._calls.watches = True
             self._keep_gathered(False)
             self._reshard()
         if self._calls is not None:
