@@ -83,9 +83,16 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
             raise TaskError(
                 f"{type(run.task).__name__} has neither predict_data nor eval_data, so there are no samples"
             )
+        loader.limit(len(loader.source))  # "eval_samples" is for evaluations
+        predictions.take_inputs_alone(loader.source)
         parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
         _together(engine, lambda: _begin(out) if world.is_main else None)
-        _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        if failures(engine, "padded" if padded else ""):
+            job.say(
+                "note: predicted rows include padding, as much as their batch has; cut them in Task.predictions(outputs, targets), "
+                "for example by targets != -100"
+            )
 
         def finish() -> None:
             if missing := [part for part in parts if not part.exists()]:
@@ -200,13 +207,16 @@ def _begin(out: Path) -> None:
         old.unlink()
 
 
-def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> None:
-    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Raises TaskError."""
-    task = engine.plan.task
+def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool:
+    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Returns whether some of them include
+    padding that the task has not cut. Raises TaskError."""
+    task, padded = engine.plan.task, False
     with path.open("w", encoding="utf-8") as file:
 
         def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Any]:
+            nonlocal padded
             rows = predictions.rows_of(task, outputs, targets, len(batch.samples))
+            padded = padded or predictions.padded(task, batch.batch[0], outputs, targets)
             for index, row in zip(batch.samples, rows, strict=True):
                 file.write(json.dumps([index, row]) + "\n")
             return {}
@@ -214,6 +224,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> None
         Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).each("", take)
         file.flush()
         os.fsync(file.fileno())
+    return padded
 
 
 def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
