@@ -193,7 +193,9 @@ def test_a_data_set_whose_length_changes_in_training_is_refused() -> None:
     stream = Loader(data, seed=4, micro_batch_size=2).stream()
     next(stream)
     data.samples = 14
-    with pytest.raises(DataError, match="the data set has 14 rows before step [1-4], and had 13 at the start; give it its last"):
+    with pytest.raises(
+        DataError, match="the data set has 14 rows before step [1-4], and had 13 at the start; give it its last"
+    ):
         list(islice(stream, 4))
 
 
