@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dsframe import tasks
-from dsframe.checkpoint import changes, store
+from dsframe.checkpoint import changes, generators, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
@@ -39,13 +40,19 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
+def evaluated_averages(checkpoint: Checkpoint) -> bool:
+    """Returns whether its run evaluated the averages of the weights: "ema" with "evaluate", and there are some."""
+    written = checkpoint.manifest.get("run", {}).get("config", {}).get("dsframe", {}).get("ema") or {}
+    return bool(written.get("evaluate")) and checkpoint.keeps(ema.KEY)
+
+
 class Weights(SavedView):
     """A checkpoint without its optimizer: the weights, or their averages in the place of them."""
 
-    def __init__(self, checkpoint: Checkpoint, *, averages: bool = False) -> None:
-        """Raises CheckpointError where there are no averages."""
+    def __init__(self, checkpoint: Checkpoint, *, averages: bool | None = None) -> None:
+        """``averages``: None for what the run evaluated. Raises CheckpointError where there are no averages."""
         super().__init__(checkpoint)
-        self._averages = averages
+        self._averages = evaluated_averages(checkpoint) if averages is None else averages
         if averages and not checkpoint.keeps(ema.KEY):
             raise CheckpointError(f'{checkpoint.path} has no averages: its training had no "ema"; leave out --average')
 
@@ -55,8 +62,11 @@ class Weights(SavedView):
         return ParameterState(parameter.name, weight, {}, {})
 
 
-def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> dict[str, float]:
-    """**Collective.** The task's metrics over its evaluation data. Raises TaskError where there are none, CheckpointError."""
+def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None) -> dict[str, float]:
+    """**Collective.** The task's metrics over its evaluation data. Raises TaskError where there are none, CheckpointError.
+
+    ``averages``: of the weights in the place of them; None: what the run evaluated.
+    """
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         if not job.work.evaluation:
             raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
@@ -65,11 +75,11 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> d
         return metrics
 
 
-def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = False) -> int:
+def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | None = None) -> int:
     """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the number of rows.
 
-    ``out``: a ``.jsonl`` file in a folder that all ranks share. Raises DataError where it is there
-    already or cannot be written.
+    ``out``: a ``.jsonl`` file in a folder that all ranks share. ``averages``: as :func:`evaluate`. Raises DataError where ``out``
+    is there already or cannot be written.
     """
     if out.suffix != ".jsonl":
         raise DataError(f"{out}: predictions are written as .jsonl; choose this ending")
@@ -83,9 +93,16 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
             raise TaskError(
                 f"{type(run.task).__name__} has neither predict_data nor eval_data, so there are no samples"
             )
+        loader.limit(len(loader.source))  # "eval_samples" is for evaluations
+        predictions.take_inputs_alone(loader.source)
         parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
         _together(engine, lambda: _begin(out) if world.is_main else None)
-        _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        if failures(engine, "padded" if padded else ""):
+            job.say(
+                "note: predicted rows include padding, as much as their batch has; cut them in Task.predictions(outputs, targets), "
+                "for example by targets != -100"
+            )
 
         def finish() -> None:
             if missing := [part for part in parts if not part.exists()]:
@@ -101,13 +118,16 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
         return loader.samples
 
 
-def load_model(path: str | Path, task: Task | None = None, *, averages: bool = False, best: bool = False) -> nn.Module:
+def load_model(
+    path: str | Path, task: Task | None = None, *, averages: bool | None = None, best: bool = False
+) -> nn.Module:
     """A checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and buffers.
 
     ``path``: a checkpoint, or a run's directory (its newest complete one, or with ``best`` the best one by "keep_best").
     ``task``: needed where a script brought its own; else it is the one of the run's ``config.json``.
+    ``averages``: of the weights ("ema") in the place of them; None: what the run evaluated.
 
-    Raises CheckpointError, TaskError.
+    What ``model()`` draws is what the training drew; the random generators are put back. Raises CheckpointError, TaskError.
     """
     from dsframe.config import load
 
@@ -115,13 +135,16 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     checkpoint = Checkpoint(folder)
     adapted = "adapter" in checkpoint.manifest
     config = load(store.config_of(folder)) if adapted or task is None else None
-    if task is None:
-        assert config is not None
-        task = tasks.build(config.settings.task, config.settings.seed)
-    if adapted and config is not None:  # the base's own weights are not in the checkpoint, and may be drawn
-        seed_generators(config.settings.seed)
-    model = task.model()
-    base = _adapted(config, model, checkpoint) if adapted and config is not None else set()
+    with _drawn_again(checkpoint.manifest.get("training", {}).get("seed", 0)) as seed:
+        if task is None:
+            assert config is not None
+            task = tasks.build(config.settings.task, seed)
+        before, task.seed = task.seed, seed
+        try:
+            model = task.model()
+        finally:
+            task.seed = before
+        base = _adapted(config, model, checkpoint) if adapted and config is not None else set()
     weights = Weights(checkpoint, averages=averages)
     state = {name: weights.parameter(name).weight for name in weights.shapes} | dict(weights.buffers())
     state |= {alias: state[name] for alias, name in checkpoint.manifest["aliases"].items()}
@@ -136,14 +159,27 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     return model.eval()
 
 
-def load_adapted(path: Path, *, averages: bool = False) -> tuple[nn.Module, nn.Module]:
+def load_adapted(path: Path, *, averages: bool | None = None) -> tuple[nn.Module, nn.Module]:
     """A checkpoint's model with its adapter, as :func:`load_model`, and the model that it was trained beside, built again."""
     from dsframe.config import load
 
     settings = load(store.config_of(path)).settings
     model = load_model(path, averages=averages)
-    seed_generators(settings.seed)
-    return model, tasks.build(settings.task, settings.seed).model().eval()
+    with _drawn_again(settings.seed):
+        return model, tasks.build(settings.task, settings.seed).model().eval()
+
+
+@contextlib.contextmanager
+def _drawn_again(seed: int) -> Iterator[int]:
+    """Gives ``seed``, of which the random generators start inside as in a training; afterwards they are as they were."""
+    cpu, kept = torch.device("cpu"), generators.capture(torch.device("cpu"))
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(gpus):
+            seed_generators(seed)
+            yield seed
+    finally:
+        generators.restore(kept, cpu)
 
 
 def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:
@@ -158,7 +194,7 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
 
 
 @contextlib.contextmanager
-def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[tuple[Job, Engine, Watchdog]]:
+def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Iterator[tuple[Job, Engine, Watchdog]]:
     """**Collective.** The engine of the run's file, with the weights."""
     job = prepare(run, world)
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
@@ -200,13 +236,16 @@ def _begin(out: Path) -> None:
         old.unlink()
 
 
-def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> None:
-    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Raises TaskError."""
-    task = engine.plan.task
+def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool:
+    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Returns whether some of them include
+    padding that the task has not cut. Raises TaskError."""
+    task, padded = engine.plan.task, False
     with path.open("w", encoding="utf-8") as file:
 
         def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Any]:
+            nonlocal padded
             rows = predictions.rows_of(task, outputs, targets, len(batch.samples))
+            padded = padded or predictions.padded(task, batch.batch[0], outputs, targets)
             for index, row in zip(batch.samples, rows, strict=True):
                 file.write(json.dumps([index, row]) + "\n")
             return {}
@@ -214,6 +253,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> None
         Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).each("", take)
         file.flush()
         os.fsync(file.fileno())
+    return padded
 
 
 def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:

@@ -63,17 +63,21 @@ def write(
     _write_others(known, out, say)
 
 
-def beside_weights(
-    about: Mapping[str, Any], aliases: Mapping[str, str], say: Callable[[str], None]
-) -> dict[str, bytes]:
+def beside_weights(manifest: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, bytes]:
     """File name -> content of what makes a checkpoint's folder one that ``from_pretrained`` reads; none where the model is not of
-    transformers, or only an adapter of it is saved. ``aliases``: the names of shared parameters, as the state has them. ``say``
-    hears why there is no tokenizer."""
-    if about.get("pretrained") is None or "adapter" in about:
+    transformers, only an adapter of it is saved, or the weights have other names. ``say`` hears why there is no config.json, or no
+    tokenizer."""
+    if manifest.get("pretrained") is None or "adapter" in manifest:
         return {}
     try:
-        known = _PretrainedRecord.model_validate(about["pretrained"])
+        known = _PretrainedRecord.model_validate(manifest["pretrained"])
         config = {**json.loads(known.config), "dtype": "float32"}
+        ours, aliases = manifest["parameters"], manifest["aliases"]
+        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # which from_pretrained would draw
+            raise TaskError(
+                f"{config['architectures'][0]} has {min(lost)}, and the checkpoint has {', '.join(sorted(ours)[:1])}; let the "
+                "task's model() return the model of transformers itself, or leave out pretrained()"
+            )
         if not aliases:  # two parameters, where the configuration may say that they are one
             for part in (config, config.get("text_config")):
                 if isinstance(part, dict) and part.get("tie_word_embeddings"):

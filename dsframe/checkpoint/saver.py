@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dsframe.model.state import EngineState
 
 
-ModelFiles = Callable[[Mapping[str, Any], Mapping[str, str], Callable[[str], None]], dict[str, bytes]]
-"""Of what the manifest tells, the aliases of parameters and rank 0's voice: name of a file -> content."""
+ModelFiles = Callable[[Mapping[str, Any], Callable[[str], None]], dict[str, bytes]]
+"""Of the manifest and rank 0's voice: name of a file -> content."""
 _LAST_SECONDS = 10.0
 _NOT_SHARED = f"{os.strerror(errno.ENOENT)}: rank 0 has made the folder on its host; every host needs it, shared (NFS)"
 
@@ -138,7 +138,7 @@ class Saver:
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
             if self._model_files is None:
-                self._model_files = self._make_model_files(self._about, manifest["aliases"], self._say)
+                self._model_files = self._make_model_files(manifest, self._say)
             files = write_small(folder, writer, words, self._model_files)
             self._store.commit(step, {**manifest, "files": files})
             size = sum(entry["bytes"] for entry in files.values())

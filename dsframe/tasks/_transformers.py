@@ -232,21 +232,17 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
     ``config``: of the model, with its class. ``weights``: its whole state_dict, of ``dtype``; the model around them takes no
     memory. Raises TaskError where this is no model of transformers', or where the weights are not its own.
     """
-    of_dict = config if isinstance(config, Mapping) else {}
-    model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    cls = getattr(transformers(), name, None)
-    known = transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if not (isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel)) or model_type not in known:
-        what = f"model {name!r} of model_type {model_type!r}"
+    cls, read, what = _classes(config)
+    if cls is None:
         raise TaskError(f"transformers {transformers().__version__} has no {what}")
+    name = cls.__name__
     try:
-        model = _empty(cls, known[model_type].from_dict({**config, "dtype": dtype}))
+        model = _empty(cls, read({**config, "dtype": dtype}))
         ties = model.all_tied_weights_keys.items()
         if any(
             not torch.equal(weights[copy], weights[source]) for copy, source in ties if {copy, source} <= weights.keys()
         ):
-            model = _empty(cls, _untied(known[model_type].from_dict({**config, "dtype": dtype})))
+            model = _empty(cls, _untied(read({**config, "dtype": dtype})))
     except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
         raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
     try:
@@ -255,6 +251,24 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
         raise TaskError(f"the checkpoint's weights are not those of {name}: {_one_line(error)}") from error
     model.tie_weights()
     model.save_pretrained(out, max_shard_size=shard_size)
+
+
+def parameter_names(config: Mapping[str, Any]) -> set[str]:
+    """Names of the parameters of a model, of shared ones each; none where transformers does not have its class."""
+    cls, read, _ = _classes(config)
+    return set(dict(_empty(cls, read(config)).named_parameters(remove_duplicate=False))) if cls else set()
+
+
+def _classes(config: Any) -> tuple[Any, Callable[[Mapping[str, Any]], Any], str]:
+    """The class of a configuration's model, None where transformers has none; what reads the configuration; and words for both."""
+    of_dict = config if isinstance(config, Mapping) else {}
+    model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    cls = getattr(transformers(), name, None)
+    known = transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    theirs = isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel) and model_type in known
+    read = known[model_type].from_dict if theirs else dict
+    return cls if theirs else None, read, f"model {name!r} of model_type {model_type!r}"
 
 
 def _empty(cls: Any, config: Any) -> Any:

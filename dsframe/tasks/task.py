@@ -459,7 +459,8 @@ class Task:
         return None
 
     def predict_data(self) -> Source | Dataset[Any] | Mapping[str, Any] | None:
-        """Data for ``dsframe predict``, of the same kind; by default :meth:`eval_data`. Targets may be anything, one each."""
+        """Data for ``dsframe predict``, of the same kind; by default :meth:`eval_data`. Targets may be anything, one each. There
+        may be none: a row is then a tensor, a tuple of one or a dict without labels, and :meth:`predictions` gets zeros."""
         return self.eval_data()
 
     def predictions(self, outputs: Any, targets: Any) -> Mapping[str, Any]:

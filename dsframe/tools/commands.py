@@ -63,6 +63,14 @@ def command(name: str, description: str, epilog: str | None = None, **more: Any)
     )
 
 
+def add_average(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--average`` and ``--no-average`` to a command that reads a checkpoint; None where neither is given."""
+    import argparse
+
+    told = 'the average of the weights ("ema") instead of them (default: what the run evaluated)'
+    parser.add_argument("--average", action=argparse.BooleanOptionalAction, help=told)
+
+
 def add_overrides(parser: argparse.ArgumentParser, what: str = "one key") -> None:
     """Adds ``--set KEY=VALUE``, which may be given several times: ``options.overrides``."""
     help_ = f"override {what}"

@@ -25,7 +25,7 @@ from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
 from dsframe.run_dir.record import read_metrics
-from dsframe.tools.commands import add_overrides, command
+from dsframe.tools.commands import add_average, add_overrides, command
 from dsframe.train import crash, leave, leave_at_once
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _parser(what: str) -> argparse.ArgumentParser:
     add("--config", help="the file, which says engine, task and data (default: that of the run)")
     add_overrides(parser, "one key of it")
     add("--engine", help="short for --set dsframe.engine=...")
-    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    add_average(parser)
     needed = "file to write, .jsonl"
     add(
         "--out",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
 from dsframe.errors import CheckpointError
-from dsframe.tools.commands import command
+from dsframe.tools.commands import add_average, command
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,8 +65,8 @@ def export(
     They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
     more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
 
-    ``weights``: gives others, such as the averages, or an adapter's with the model's.
-    ``say`` hears what could not be taken along.
+    ``weights``: gives others, such as an adapter's with the model's. None: what the run evaluated, the weights or their averages.
+    ``say`` hears of averages that nobody asked for, and what could not be taken along.
 
     Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
     loaded as something else; TaskError where transformers is missing.
@@ -74,7 +74,7 @@ def export(
     from dsframe.model.spill import on_disk
 
     checkpoint = store.complete(path)
-    if weights in (None, averages) and "adapter" in store.read_manifest(checkpoint):
+    if weights in (None, read, averages) and "adapter" in store.read_manifest(checkpoint):
         raise CheckpointError(
             f"{checkpoint} has only an adapter, not the model that it was trained with: write --to peft, "
             "or --merge to add it to that model, which is built again"
@@ -83,7 +83,8 @@ def export(
     spill = on_disk(target.parent)
     try:
         with _whole(target) as unfinished:
-            tensors = (weights or read)(checkpoint, dtype, spill)
+            weights = weights or (averages if _average(checkpoint, None, say) else read)
+            tensors = weights(checkpoint, dtype, spill)
             _write(checkpoint, to, dtype, unfinished, tensors, shard_size, say)
             _verify(to, unfinished, tensors)
     finally:
@@ -219,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("--merge: peft holds no merged model; choose huggingface, safetensors or torch")
     if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
         parser().error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
-    weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
+    asked = {None: None, True: averages, False: read}[options.average]
+    weights = partial(merged, average=options.average) if options.merge else asked
     path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
     if to == "peft":
         out = export_adapter(path, options.dtype, options.out, partial(with_base, average=options.average))
@@ -255,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
     )
-    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    add_average(parser)
     add(
         "--merge",
         action="store_true",
@@ -265,19 +267,31 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def with_base(path: Path, *, average: bool = False) -> tuple[nn.Module, nn.Module]:
+def _average(path: Path, asked: bool | None, say: Callable[[str], None] = say_aloud) -> bool:
+    """Whether to write the averages of the weights: as ``asked``, or where that is None what the run evaluated, which is said."""
+    from dsframe.checkpoint.reader import Checkpoint
+    from dsframe.inference import evaluated_averages
+
+    if asked is None and evaluated_averages(Checkpoint(path)):
+        say("the averages of the weights are written, as the run evaluated them; --no-average writes the weights")
+        return True
+    return bool(asked)
+
+
+def with_base(path: Path, *, average: bool | None = None) -> tuple[nn.Module, nn.Module]:
     """The model of a checkpoint that has an adapter alone, and the model that the adapter is for."""
     from dsframe.inference import load_adapted
 
-    return load_adapted(path, averages=average)
+    return load_adapted(path, averages=_average(path, average))
 
 
-def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False) -> dict[str, Tensor]:
+def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool | None = None) -> dict[str, Tensor]:
     """The whole model of a checkpoint that has an adapter alone: built again, in memory. Raises CheckpointError, TaskError."""
     import torch
 
     from dsframe.inference import load_model
     from dsframe.model import adapter_export
 
-    model = adapter_export.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
+    model = load_model(path, averages=_average(path, average))
+    model = adapter_export.merge(model).to(getattr(torch, dtype))
     return dict(model.state_dict())

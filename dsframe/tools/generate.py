@@ -12,7 +12,7 @@ from typing import Any
 
 from dsframe.config import load
 from dsframe.errors import TaskError
-from dsframe.tools.commands import command
+from dsframe.tools.commands import add_average, command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="with --sample: draw from the K likeliest tokens only; 0: from all tokens")
     add("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
     add("--config", help="the file (default: that of the run)")
-    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    add_average(parser)
     return parser
 
 

@@ -138,6 +138,20 @@ def test_averages_are_exported_on_request(tmp_path: Path) -> None:
         export.main([str(tmp_path / "none"), "--average"])
 
 
+def test_averages_that_were_evaluated_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Line(), file(tmp_path / "run", ema={"decay": 0.9, "evaluate": True}))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    capsys.readouterr()
+    for name, options, wanted in (
+        ("averages", [], averages(checkpoint)),
+        ("weights", ["--no-average"], export.read(checkpoint)),
+    ):
+        assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / name), *options]) == 0
+        found = load_file(tmp_path / name)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        assert ("the averages of the weights are written" in capsys.readouterr().err) == (name == "averages")
+
+
 def test_training_does_not_see_it_and_a_restart_goes_on(tmp_path: Path) -> None:
     plain = dsframe.fit(Line(), file(tmp_path / "plain"))
     every = {"eval_every_steps": 2, "checkpoints": {"every_steps": 3, "keep_last": 9}}

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe import cli
-from dsframe.data import TensorSource
+from dsframe import cli, inference
+from dsframe.checkpoint import store
+from dsframe.cluster.world import World
+from dsframe.data import Pad, TensorSource
+from dsframe.data.loader import DatasetSource
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.inference import load_model
-from dsframe.training.predictions import rows_of
+from dsframe.job import Run
+from dsframe.run import execute, prepared
+from dsframe.training.predictions import rows_of, take_inputs_alone
 from tests.processes import python, run_ranks
 
 SAMPLES = 37
@@ -57,13 +68,10 @@ def file(run: Path, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dsframe.Summary]:
     run = tmp_path_factory.mktemp("inference") / "run"
-    config = dsframe.load(file(run, ema={"decay": 0.8}))
-    from dsframe.run import execute
-
-    return run, execute(config)
+    return run, execute(dsframe.load(file(run, ema={"decay": 0.8})))
 
 
-def expected(run: Path, *, averages: bool = False) -> Tensor:
+def expected(run: Path, *, averages: bool | None = None) -> Tensor:
     model = load_model(run, averages=averages)
     assert not model.training
     with torch.no_grad():
@@ -98,27 +106,132 @@ def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.S
     assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing else is left"
 
 
-def write(run: Path, out: Path, *, averages: bool = False) -> int:
-    from dataclasses import replace
-    from functools import cache
-
-    from dsframe import inference
-    from dsframe.checkpoint import store
-    from dsframe.cluster.world import World
-    from dsframe.run import prepared
-
+@contextmanager
+def prepared_again(run: Path, task: dsframe.Task | None = None) -> Iterator[tuple[Run, Path]]:
+    """The run as the commands prepare it, and its newest checkpoint."""
     path = store.complete(run)
-    config = dsframe.load(store.config_of(path))
-    with prepared(config, None, World()) as made:
-        made = replace(made, data=cache(lambda: (made.task.train_data(), made.task.predict_data())))
+    with prepared(dsframe.load(store.config_of(path)), task, World()) as made:
+        read = cache(lambda: (made.task.train_data(), made.task.predict_data()))
+        yield dataclasses.replace(made, data=read), path
+
+
+def write(run: Path, out: Path, *, averages: bool | None = None, task: dsframe.Task | None = None) -> int:
+    with prepared_again(run, task) as (made, path):
         return inference.predict(made, World(), path, out, averages=averages)
+
+
+def outputs_in(out: Path) -> Tensor:
+    return torch.tensor([json.loads(line)["output"] for line in out.read_text().splitlines()])
 
 
 def test_averages_are_predicted_on_request(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
     write(trained[0], tmp_path / "a.jsonl", averages=True)
-    rows = torch.tensor([json.loads(line)["output"] for line in (tmp_path / "a.jsonl").read_text().splitlines()])
+    rows = outputs_in(tmp_path / "a.jsonl")
     torch.testing.assert_close(rows, expected(trained[0], averages=True), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(rows, expected(trained[0]))
+
+
+def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path: Path) -> None:
+    """The averages with "ema": {"evaluate": true}; the weights, too, on request."""
+    run = tmp_path / "run"
+    summary = execute(dsframe.load(file(run, ema={"decay": 0.8, "evaluate": True})))
+    with prepared_again(run) as (made, path):
+        assert inference.evaluate(made, World(), path) == dict(summary.metrics)
+        assert inference.evaluate(made, World(), path, averages=False) != dict(summary.metrics)
+    assert torch.equal(expected(run), expected(run, averages=True))
+    assert not torch.equal(expected(run), expected(run, averages=False))
+    write(run, tmp_path / "a.jsonl")
+    torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), expected(run), rtol=1e-6, atol=1e-6)
+
+
+def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path: Path) -> None:
+    execute(dsframe.load(file(tmp_path / "run", eval_samples=5)))
+    assert write(tmp_path / "run", tmp_path / "a.jsonl") == SAMPLES
+    assert len(outputs_in(tmp_path / "a.jsonl")) == SAMPLES
+
+
+class InputsAlone(Plane):
+    predictions = dsframe.Task.predictions
+
+    def __init__(self, data: Any) -> None:
+        self.predict_data = lambda: data  # type: ignore[method-assign]
+
+
+INPUTS = torch.arange(15.0).view(5, 3) / 10
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TensorDataset(INPUTS),
+        list(INPUTS),
+        [{"input": row} for row in INPUTS],
+        [{"input": row.tolist()} for row in INPUTS],
+    ],
+)
+def test_predictions_need_no_targets(trained: tuple[Path, dsframe.Summary], tmp_path: Path, data: Any) -> None:
+    assert write(trained[0], tmp_path / "a.jsonl", task=InputsAlone(data)) == len(INPUTS)
+    with torch.no_grad():
+        wanted = load_model(trained[0])(INPUTS)
+    torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_collate_need_not_give_targets_for_predictions() -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    source: Any = DatasetSource(rows, 0, Pad())  # type: ignore[arg-type]
+    take_inputs_alone(source)
+    inputs, targets = source.batch(torch.arange(2), 0)
+    assert inputs["input_ids"].tolist() == [[1, 2], [3, 0]]
+    assert targets.tolist() == [0, 0]
+    labelled: Any = DatasetSource([{**row, "labels": 1} for row in rows], 0, Pad())  # type: ignore[arg-type]
+    take_inputs_alone(labelled)
+    assert isinstance(labelled.collate, Pad)
+
+
+class Ragged(dsframe.Task):
+    """A class for each position of rows of several lengths."""
+
+    collate = Pad()
+
+    def model(self) -> nn.Module:
+        return Positions()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != -100).sum()
+
+    def train_data(self) -> Any:
+        return [
+            {"input_ids": torch.arange(size), "labels": torch.zeros(size, dtype=torch.int64)} for size in (2, 5) * 8
+        ]
+
+    eval_data = train_data
+
+
+class Cut(Ragged):
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {"output": [row[kept] for row, kept in zip(outputs, targets != -100, strict=True)]}
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return self.table(input_ids)
+
+
+@pytest.mark.parametrize("task", [Ragged, Cut])
+def test_padding_in_predicted_rows_is_said_once(
+    task: type[Ragged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute(dsframe.load(file(tmp_path / "run", task={"name": f"{__name__}:{task.__name__}"})))
+    capsys.readouterr()
+    write(tmp_path / "run", tmp_path / "a.jsonl")
+    assert capsys.readouterr().err.count("predicted rows include padding") == (task is Ragged)
 
 
 @pytest.mark.parametrize(
@@ -210,3 +323,60 @@ def test_a_checkpoint_alone_and_its_task_are_enough(trained: tuple[Path, dsframe
         load_model(tmp_path / path.name, Plane())
         first.append(float(torch.rand(1)))
     assert first[0] != first[1]
+
+
+class Waves(nn.Module):
+    """Has a constant that no checkpoint keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = torch.randn(3, 8)
+        self.register_buffer("other", torch.randn(8), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cos(inputs @ self.constant + self.get_buffer("other"))
+
+
+class Whole(Plane):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Waves(), nn.Linear(8, 2))
+
+
+class Layers(Plane):
+    model = dsframe.Task.model
+
+    def layers(self) -> Any:
+        return [Waves, partial(nn.Linear, 8, 2)]
+
+
+class Several(Plane):
+    model = dsframe.Task.model
+
+    def models(self) -> Any:
+        return {"one": Whole().model}
+
+    def losses(self) -> Any:
+        return {"one": lambda models, inputs, targets: self.loss(models["one"](inputs), targets)}
+
+
+@pytest.mark.parametrize("task", [Whole, Layers, Several])
+def test_load_model_draws_what_the_training_drew(task: Callable[[], dsframe.Task], tmp_path: Path) -> None:
+    """And leaves the caller's random generators, and its task, as they were."""
+    run = tmp_path / "run"
+    settings = file(run, seed=3)
+    del settings["dsframe"]["task"]
+    summary, given = dsframe.fit(task(), settings), task()
+    drawn = []
+    for loads in (False, True):
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        if loads:
+            model: Any = load_model(run, given)
+        drawn.append((float(torch.rand(())), float(np.random.random()), random.random()))
+    assert drawn[0] == drawn[1]
+    assert given.seed == 0
+    inputs, targets = given.eval_data().batch(torch.arange(SAMPLES), 0)  # type: ignore[union-attr]
+    with torch.no_grad():
+        outputs = (model["one"] if task is Several else model)(inputs)
+    assert given.loss(outputs, targets).item() == pytest.approx(summary.metrics["loss"], rel=1e-5)

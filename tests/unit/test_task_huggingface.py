@@ -26,6 +26,7 @@ from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
 from dsframe.tools import export
+from dsframe.training.predictions import rows_of
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
 
@@ -581,3 +582,54 @@ def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:
         _, after = _transformers.tokenizer(str(words), {}) or (None, "")
         assert after != before, file
         file.write_text(content)
+
+
+class Wrapped(ImageClassificationTask):
+    """A model of transformers as a part of another module: its names have a prefix."""
+
+    def model(self) -> torch.nn.Module:
+        return Wrapper(super().model())
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.net(*inputs, **named)
+
+
+@pytest.mark.parametrize("kind", [ImageClassificationTask, Wrapped])
+def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(
+    kind: type[ImageClassificationTask], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64}
+    settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path / "run")}
+    file = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "dsframe": settings}
+    dsframe.fit(kind(ImageSettings.model_validate(section), 0), file)
+    (checkpoint,) = store.locate(tmp_path / "run")
+    assert (checkpoint / "config.json").is_file() == (kind is ImageClassificationTask)
+    told = "checkpoints have no config.json for from_pretrained: ViTForImageClassification has classifier.bias, and the"
+    assert (told in capsys.readouterr().err) == (kind is Wrapped)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_of_shared_parameters_are_theirs_too(tied: bool) -> None:
+    task = language(model={**LLAMA, "tie_word_embeddings": tied})
+    config = json.loads(task.pretrained()["config"])  # type: ignore[index]
+    names = {name for name, _ in made(task).named_parameters(remove_duplicate=False)}
+    assert _transformers.parameter_names(config) == names
+    assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
+
+
+def test_the_cache_of_a_model_is_no_prediction() -> None:
+    library = _transformers.transformers()
+    output = library.modeling_outputs.CausalLMOutputWithPast
+    cache = library.DynamicCache()
+    cache.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
+    for kept in (cache, ((torch.ones(2, 1, 3, 4),),)):
+        outputs = output(logits=torch.tensor([[1.0], [2.0]]), past_key_values=kept)
+        wanted = [{"logits": [1.0]}, {"logits": [2.0]}]
+        assert rows_of(dsframe.Task(), outputs, None, 2) == wanted
+        assert rows_of(dsframe.Task(), {"decoder": outputs}, None, 2) == [{"decoder": row} for row in wanted]

@@ -89,7 +89,7 @@ class Ema(Section):
     warmup_power: Annotated[float, Field(gt=0.0)] = 2 / 3
     """See ``warmup_gamma``. 2/3 is for trainings of a million steps, 3/4 for shorter ones."""
     evaluate: bool = False
-    """Evaluate the average instead of the weights."""
+    """Evaluate the average instead of the weights; commands and ``load_model`` then take it, too."""
 
     def decay_at(self, step: int) -> float:
         """The share that stays at ``step``, from 1."""
