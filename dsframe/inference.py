@@ -14,15 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dsframe import tasks
-from dsframe.checkpoint import changes, store
+from dsframe.checkpoint import changes, generators, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
+from dsframe.host.restored import at_end, restored
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
 from dsframe.model.state import ParameterState, SavedView
@@ -101,6 +103,16 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
         return loader.samples
 
 
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Building a model draws, and may silence transformers: the program that asks for it finds its process as it was."""
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
+    with restored():
+        at_end(generators.restore, generators.capture(device), device)
+        yield
+
+
+@_unseen()
 def load_model(path: str | Path, task: Task | None = None, *, averages: bool = False, best: bool = False) -> nn.Module:
     """A checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and buffers.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import dsframe
 from dsframe import cli
+from dsframe.checkpoint import generators
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.inference import load_model
@@ -210,3 +211,10 @@ def test_a_checkpoint_alone_and_its_task_are_enough(trained: tuple[Path, dsframe
         load_model(tmp_path / path.name, Plane())
         first.append(float(torch.rand(1)))
     assert first[0] != first[1]
+
+
+def test_loading_a_model_does_not_move_the_programs_generators(trained: tuple[Path, dsframe.Summary]) -> None:
+    cpu = torch.device("cpu")
+    before = generators.capture(cpu)
+    load_model(trained[0])
+    assert generators.capture(cpu) == before
