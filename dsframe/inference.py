@@ -24,6 +24,7 @@ from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
+from dsframe.host.restored import restored
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
 from dsframe.model.state import ParameterState, SavedView
@@ -118,6 +119,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
         return loader.samples
 
 
+@restored()
 def load_model(
     path: str | Path, task: Task | None = None, *, averages: bool | None = None, best: bool = False
 ) -> nn.Module:

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -25,6 +24,7 @@ from dsframe.cluster.world import World
 from dsframe.config import Config, load
 from dsframe.errors import ConfigError, WorldError
 from dsframe.host import phases, supervise
+from dsframe.host.restored import at_end, restored
 from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
 
@@ -68,7 +68,8 @@ def fit(
 
     ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. ``processes``: None trains in this process, which a
     launcher may have started beside others; a number starts so many on this machine, from a notebook too, and waits for them.
-    The result's ``weights()`` are those of its last checkpoint.
+    ``dsframe.load_model(summary.directory, task)`` gives the model of the last checkpoint.
+    Environment, random generators, gradient mode and threads of torch are afterwards as before.
     For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
     and tells mistakes in one voice. Raises the subclasses of DsframeError.
     """
@@ -125,21 +126,6 @@ def _signals_restored() -> Iterator[None]:
 
 
 @contextmanager
-def _process_restored() -> Iterator[None]:
-    """What dsframe and its libraries set in the environment, among the filters of warnings, and as ``sys.excepthook`` goes with the
-    training: the program that called it, a notebook perhaps, finds them as they were."""
-    before, excepthook = dict(os.environ), sys.excepthook
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-        sys.excepthook = excepthook
-
-
-@contextmanager
 def prepared(
     config: Config,
     task: Task | None,
@@ -152,11 +138,11 @@ def prepared(
 ) -> Iterator[Run]:
     """This process, ready for what ``config`` says: threads, cores, torch, the task. Arguments as for :func:`execute`.
 
-    Environment variables and filters of warnings are as before when it ends.
+    The process is as before when it ends (:mod:`dsframe.host.restored`): environment, generators, threads.
     """
     began, home = time.perf_counter(), Path.cwd()
     phases.begin()
-    with _process_restored():
+    with restored():
         engine, lines = choice or choose(config, world)
         threads = settle_threads(world, config.settings.threads_per_rank)
         output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
@@ -165,14 +151,19 @@ def prepared(
         from dsframe.host import numerics
 
         numerics.check_release(torch.__version__)
+        numerics.check_default_device()
         from dsframe import hooks, job, tasks
-        from dsframe.checkpoint import pretrained
+        from dsframe.checkpoint import generators, pretrained
+        from dsframe.cluster.process_group import device_of
         from dsframe.tasks import preparation
 
         phases.done("imports")
+        at_end(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)  # for a program that had imported torch already
         ours = task is None
         task = task or tasks.build(config.settings.task, config.settings.seed)
+        device = device_of(world)  # after the import of the user's module, which may set CUDA's variables
+        at_end(generators.restore, generators.capture(device), device)
         task.seed = config.settings.seed
 
         def say(line: str) -> None:
@@ -187,7 +178,8 @@ def prepared(
         data = cache(read)
         called = hooks.all_hooks(config.settings.hooks, task.hooks)
         settings = config.settings
-        with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
+        chosen = numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32)
+        with RunLock() as lock, numerics.outside_of_the_callers(), chosen:
             options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
-from dsframe.errors import EngineError
+from dsframe.errors import EngineError, TaskError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_FIXED = ":4096:8"
@@ -28,6 +28,38 @@ def check_release(version: str) -> None:
         raise EngineError(
             f"torch {version} is too old: dsframe calls parts of torch that came later; pip install 'torch>={oldest}'"
         )
+
+
+def check_default_device() -> None:
+    """Raises EngineError where the caller has set another than the CPU: samplers and models are made there, and moved."""
+    if (device := torch.get_default_device()).type != "cpu":
+        raise EngineError(
+            f"torch's default device is {device}, and dsframe moves models and batches to the device of each process itself; call "
+            "torch.set_default_device(None), or leave torch.device(...), before the run"
+        )
+
+
+@contextmanager
+def outside_of_the_callers() -> Iterator[None]:
+    """Inside it torch records gradients and casts nothing, as at the start of a program, whatever the caller is inside of.
+
+    Raises TaskError in the place of torch's error for a model of torch's default dtype float64 that meets other numbers.
+    """
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+        try:
+            yield
+        except RuntimeError as error:
+            if torch.get_default_dtype() != torch.float64 or "double" not in str(error).lower():
+                raise
+            raise TaskError(
+                f"{error}: torch's default dtype is float64, and so are new models; return data of float64, or call "
+                "torch.set_default_dtype(torch.float32)"
+            ) from error
 
 
 @contextmanager

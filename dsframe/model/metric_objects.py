@@ -13,7 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from dsframe.cluster.exchange import Ranks, all_gather_tensor
-from dsframe.errors import TaskError
+from dsframe.errors import DsframeError, TaskError
+from dsframe.text import reason
+
+
+class FailedMetricError(TaskError):
+    """A metric that raises: of more samples, or of others, it may not."""
 
 
 def reset(engine: Ranks) -> None:
@@ -30,18 +35,29 @@ def reset(engine: Ranks) -> None:
 
 
 def compute(engine: Ranks) -> dict[str, float]:
-    """**Collective.** Returns the metric objects' numbers over all samples; those of a dict are named ``name_key``."""
+    """**Collective.** Returns the metric objects' numbers over all samples; those of a dict are named ``name_key``.
+
+    Raises FailedMetricError where one raises (a RuntimeError goes through), TaskError where one gives something else than numbers.
+    """
     numbers: dict[str, float] = {}
     for name, metric in engine.plan.task.metric_objects.items():
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*was called before the ``update`` method")  # a rank without samples
-            value = metric.compute()
+        whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*was called before the ``update`` method")  # a rank without samples
+                value = metric.compute()
+        except (DsframeError, RuntimeError):  # a lost peer, perhaps
+            raise
+        except Exception as error:
+            raise FailedMetricError(f"{whose} cannot be computed: {reason(error, 400)}") from error
         parts = {f"{name}_{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
         for key, part in parts.items():
             if isinstance(part, Tensor) and part.numel() != 1:
-                whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
                 raise TaskError(f"{whose} gives shape {list(part.shape)}, not a number; choose an average")
-            numbers[key] = float(part)
+            try:
+                numbers[key] = float(part)
+            except (TypeError, ValueError):
+                raise TaskError(f"{whose} gives a {type(part).__name__}, not a number; choose another") from None
     return numbers
 
 
@@ -53,8 +69,14 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
                 f"{whose} keeps {state!r} as a list for each batch, which ranks cannot join; use metrics() and finalize()"
             )
 
+    # Tensors that are no states, as MinMaxMetric's bounds, are not reset; the first ones are kept on the object.
+    loose = {name for name, value in vars(metric).items() if isinstance(value, Tensor) and not name.startswith("_")}
+    first = {name: vars(metric)[name] for name in loose - metric._defaults.keys()}
+    vars(metric).update(vars(metric).setdefault("_dsframe_first", first))
+
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [gathered.to(tensor.device) for gathered in all_gather_tensor(engine, tensor)]
 
+    metric.sync_on_compute = metric._to_sync = True  # else each rank has the number of its own samples
     metric.dist_sync_fn = gather
     metric.distributed_available_fn = lambda: engine.plan.world.size > 1

@@ -1,6 +1,6 @@
 """The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
 
-Nothing here goes to the network: the library is told so before it is imported, and every call asks only for local files
+Nothing here goes to the network: during a run the library is offline, and every call asks only for local files
 (``hub:NAME``: hub.py). No code out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors,
 never unpickled.
 """
@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from dsframe.data import _torchvision
 from dsframe.errors import TaskError
+from dsframe.host.restored import at_end
 from dsframe.tasks import hub
 
 MAPPINGS = {
@@ -44,19 +46,36 @@ _TOKENIZER_FILES = (
 
 @cache
 def transformers() -> Any:
-    """The package. Raises TaskError where it is not installed or cannot be imported."""
+    """The package, offline and silent until the run ends. Raises TaskError where it is not installed or cannot be imported."""
     if importlib.util.find_spec("transformers") is None:
         raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
-    os.environ["HF_HUB_OFFLINE"] = "1"
     if importlib.util.find_spec("torchvision"):
         _torchvision.torchvision()  # transformers imports it, and with a CPU torch it needs help with that
     try:
         package = importlib.import_module("transformers")
-        package.utils.logging.set_verbosity_error()
-        package.utils.logging.disable_progress_bar()
+        _silence(package.utils.logging, importlib.import_module("huggingface_hub.constants"))
     except (ImportError, RuntimeError) as error:
         raise TaskError(f"cannot import transformers with torch {torch.__version__}: {error}") from error
+    at_end(transformers.cache_clear)  # the next run silences it again
     return package
+
+
+def _silence(logs: Any, hub_constants: Any) -> None:
+    """No network, no warnings and no bars. Not by HF_HUB_OFFLINE: what reads it when it is imported would stay offline."""
+    at_end(_as_online_as_before, hub_constants, hub_constants.HF_HUB_OFFLINE, "datasets.config" in sys.modules)
+    at_end(logs.set_verbosity, logs.get_verbosity())
+    if logs.is_progress_bar_enabled():
+        at_end(logs.enable_progress_bar)
+    hub_constants.HF_HUB_OFFLINE = True
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+
+
+def _as_online_as_before(hub_constants: Any, offline: bool, had_datasets: bool) -> None:
+    hub_constants.HF_HUB_OFFLINE = offline
+    datasets = sys.modules.get("datasets.config")
+    if datasets and not had_datasets and "HF_DATASETS_OFFLINE" not in os.environ:  # it has copied the hub's
+        datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = offline  # type: ignore[attr-defined]
 
 
 def configure(auto: str, model: Mapping[str, Any] | str, facts: Mapping[str, Any]) -> Any:

@@ -20,8 +20,9 @@ from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
-from dsframe.errors import EngineError, TaskError
+from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.model import metric_objects
+from dsframe.model.metric_objects import FailedMetricError
 from dsframe.model.micro_batch import Measure
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
@@ -114,10 +115,16 @@ class Evaluation:
             self._one_model(),
         ):
             for name, loader in self._loaders.items():
-                set_totals = self._over(name, list(loader.trial()), self._measure)
+                batches = list(loader.trial())
+                set_totals = self._over(name, batches, self._measure)
                 try:
                     metrics |= self._results(name, set_totals or {})
-                except (ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
+                except (ArithmeticError, ValueError):  # as yet there may be nothing to divide by, in all samples too
+                    complete = False
+                except Exception as error:  # a few samples may lack a class
+                    refused = isinstance(error, DsframeError) and not isinstance(error, FailedMetricError)
+                    if refused or len(batches) == len(loader):
+                        raise
                     complete = False
         if complete:
             refuse_unknown(self._engine.plan, metrics)

@@ -14,11 +14,15 @@ from torch.utils._pytree import tree_map_only
 
 from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text
 from dsframe.errors import TaskError
+from dsframe.model.metric_objects import FailedMetricError
 from dsframe.text import reason
 
 
-class UndefinedMetricError(TaskError, ValueError):
+class UndefinedMetricError(FailedMetricError, ValueError):
     """A metric that the samples do not define, such as an area under a curve where all have one class."""
+
+
+_ERRORS = {"undefined": UndefinedMetricError, "failed": FailedMetricError, "refused": TaskError}
 
 
 def packed(kept: Any) -> bytes:
@@ -50,19 +54,23 @@ def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
     computed = _computed(task, batches) if is_main else {}
     answer = json.loads(all_gather_text(engine, json.dumps(computed))[0])
     if error := answer.get("error"):
-        raise (UndefinedMetricError if answer["undefined"] else TaskError)(error)
+        raise _ERRORS[answer["how"]](error)
     return {str(name): float(value) for name, value in answer["metrics"].items()}
 
 
 def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
     """Returns the task's metrics of all batches, or what went wrong."""
-    whose = f"{type(task).__name__}.metrics_of_all"
+    how = "refused"
     try:
         batches = [_unpacked(content, type(task).__name__) for content in packed_batches]
-        return {"metrics": {str(name): float(value) for name, value in task.metrics_of_all(batches).items()}}
+        how = "failed"
+        metrics = task.metrics_of_all(batches)
+        how = "refused"
+        return {"metrics": {str(name): float(value) for name, value in metrics.items()}}
     except Exception as error:
-        undefined = isinstance(error, (ArithmeticError, ValueError))
-        return {"error": f"{whose}: {reason(error, 400)}", "undefined": undefined}
+        if how == "failed" and isinstance(error, (ArithmeticError, ValueError)):
+            how = "undefined"
+        return {"error": f"{type(task).__name__}.metrics_of_all: {reason(error, 400)}", "how": how}
 
 
 def gathered(engine: Ranks, kept: Sequence[bytes]) -> list[bytes]:

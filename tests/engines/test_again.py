@@ -31,6 +31,7 @@ PROGRAM = """
 import os, sys, logging, signal, warnings
 import torch, torch.utils.data, dsframe, dsframe.errors
 import torch.nn.functional
+from dsframe.checkpoint import generators
 class Line(dsframe.Task):
     def model(self): return torch.nn.Linear(2, 1)
     def loss(self, outputs, targets): return (outputs - targets).square().mean()
@@ -50,6 +51,9 @@ def state():
         "hooks": (sys.excepthook, sys.stdout, sys.stderr),
         "logging": (logging.root.level, list(logging.root.handlers)),
         "torch": (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()),
+        "threads": torch.get_num_threads(),
+        "generators": generators.capture(torch.device("cpu")),
+        "its logger": logging.getLogger("DeepSpeed").level if "deepspeed" in sys.modules else logging.WARNING,
     }
 before = state()
 changes = {"zero3": {"zero_optimization": {"stage": 3}}}.get(sys.argv[1]) or {"dsframe": {"engine": sys.argv[1]}}

@@ -328,3 +328,35 @@ def test_every_ranks_batches_come_to_rank_0() -> None:
     kept = [[b"a", b"bc", b"d"], [b"e"]]
     heard = Room(2).run(lambda ranks: whole_set.gathered(ranks, kept[ranks.plan.world.rank]))
     assert heard[0] == [b"a", b"e", b"bc", b"d"]
+
+
+class Classes(ReadyTask):
+    """Metrics of the classes of a batch, and what all three of them come to. The trial sees the first and last of 12 samples."""
+
+    def __init__(self, how: str, samples: int) -> None:
+        self.how, self.samples = how, samples
+
+    def train_data(self) -> TensorSource:
+        return TensorSource(
+            super().train_data().batch(torch.arange(self.samples), 0)[0], torch.arange(self.samples) // 5 * 1.0
+        )
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        return {f"class {target:.0f}": Sum((targets == target).sum(), 1) for target in targets.unique()}
+
+    def metrics_of_all(self, batches: Any) -> Mapping[str, float]:
+        counts = {int(target): 1 for _, targets in batches for target in targets}
+        return {"of all": sum(counts[target] for target in range(3))} if self.how == "metrics_of_all" else {}
+
+    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+        return {"sum": sum(sums[f"class {target}"].total for target in range(3))} if self.how == "finalize" else {}
+
+
+@pytest.mark.parametrize(("how", "error"), [("finalize", KeyError), ("metrics_of_all", TaskError)])
+def test_the_trial_may_be_without_a_class(how: str, error: type[Exception]) -> None:
+    _, evaluation = make(Classes(how, samples=12))
+    evaluation.try_out()
+    assert (evaluation.run() or {}).keys() & {"sum", "of all"}
+    _, evaluation = make(Classes(how, samples=5))
+    with pytest.raises(error):  # these are all samples, so that no evaluation can succeed
+        evaluation.try_out()

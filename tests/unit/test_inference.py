@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe import cli, inference
-from dsframe.checkpoint import store
+from dsframe.checkpoint import generators, store
 from dsframe.cluster.world import World
 from dsframe.data import Pad, TensorSource
 from dsframe.data.loader import DatasetSource
@@ -380,3 +380,10 @@ def test_load_model_draws_what_the_training_drew(task: Callable[[], dsframe.Task
     with torch.no_grad():
         outputs = (model["one"] if task is Several else model)(inputs)
     assert given.loss(outputs, targets).item() == pytest.approx(summary.metrics["loss"], rel=1e-5)
+
+
+def test_loading_a_model_does_not_move_the_programs_generators(trained: tuple[Path, dsframe.Summary]) -> None:
+    cpu = torch.device("cpu")
+    before = generators.capture(cpu)
+    load_model(trained[0])
+    assert generators.capture(cpu) == before

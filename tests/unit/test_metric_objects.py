@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
+from dsframe.model import metric_objects
+from tests.unit.test_checkpoint_files import Room
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -38,16 +40,16 @@ class Fixed(dsframe.Task):
     eval_data = train_data
 
 
-def metrics(tmp_path: Path, **objects: Any) -> Any:
+def metrics(tmp_path: Path, task: Fixed | None = None, eval_micro_batch_size: int = 4, **objects: Any) -> Any:
     settings = {
         "engine": "single",
         "steps": 2,
         "eval_every_steps": 1,
-        "eval_micro_batch_size": 4,
+        "eval_micro_batch_size": eval_micro_batch_size,
         "run_dir": str(tmp_path),
     }
     file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "dsframe": settings}
-    return dsframe.fit(Fixed(**objects), file).metrics
+    return dsframe.fit(task or Fixed(**objects), file).metrics
 
 
 def test_they_see_each_sample_once(tmp_path: Path) -> None:
@@ -74,6 +76,10 @@ def test_they_see_each_sample_once(tmp_path: Path) -> None:
             lambda: torchmetrics.classification.MulticlassF1Score(num_classes=3, average=None),
             "Fixed.metric_objects['wrong'] gives shape [3], not a number; choose an average",
         ),
+        (
+            lambda: torchmetrics.classification.MulticlassROC(num_classes=3),
+            "Fixed.metric_objects['wrong'] gives a tuple, not a number; choose another",
+        ),
     ],
 )
 def test_what_is_refused_before_training(make: Any, message: str, tmp_path: Path) -> None:
@@ -95,3 +101,43 @@ def test_a_list_for_each_batch_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match="keeps 'boxes' as a list for each batch"):
         metrics(tmp_path, wrong=Lists())
+
+
+def test_ranks_join_what_a_metric_was_told_to_keep_apart() -> None:
+    def value(ranks: Any) -> float:
+        alone = torchmetrics.MeanMetric(sync_on_compute=False)
+        ranks.plan.task, ranks.plan.device = Fixed(mean=alone), torch.device("cpu")
+        metric_objects.reset(ranks)
+        alone.update(torch.tensor(float(ranks.plan.world.rank)))
+        return metric_objects.compute(ranks)["mean"]
+
+    assert Room(2).run(value) == [0.5, 0.5]
+
+
+class Whole(Fixed):
+    """Its metrics take the columns of numbers; ``sets`` are evaluated."""
+
+    def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
+        metric.update(outputs[:, 0], targets.float())
+
+    def eval_data(self) -> Any:
+        return {"many": TensorSource(ROWS, LABELS), "two": TensorSource(ROWS[:2], LABELS[:2])}
+
+
+def test_a_set_has_bounds_of_its_own(tmp_path: Path) -> None:
+    """Neither the other set, nor the trial before training, nor an earlier evaluation counts."""
+    bounds = torchmetrics.wrappers.MinMaxMetric(torchmetrics.MeanSquaredError())
+    found = metrics(tmp_path, Whole(bounds=bounds))
+    for name in ("many", "two"):
+        assert found[f"{name}/bounds_min"] == found[f"{name}/bounds_raw"] == found[f"{name}/bounds_max"]
+
+
+def test_a_metric_that_raises_is_named(tmp_path: Path) -> None:
+    """Before training where the trial has all samples; the first batch of a longer set may have too few."""
+    task = Whole(r2=torchmetrics.R2Score())
+    assert metrics(tmp_path / "enough", task, eval_micro_batch_size=1)["many/r2"] < 1
+    task.eval_data = lambda: TensorSource(ROWS[:1], LABELS[:1])  # type: ignore[method-assign]
+    message = "Whole.metric_objects['r2'] cannot be computed: ValueError: Needs at least two samples"
+    with pytest.raises(TaskError, match=re.escape(message)):
+        metrics(tmp_path / "one", task)
+    assert not (tmp_path / "one" / "checkpoints" / "step-00000002").exists()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import dsframe
 from dsframe import run
+from dsframe.checkpoint import generators
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.errors import EngineError
+from dsframe.errors import EngineError, TaskError
 from dsframe.host.numerics import CUBLAS, OLDEST, check_release, chosen
 from tests.processes import REPOSITORY
 
@@ -93,3 +96,68 @@ def test_a_run_computes_as_its_file_says(deterministic: bool, tmp_path: Any) -> 
     )
     assert set(task.seen) == {deterministic}
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Drawn(Seen):
+    """Draws, and fails after the number of losses that ``fails`` says."""
+
+    def __init__(self, fails: int = 100) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.fails -= 1
+        if not self.fails:
+            raise KeyError("the user's own")
+        return super().loss(outputs, targets) + 0 * (random.random() + np.random.rand())
+
+    def train_data(self) -> torch.utils.data.TensorDataset:
+        return torch.utils.data.TensorDataset(torch.ones(8, 2, dtype=torch.float32), torch.arange(8) % 2)
+
+
+def fitted(task: dsframe.Task, folder: Any) -> float:
+    section = {"engine": "single", "steps": 2, "run_dir": str(folder), "threads_per_rank": 1}
+    return dsframe.fit(task, {"train_batch_size": 4, "optimizer": SGD, "dsframe": section}).loss
+
+
+def test_a_program_draws_on_where_it_was(tmp_path: Any) -> None:
+    """A random search in one process: each trial seeds all generators for itself. After an error, too."""
+    device, threads = torch.device("cpu"), torch.get_num_threads()
+    torch.set_num_threads(3)
+    before = generators.capture(device)
+    try:
+        fitted(Drawn(), tmp_path / "whole")
+        assert (generators.capture(device), torch.get_num_threads()) == (before, 3)
+        with pytest.raises(KeyError):
+            fitted(Drawn(fails=2), tmp_path / "failed")
+        assert (generators.capture(device), torch.get_num_threads()) == (before, 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_trains_as_outside_of_the_callers_modes(tmp_path: Any) -> None:
+    alone = fitted(Drawn(), tmp_path / "alone")
+    modes = (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.set_grad_enabled(False),
+        torch.autocast("cpu", torch.bfloat16),
+    )
+    for number, mode in enumerate(modes):
+        with mode:
+            assert fitted(Drawn(), tmp_path / str(number)) == alone
+        torch.set_grad_enabled(True)  # set_grad_enabled holds from the call on
+
+
+def test_defaults_of_torch_that_a_run_cannot_have_are_refused(tmp_path: Any) -> None:
+    with torch.device("meta"), pytest.raises(EngineError, match=r"torch's default device is meta, .* call"):
+        fitted(Drawn(), tmp_path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(TaskError, match="torch's default dtype is float64, and so are new models; return data of"):
+            fitted(Drawn(), tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)

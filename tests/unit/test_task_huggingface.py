@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -21,6 +22,7 @@ from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettin
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
+from dsframe.host.restored import restored
 from dsframe.model.state import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
@@ -633,3 +635,29 @@ def test_the_cache_of_a_model_is_no_prediction() -> None:
         wanted = [{"logits": [1.0]}, {"logits": [2.0]}]
         assert rows_of(dsframe.Task(), outputs, None, 2) == wanted
         assert rows_of(dsframe.Task(), {"decoder": outputs}, None, 2) == [{"decoder": row} for row in wanted]
+
+
+def test_a_program_finds_transformers_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During a run it is offline and silent; what else the program imports then does not become so."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    def state() -> tuple[Any, ...]:
+        return constants.HF_HUB_OFFLINE, logging.get_verbosity(), logging.is_progress_bar_enabled()
+
+    silent = state()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    before = state()
+    _transformers.transformers.cache_clear()
+    for _ in range(2):
+        with restored():
+            _transformers.transformers()
+            assert state() == (True, logging.ERROR, False)
+            assert "HF_HUB_OFFLINE" not in os.environ
+        assert state() == before
+    logging.set_verbosity(silent[1])
+    if not silent[2]:
+        logging.disable_progress_bar()

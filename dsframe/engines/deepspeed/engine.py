@@ -36,6 +36,7 @@ from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
+from dsframe.host.restored import at_end
 from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates, switches
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, call, outputs_of
@@ -76,6 +77,7 @@ class ZeroEngine(ModelEngine):
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         refuse_after_step(plan)
+        at_end(logger.setLevel, logger.level)
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
