@@ -73,8 +73,8 @@ class Engine(ABC):
         sample once.
         """
 
-    def evaluating(self, batches: int) -> AbstractContextManager[None]:
-        """**Collective.** Encloses so many calls of :meth:`eval_step`: what ranks gather may stay from one batch to the next."""
+    def evaluating(self) -> AbstractContextManager[None]:
+        """**Collective.** Encloses the :meth:`eval_step` of an evaluation: what ranks gather may stay from one to the next."""
         return nullcontext()
 
     def average(self, decay: float) -> None:

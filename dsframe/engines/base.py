@@ -96,7 +96,7 @@ class ModelEngine(Engine):
             cannot = "weights are on NVMe"
         elif plan.config.settings.model.compile:
             cannot = "the model is compiled"
-        elif not stays_gathered(self, 2, size):
+        elif not stays_gathered(self, size):
             cannot = "memory does not hold them"
         if cannot:
             raise EngineError(

@@ -11,11 +11,9 @@ SHARE = 0.25
 """Weights that stay gathered take at most this share of the memory that is left."""
 
 
-def stays_gathered(engine: Engine, batches: int, size: int) -> bool:
-    """**Collective** where there are several ``batches``. True if every rank has memory to keep ``size`` bytes of weights from
-    one batch to the next, so that they are gathered once and not once a batch."""
-    if batches < 2:
-        return False
+def stays_gathered(engine: Engine, size: int) -> bool:
+    """**Collective.** True if every rank has memory to keep ``size`` bytes of weights for an evaluation: they are gathered once
+    and not once a batch, and metrics may call the model as often as they like."""
     plan = engine.plan
     lacks = size > SHARE * available_bytes(plan.device, plan.world.local_size)
     return not engine.sum_over_ranks(torch.tensor([float(lacks)], device=plan.device)).item()

@@ -268,11 +268,11 @@ class FsdpEngine(ReplicaEngine):
                 self._calls.watches = True
 
     @contextmanager
-    def evaluating(self, batches: int) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """**Collective.** Inside, weights stay gathered where memory allows."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
         width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
-        if not stays_gathered(self, batches, elements * width):
+        if not stays_gathered(self, elements * width):
             yield
             return
         self._keep_gathered(True)

@@ -371,9 +371,9 @@ class PartsEngine(Engine):
         for module, mode in before.items():
             module.training = mode
 
-    def evaluating(self, batches: int) -> AbstractContextManager[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """**Collective.** The first model's that is trained."""
-        return self._first.evaluating(batches)
+        return self._first.evaluating()
 
     def average(self, decay: float) -> None:
         """The averages of the models that the last step has updated."""

@@ -168,7 +168,7 @@ class Evaluation:
         context = engine.plan.task.context
         context.eval_set = name
         total: dict[str, Sum] = {}
-        with engine.evaluating(len(batches)), context.evaluation():
+        with engine.evaluating(), context.evaluation():
             for done, batch in enumerate(batches):
                 if done and stops(done):
                     return None

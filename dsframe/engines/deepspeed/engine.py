@@ -388,17 +388,17 @@ class ZeroEngine(ModelEngine):
         return measured
 
     @contextlib.contextmanager
-    def evaluating(self, batches: int) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows. Where
         all are gathered already, nothing is sent, and ranks need not call the same modules."""
         self._engine.eval()
-        with self._gathered(batches):
+        with self._gathered():
             yield
         self._engine.train()
         if self._calls is not None:
             self._calls.check()
 
-    def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
         if (
             self._stage != 3
             or self.gathers_steps
@@ -408,7 +408,7 @@ class ZeroEngine(ModelEngine):
         if self._kept and patches.all_stay_gathered(self._model):
             return self._without_hooks()
         size = self._elements * self._dtype.itemsize
-        if not (self._kept or stays_gathered(self, batches, size)):
+        if not (self._kept or stays_gathered(self, size)):
             return contextlib.nullcontext()
         return self._without_hooks(gathers=True) if self._runs_without_hooks else patches.kept_gathered(self._model)
 
