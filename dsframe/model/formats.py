@@ -41,19 +41,27 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
 def keep_in_fp32(config: Config, model: nn.Module) -> None:
     """Marks the parameters that the file keeps in fp32; modules of which all are kept compute in it.
 
-    Raises ConfigError for a pattern that matches no parameter.
+    Raises ConfigError for a pattern that matches no parameter, or some of those that a layer of torch's needs in one format.
     """
     dtype, names = parameter_dtype(config), dict(model.named_parameters(remove_duplicate=False))
     for parameter in names.values():  # a task may return the same module again
         vars(parameter).pop(_KEPT, None)
+    where = ("dsframe", "model", "keep_in_fp32")
     for pattern in config.settings.model.keep_in_fp32:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             message = f'"{pattern}" matches no parameter of the model'
-            where = ("dsframe", "model", "keep_in_fp32")
             raise ConfigError([config.error(where, message, similar_pattern(pattern, names), code="model")])
         for name in matched:
             setattr(names[name], _KEPT, True)
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn.") and list(module.parameters(recurse=False)):
+            kept = [is_kept(parameter) for parameter in module.parameters()]  # of attention also the layer behind it
+            if any(kept) and not all(kept):
+                message = (
+                    f"{name} is a {type(module).__name__}, whose parameters have one format, and some of them are kept"
+                )
+                raise ConfigError([config.error(where, message, f'write "{name}.*"', code="model")])
     for module in kept_modules(model):
         module.register_forward_pre_hook(lambda _, args, kwargs: _cast((args, kwargs), torch.float32), with_kwargs=True)
         module.register_forward_hook(lambda _, args, outputs: _cast(outputs, dtype))

@@ -14,6 +14,7 @@ import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import ConfigError, EngineError, TaskError
+from dsframe.model import formats
 from dsframe.model.formats import kept_in_fp32, own_dtype
 from dsframe.tools.export import read
 
@@ -121,6 +122,17 @@ def test_names_that_stay_in_fp32_are_looked_for() -> None:
         ConfigError, match=r'"\*\.wieght" matches no parameter of the model; there are 2 parameters, such as weight'
     ):
         dsframe.fit(Line(torch.float32), asked)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer"), [("*.bias", "0 is a Linear"), ("1.out_proj.*", "1 is a MultiheadAttention")]
+)
+def test_a_layer_of_torchs_is_not_kept_in_part(pattern: str, layer: str) -> None:
+    asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {"model": {"keep_in_fp32": [pattern]}}}
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
+    with pytest.raises(ConfigError, match=layer):
+        formats.keep_in_fp32(load(asked), model)
+    formats.keep_in_fp32(load({**asked, "dsframe": {"model": {"keep_in_fp32": ["1.*"]}}}), model)
 
 
 class Normed(dsframe.Task):
