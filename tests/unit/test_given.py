@@ -15,7 +15,9 @@ from torch.utils.data import TensorDataset, random_split
 
 import dsframe
 from dsframe.checkpoint import generators
+from dsframe.config import load
 from dsframe.errors import DataError
+from dsframe.run import execute
 from dsframe.tasks.given import given
 from tests import portability
 from tests.processes import run_ranks, warm
@@ -66,6 +68,57 @@ def test_what_a_task_of_the_file_draws_is_the_same_on_every_rank_and_at_every_st
         losses.append(portability.losses(tmp_path / f"run-{ranks}-{seed}"))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert losses[0] != pytest.approx(losses[2], abs=1e-3)
+
+
+CONSTANTS = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+
+
+class Constant(dsframe.Task):
+    def __init__(self):
+        self.shift = [random.random(), np.random.random(), torch.rand(()).item()]
+
+    def model(self):
+        return Shifted(torch.rand(()).item(), sum(self.shift))
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        return TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+
+
+class Shifted(nn.Linear):
+    def __init__(self, drawn, kept):
+        super().__init__(1, 1)
+        self.constants = drawn, kept
+        print("CONSTANTS", drawn, kept)
+"""
+
+
+def test_a_loaded_model_has_the_constants_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that the task's constructor drew."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "constants.py").write_text(CONSTANTS)
+    settings = {"task": {"name": "constants:Constant"}, "engine": "single", "steps": 1, "run_dir": "run"}
+    cpu = torch.device("cpu")
+    before = generators.capture(cpu)
+    execute(load({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}))
+    assert generators.capture(cpu) == before
+    dsframe.load_model(tmp_path / "run")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("CONSTANTS")]
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert generators.capture(cpu) == before
 
 
 class Gives(dsframe.Task):
