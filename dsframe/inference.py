@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from dsframe import tasks
-from dsframe.checkpoint import changes, generators, store
+from dsframe.checkpoint import changes, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
@@ -28,7 +27,7 @@ from dsframe.host.restored import restored
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
 from dsframe.model.state import ParameterState, SavedView
-from dsframe.tasks.layers import seed_generators
+from dsframe.tasks.given import seeded
 from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
@@ -137,7 +136,8 @@ def load_model(
     checkpoint = Checkpoint(folder)
     adapted = "adapter" in checkpoint.manifest
     config = load(store.config_of(folder)) if adapted or task is None else None
-    with _drawn_again(checkpoint.manifest.get("training", {}).get("seed", 0)) as seed:
+    seed = checkpoint.manifest.get("training", {}).get("seed", 0)
+    with seeded(seed):  # as the training was
         if task is None:
             assert config is not None
             task = tasks.build(config.settings.task, seed)
@@ -167,21 +167,8 @@ def load_adapted(path: Path, *, averages: bool | None = None) -> tuple[nn.Module
 
     settings = load(store.config_of(path)).settings
     model = load_model(path, averages=averages)
-    with _drawn_again(settings.seed):
+    with seeded(settings.seed):
         return model, tasks.build(settings.task, settings.seed).model().eval()
-
-
-@contextlib.contextmanager
-def _drawn_again(seed: int) -> Iterator[int]:
-    """Gives ``seed``, of which the random generators start inside as in a training; afterwards they are as they were."""
-    cpu, kept = torch.device("cpu"), generators.capture(torch.device("cpu"))
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    try:
-        with torch.random.fork_rng(gpus):
-            seed_generators(seed)
-            yield seed
-    finally:
-        generators.restore(kept, cpu)
 
 
 def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:

@@ -280,9 +280,9 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
         mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
-        mine["data"] = assert_same_samples(engine, job.work.loader, job.say)
+        mine["data"] = assert_same_samples(engine, job.work.loader)
         for held_out in job.work.evaluation.values():
-            assert_same_samples(engine, held_out, job.say)
+            assert_same_samples(engine, held_out)
         generators.restore(kept, plan.device)
     return mine
 
@@ -367,13 +367,12 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
 def _facts(job: Job) -> dict[str, str]:
     """What has to be the same on every rank, or they would train different things."""
     run, work = job.run, job.work
-    first = work.loader.sampler.global_batch(0)
     return {
         "engine": run.engine,
         "--resume": run.options.resume,
         **keys(job.plan.config.shown()),
         "training samples": str(work.loader.sampler.samples),
-        "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
+        "order of samples": xxh3_64_hexdigest(work.loader.sampler.first().numpy().data),
         "evaluation samples": ", ".join(f"{name} {len(loader.source)}" for name, loader in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,

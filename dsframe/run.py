@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,8 +106,20 @@ def execute(
     world = world or worlds.here()
     with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:
         from dsframe import job
+        from dsframe.training import data_trial
 
-        return job.train(run, world)
+        say, seed = _sayer(world, quiet=quiet), config.settings.seed
+        examined = cache(lambda: data_trial.examined(run.task, seed, run.data(), say))
+        return job.train(replace(run, data=examined), world)
+
+
+def _sayer(world: World, *, quiet: bool) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        if world.is_main and not quiet:
+            with suppress(OSError):
+                print(f"dsframe: {line}\n", end="", file=sys.stderr, flush=True)
+
+    return say
 
 
 @contextmanager
@@ -155,7 +167,7 @@ def prepared(
         from dsframe import hooks, job, tasks
         from dsframe.checkpoint import generators, pretrained
         from dsframe.cluster.process_group import device_of
-        from dsframe.tasks import preparation
+        from dsframe.tasks import given, preparation
 
         phases.done("imports")
         at_end(torch.set_num_threads, torch.get_num_threads())
@@ -166,14 +178,10 @@ def prepared(
         at_end(generators.restore, generators.capture(device), device)
         task.seed = config.settings.seed
 
-        def say(line: str) -> None:
-            if world.is_main and not quiet:
-                with suppress(OSError):
-                    print(f"dsframe: {line}\n", end="", file=sys.stderr, flush=True)
-
         def read() -> tuple[Any, Any]:
-            preparation.prepare(task, world, say)
-            return task.train_data(), task.eval_data()
+            with given.seeded(config.settings.seed):
+                preparation.prepare(task, world, _sayer(world, quiet=quiet))
+            return given.given(task, "train_data"), given.given(task, "eval_data")
 
         data = cache(read)
         called = hooks.all_hooks(config.settings.hooks, task.hooks)

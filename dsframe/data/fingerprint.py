@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,27 +25,20 @@ from dsframe.errors import DataError
 BUDGET_SECONDS = 1.0
 """No further row is read after that time. The first is read whatever it takes."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_UNLIKE = (
-    "the {} data give another sample {} when it is read again: they have a state, or a random generator of their own, so the "
-    "result depends on the number of processes, on workers and on restarts; draw in __getitem__ with torch, NumPy or random, "
-    "which dsframe seeds for each sample"
-)
 _READINGS = 16
 """A sample that comes flipped or not is the same in so many readings once in 65,536 runs."""
 
 
-def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader, say: Callable[[str], None]) -> dict[str, str]:
+def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
     """**Collective.** Returns digests of a few samples, by index. Raises DataError where ranks have other samples.
 
     Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
-    is returned, and ``say`` names them. May draw random numbers, if the data do.
+    is returned. May draw random numbers, if the data do.
     """
     chosen = _chosen(loader)
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
     read = [(str(index), digest(row)) for index, row in _rows(loader, twice + chosen)]
     digests, moves = dict(read), bool(twice) and len(read) > 1 and read[0] != read[1]
-    if moves:
-        say(_UNLIKE.format("training" if isinstance(loader, Loader) else "evaluation", chosen[0]))
     answers = [json.loads(text) for text in all_gather_text(ranks, json.dumps([digests, moves]))]
     of_ranks = [digests_there for digests_there, _ in answers]
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]

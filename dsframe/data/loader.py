@@ -38,6 +38,8 @@ Request = list[Part]
 READER = "dsframe-reader"
 """Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+_TOLD = "_told_by_dsframe"
+"""The attribute of a data set with the epoch that it was told last."""
 _READINGS = 5
 """So many rows are collated so often, less one, to see whether they come out the same."""
 ENDLESS = 2**53
@@ -64,7 +66,7 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         )
     if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
-    if isinstance(data, Source) and not _of_datasets(data):
+    if isinstance(data, Source) and callable(getattr(type(data), "batch", None)) and not _of_datasets(data):
         if collate is not None:
             raise DataError(
                 f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
@@ -86,6 +88,7 @@ class DatasetSource:
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self._draws = RowDraws(seed, torch.device("cpu"))
+        self._listens = _who_listens(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
@@ -95,13 +98,14 @@ class DatasetSource:
 
     def gather(self, parts: list[Part]) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
-        with _kept_generators():
+        with kept_generators():
             items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
             return self.collated(items)
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
+        _tell_epoch(self._listens, epoch)
         _seed(bits)
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
@@ -118,6 +122,20 @@ class DatasetSource:
             return collated(numbered, self.collate)
 
 
+def _who_listens(dataset: Any) -> Any:
+    """The data set, or the one inside of it (of a ``Subset``), that has ``set_epoch``; or None."""
+    while dataset is not None and not callable(getattr(dataset, "set_epoch", None)):
+        dataset = getattr(dataset, "dataset", None)
+    return dataset
+
+
+def _tell_epoch(dataset: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` where this process has not said so yet. A set that is trained and evaluated on is told both in turn."""
+    if dataset is not None and getattr(dataset, _TOLD, None) != epoch:
+        dataset.set_epoch(epoch)
+        setattr(dataset, _TOLD, epoch)
+
+
 def _seed(bits: int) -> None:
     """Seeds the global generators, which random transforms use."""
     torch.default_generator.manual_seed(bits)
@@ -126,7 +144,7 @@ def _seed(bits: int) -> None:
 
 
 @contextmanager
-def _kept_generators() -> Iterator[None]:
+def kept_generators() -> Iterator[None]:
     """Training's own generators, which dropout uses, go on afterwards as if nothing had happened."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
@@ -248,7 +266,7 @@ class _Fetcher:
                 generator=torch.Generator(),  # else it would draw a number from training's own generator
             )
             with held():
-                batches: Iterator[Batch] = _in_one_line(iter(loader))
+                batches: Iterator[Batch] = in_one_line(iter(loader))
         else:
             batches = map(self._fetch, requests)
         return self._to_device(batches)
@@ -292,8 +310,8 @@ class _Fetcher:
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),
         )
-        with held(), _kept_generators():
-            return bool(next(_in_one_line(iter(loader))))
+        with held(), kept_generators():
+            return bool(next(in_one_line(iter(loader))))
 
     def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
         """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
@@ -306,7 +324,7 @@ class _Fetcher:
         return self.batches([index] for index in indices)
 
 
-def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
+def in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
     """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
     try:
         yield from batches

@@ -48,6 +48,11 @@ class Order:
         """``chosen``: of (epoch, samples) gives the indices of an epoch, ``[samples]`` of them; None for a permutation."""
         self.samples, self.seed, self._chosen = samples, seed, chosen
 
+    @property
+    def is_own(self) -> bool:
+        """True for a permutation or the samples as they lie: a function of its arguments."""
+        return self._chosen in (None, sequential)
+
     def take(self, epoch: int, start: int, count: int) -> list[Part]:
         """The samples at ``count`` places of ``epoch`` from ``start`` on; there are so many."""
         if self._chosen is sequential:  # of a stream there may be more than fit into memory
@@ -143,6 +148,11 @@ class Sampler:
     def global_batch(self, step: int) -> list[Part]:
         """The samples of step ``step`` (from 0), in order; in two parts where an epoch ends inside the batch."""
         return self._rows(step, 0, self.global_batch_size)
+
+    def first(self) -> Tensor:
+        """The samples that tell orders apart: the first step's, and where a task chooses the order, those of the second epoch."""
+        second = [] if self.order.is_own else self.order.take(1, 0, self.samples)
+        return torch.cat([rows for _, rows in (*self.global_batch(0), *second)])
 
     def micro_batch(self, step: int, micro: int, rank: int, ranks: int, size: int) -> list[Part]:
         """The ``size`` samples that ``rank`` (of ``ranks``) takes as its micro-batch number ``micro`` of ``step``."""

@@ -47,11 +47,11 @@ class Generators:
         kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
         values = (value for holder in holders for value in vars(holder).values())
         self._process = _of_process()
-        self._held = [(value, _state(value)) for value in values if isinstance(value, kinds)]
+        self._held = [(value, state_of(value)) for value in values if isinstance(value, kinds)]
 
     def changed(self) -> bool:
         """Returns whether one has moved since."""
-        return _of_process() != self._process or any(_state(value) != before for value, before in self._held)
+        return _of_process() != self._process or any(state_of(value) != before for value, before in self._held)
 
     def put_back(self, *, process: bool = False) -> None:
         """Puts those back that are held, in the same objects. ``process``: those of NumPy and Python, too."""
@@ -72,7 +72,7 @@ class Generators:
             np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
 
 
-def _state(generator: Any) -> bytes:
+def state_of(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):  # pickled twice it gives other bytes
         return generator.get_state().numpy().tobytes()
     return pickle.dumps(generator)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import TaskError
+from dsframe.tasks.given import seeded
 from dsframe.tasks.task import Task
 from dsframe.user_class import close_match, named_class
 
@@ -27,17 +28,19 @@ TABLE = {
 def build(settings: sections.Task, seed: int) -> Task:
     """The task that ``settings`` describe.
 
-    ``package.module:Class`` is imported with the working directory on the path. Raises TaskError when there is no such
-    module or class, when the class is no Task, and when its constructor does not take the options; DataError when a
-    task looks for its data at once and does not find them.
+    ``package.module:Class`` is imported with the working directory on the path. What is drawn in
+    the module and in the constructor follows from ``seed``. Raises TaskError when there is no such module or class, when the
+    class is no Task, and when its constructor does not take the options; DataError when a task looks for its data at once and
+    does not find them.
     """
     task: Task
-    if settings.name in TABLE:
-        module, _, name = TABLE[settings.name].partition(":")
-        task = getattr(importlib.import_module(module), name)(settings, seed)
-    else:
-        cls = find_task(settings.name)
-        task = _construct(cls, getattr(settings, "options", {}), settings.name)
+    with seeded(seed):
+        if settings.name in TABLE:
+            module, _, name = TABLE[settings.name].partition(":")
+            task = getattr(importlib.import_module(module), name)(settings, seed)
+        else:
+            cls = find_task(settings.name)
+            task = _construct(cls, getattr(settings, "options", {}), settings.name)
     task.seed = seed
     return task
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from dsframe.data.loader import as_source
 from dsframe.errors import TaskError
 from dsframe.tasks import preparation
+from dsframe.tasks.given import given
 from dsframe.tasks.task import Task
 
 _RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
@@ -51,7 +52,7 @@ def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
         return example
     if not prepared:
         preparation.alone(task, lambda line: None)
-    return as_source(task.train_data(), task.seed, task.collate, streams=True).batch(torch.tensor([0]), 0)
+    return as_source(given(task, "train_data"), task.seed, task.collate, streams=True).batch(torch.tensor([0]), 0)
 
 
 def with_rows(batch: Any, rows: int) -> Any:

@@ -441,7 +441,8 @@ class Task:
         with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows. Or an
         ``IterableDataset``.
 
-        Called on every rank at once: it may read files but must not write where another rank reads; :meth:`prepare` may.
+        Called on every rank at once: it may read files but must not write where another rank reads; :meth:`prepare` may. The
+        generators of torch, NumPy and ``random`` are seeded from the file's seed before, and again before :meth:`eval_data`.
         """
         raise TaskError(f"{type(self).__name__} must define train_data()")
 

@@ -155,11 +155,12 @@ def _about(config: Config, task: Task, checkpoint: DeepSpeedCheckpoint) -> dict[
     from dsframe.data.sampler import Sampler
     from dsframe.model import optimizers
     from dsframe.tasks import preparation
+    from dsframe.tasks.given import given
 
     settings = config.settings
     preparation.alone(task, lambda line: print(f"dsframe: {line}", file=sys.stderr))
     samples, batch = (
-        len(as_source(task.train_data(), settings.seed, task.collate, streams=True)),
+        len(as_source(given(task, "train_data"), settings.seed, task.collate, streams=True)),
         config.batch(checkpoint.ranks),
     )
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)

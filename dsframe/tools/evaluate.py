@@ -135,7 +135,9 @@ def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None, *, 
     predictions of several."""
     training, chosen = read()
     if predicts:
-        chosen = task.predict_data()
+        from dsframe.tasks.given import given
+
+        chosen = given(task, "predict_data")
     several = list(chosen) if isinstance(chosen, dict) else []
     if name is not None and name not in several:
         raise TaskError(f"--data {name}: {type(task).__name__} has {', '.join(several) or 'one set, without a name'}")

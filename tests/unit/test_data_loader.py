@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
-from dsframe.data.loader import DatasetSource, _Ahead, _dense, _in_one_line
+from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
 from dsframe.errors import DataError
 
 
@@ -279,6 +279,37 @@ def test_a_stream_is_told_its_epoch() -> None:
     assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]
 
 
+class Curriculum(Dataset[Any]):
+    """A set that is read by index and told its epoch, as fairseq's; ``batch`` is a number of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.batch = 0, 4
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1), self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_data_set_is_told_its_epoch(inside: bool, workers: int) -> None:
+    """Also inside of a ``Subset``, and when it is evaluated on, too."""
+    data = Curriculum()
+    chosen = Subset(data, range(4)) if inside else data
+    stream = Loader(chosen, seed=0, micro_batch_size=2, workers=workers).stream(0, 8)
+    held_out = EvaluationLoader(data, seed=0, micro_batch_size=4)
+    epochs = []
+    for _, told in stream:
+        epochs += told.tolist()
+        assert [batch.batch[1].tolist() for batch in held_out] == [[0] * 4]
+    assert epochs == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+
+
 def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback() -> None:
     def batches() -> Iterator[int]:
         here, there = multiprocessing.Pipe()
@@ -286,13 +317,13 @@ def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback() -
         yield here.recv()
 
     with pytest.raises(DataError, match="has ended while it handed over a batch"):
-        next(_in_one_line(batches()))
+        next(in_one_line(batches()))
 
     def mistaken() -> Iterator[int]:
         yield 1
         raise EOFError("of the data set's own")
 
-    found = _in_one_line(mistaken())
+    found = in_one_line(mistaken())
     assert next(found) == 1
     with pytest.raises(EOFError, match="of the data set's own"):
         next(found)

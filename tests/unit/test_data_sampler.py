@@ -20,6 +20,13 @@ def rows(parts: list[tuple[int, Tensor]]) -> list[tuple[int, int]]:
     return [(epoch, index) for epoch, indices in parts for index in indices.tolist()]
 
 
+def test_ranks_compare_the_second_epoch_of_an_order_of_the_tasks() -> None:
+    same, other = (Sampler(6, 2, 0, order=lambda epoch, n, by=by: (torch.arange(n) + epoch * by) % n) for by in (1, 2))
+    assert torch.equal(same.global_batch(0)[0][1], other.global_batch(0)[0][1])
+    assert not torch.equal(same.first(), other.first())
+    assert torch.equal(Sampler(6, 2, 0).first(), Sampler(6, 2, 0).global_batch(0)[0][1])
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("samples", [12, 13, 50, 96])
 def test_every_cut_of_a_global_batch_has_the_same_samples_in_the_same_place(samples: int, drop_last: bool) -> None:

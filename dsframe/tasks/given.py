@@ -1,0 +1,66 @@
+"""What a task gives to read: drawn from the file's seed, and named where it is no data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from dsframe.data.loader import kept_generators
+from dsframe.data.source import draw
+from dsframe.errors import DataError
+from dsframe.tasks.layers import seed_generators
+from dsframe.tasks.task import Task
+
+_GIVEN = 0x676976656E  # the stream of draws that seeds the random generators before a task gives its data
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the random generators of this process start from ``seed``; afterwards they are as they were."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    with kept_generators(), torch.random.fork_rng(gpus):
+        seed_generators(seed)
+        yield
+
+
+def given(task: Task, name: str) -> Any:
+    """What ``train_data``, ``eval_data`` or ``predict_data`` of ``task`` gives.
+
+    What it draws with torch, NumPy and ``random`` follows from the task's seed: the same on every rank and at every start. What is
+    evaluated does not depend on what training drew. Raises DataError where it is no data set, though it can be read as one.
+    """
+    trains = name == "train_data"
+    with seeded(draw(task.seed, 0, int(trains), _GIVEN)):
+        data = getattr(task, name)()
+    several = isinstance(data, dict) and not trains
+    for part in data.values() if several else [data]:
+        if what := _no_data_set(part):
+            raise DataError(f"{type(task).__name__}.{name} gives {what}")
+    return data
+
+
+def _no_data_set(data: Any) -> str:
+    """Returns what ``data`` are and what to do, where they have a length and items, but these are no samples."""
+    kind = type(data).__name__
+    if kind == "DataFrame":
+        return (
+            "a DataFrame, whose rows are not read by number; return TensorDataset(torch.tensor(frame[INPUTS].values), "
+            "torch.tensor(frame[TARGET].values)), or datasets.Dataset.from_pandas(frame)"
+        )
+    if isinstance(data, Mapping) and 0 not in data:
+        names = [repr(name) for name in data] or ["no names"]
+        if all(isinstance(part, Dataset) or hasattr(part, "column_names") for part in data.values()):
+            return (
+                f"a {kind} of several data sets ({', '.join(names)}); return one of them, such as its split {names[0]}"
+            )
+        return f"a {kind} with {', '.join(names[:5])}, and not samples by number; return TensorDataset(inputs, targets)"
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        if all(isinstance(part, Dataset) for part in data):
+            return f"a {kind} of two data sets; return one of them"
+        if hasattr(data[0], "shape") and hasattr(data[1], "__len__") and not isinstance(data[0], Dataset):
+            return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
+    return ""

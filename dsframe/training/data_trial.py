@@ -1,0 +1,221 @@
+"""A few readings before a training: do the data and their order follow from the file and the sample alone?"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dsframe.checkpoint import generators
+from dsframe.data.fingerprint import digest
+from dsframe.data.loader import DatasetSource, StreamSource, as_source, in_one_line, kept_generators
+from dsframe.data.source import Source
+from dsframe.data.workers import held, outlive_signals
+from dsframe.errors import DataError
+from dsframe.model.user_state import functions_of, state_of, words_of
+from dsframe.tasks.layers import seed_generators
+from dsframe.tasks.task import Task
+from dsframe.training.loaders import sets
+from dsframe.values import FEW
+
+_CPU = torch.device("cpu")
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_DEPTH = 5
+"""So many attributes below the data set a generator is looked for."""
+_LONG = 32
+"""Longer lists hold rows, not transforms."""
+_SO = "so the result depends on the number of processes, on workers and on restarts"
+_REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds for each sample"
+
+
+def examined(task: Task, seed: int, data: tuple[Any, Any], say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Returns ``data``, for training and for evaluation. Says what in them follows from more than the sample.
+
+    Raises DataError where the order of samples does, and where processes that read a stream share a file.
+    """
+    source = as_source(data[0], seed, task.collate, streams=True)
+    if isinstance(source, StreamSource):
+        _refuse_shared_files(source)
+    else:
+        _refuse_changing_order(task, len(source))
+        if len(source) and (line := _state(source, "training", task.workers)):
+            say(line)
+    for held_out in sets(task, data[1]).values():
+        source = as_source(held_out, seed, task.eval_collate or task.collate)
+        if len(source) and (line := _state(source, "evaluation", task.workers)):
+            say(line)
+    return data
+
+
+def _refuse_changing_order(task: Task, samples: int) -> None:
+    """Raises DataError where ``Task.order`` gives an epoch another order when it is asked again, or draws from what it does not
+    seed."""
+    if type(task).order is Task.order or not samples:
+        return
+    orders = []
+    with kept_generators():
+        for asked, epoch in enumerate((0, 1, 0)):
+            seed_generators(asked)
+            order = task.order(epoch, samples)
+            orders.append(order.clone() if isinstance(order, Tensor) else order)  # it may be changed in place
+    first, _, again = orders
+    same = torch.equal(first, again) if isinstance(first, Tensor) and isinstance(again, Tensor) else first is again
+    if not same and isinstance(first, Tensor):  # what is no tensor is refused where it is used
+        raise DataError(
+            f"{type(task).__name__}.order gives epoch 0 another order when it is asked again, so it would be another one on each "
+            "rank and after a restart; make it from seed and epoch alone: "
+            "torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))"
+        )
+
+
+class _Reading(NamedTuple):
+    """What one reading of sample 0 came to."""
+
+    row: str
+    drawn: dict[str, Any]
+    """The generators of the process afterwards; they were seeded before."""
+    own: dict[str, bytes]
+    """The data set's own generators afterwards, by name."""
+
+
+class _Readings(Dataset[_Reading]):
+    """Sample 0 as it looks in epoch 0, read in the process that reads the data."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, number: int) -> _Reading:
+        source = self._source
+        with kept_generators():
+            if isinstance(source, DatasetSource):
+                row = source.item(0, 0)  # which seeds
+                drawn = generators.capture(_CPU)
+                batch = source.collated([(0, 0, row)])
+                data: Any = source.dataset
+            else:
+                batch, drawn, data = source.batch(torch.tensor([0]), 0), {}, source
+        return _Reading(digest(batch), drawn, {name: state_of(one) for name, one in _own_generators(data).items()})
+
+
+def _state(source: Source, which: str, workers: int) -> str:
+    """Returns what is to be said of data that have a state, or a generator of their own."""
+    loader = DataLoader(
+        _Readings(source),
+        batch_size=None,
+        sampler=[0, 1],
+        num_workers=min(workers, 1) if isinstance(source, DatasetSource) else 0,
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),
+    )
+    before = _positions()
+    with held():
+        first, second = in_one_line(iter(loader))
+    if loader.num_workers < workers and (name := _moved(before)):
+        return (
+            f"the {which} data read {name}, which was open before the workers started: they share the position in it, so one may "
+            "read what another has looked for; open files in __getitem__, once in each process"
+        )
+    if moved := [name for name, state in second.own.items() if first.own.get(name, state) != state]:
+        return f"the {which} data draw from a random generator of their own ({', '.join(moved)}), {_SO}; {_REMEDY}"
+    if first.row != second.row:
+        return f"the {which} data give another sample 0 when it is read again: they have a state, {_SO}; {_REMEDY}"
+    if first.drawn != second.drawn:
+        return (
+            f"the {which} data draw for sample 0 when it is first read, and not so when it is read again: they keep what they "
+            f"drew, {_SO}; keep rows as they are before random changes, and change them at each reading"
+        )
+    return ""
+
+
+def _own_generators(data: Any) -> dict[str, Any]:
+    """The random generators in attributes of a data set and of its parts (sets inside of it, transforms), and those outside that
+    their code names."""
+    found, seen, ahead = dict[str, Any](), set[int](), [("", data, 0)]
+    while ahead:
+        name, value, depth = ahead.pop()
+        if isinstance(value, _KINDS):
+            if not isinstance(value, random.SystemRandom) and getattr(value, "device", _CPU) == _CPU:
+                found[name] = value
+        elif id(value) not in seen and depth <= _DEPTH and len(seen) < FEW:
+            seen.add(id(value))
+            ahead += [(f"{name}.{key}".removeprefix("."), part, depth + 1) for key, part in _parts(value)]
+    return found
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple, dict)):
+        if len(value) <= _LONG:
+            yield from (
+                (str(key), part) for key, part in (value.items() if isinstance(value, dict) else enumerate(value))
+            )
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, Tensor)):
+        yield from vars(value).items()
+        for function in functions_of(type(value)):
+            outside = ((word, function.__globals__.get(word)) for word in words_of(function.__code__))
+            yield from ((word, one) for word, one in outside if isinstance(one, _KINDS))
+
+
+def _refuse_shared_files(source: StreamSource) -> None:
+    """Raises DataError where a process that reads the stream takes rows away from the next one: they share a file's position."""
+    before = _positions()
+    first = _first_row(source)
+    shared = _moved(before)
+    if first and shared and (again := _first_row(source)) != first:
+        raise DataError(
+            f"{type(source.dataset).__name__} has {'another' if again else 'no'} first row when a second process reads it: they "
+            f"share the position in {shared}, which was open before; open files in __iter__"
+        )
+
+
+def _first_row(source: StreamSource) -> str:
+    """A digest of the first row, read by a process of its own; empty where there is none."""
+    loader = DataLoader(
+        _FirstRow(source),
+        batch_size=None,
+        sampler=[0],
+        num_workers=1,
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),
+    )
+    with held():
+        (row,) = in_one_line(iter(loader))
+    return str(row)
+
+
+class _FirstRow(Dataset[str]):
+    def __init__(self, source: StreamSource) -> None:
+        self._source = source
+
+    def __getitem__(self, number: int) -> str:
+        with suppress(DataError):  # "gives no row"
+            return digest(self._source.collated([(0, 0, self._source.item(0, 0))]))
+        return ""
+
+
+def _positions() -> dict[str, tuple[str, int]]:
+    """Where this process is in the files that are open for reading, with their names."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed by now, or nothing with a position
+            if fcntl.fcntl(int(link.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                found[link.name] = str(link.readlink()), os.lseek(int(link.name), 0, os.SEEK_CUR)
+    return found
+
+
+def _moved(before: dict[str, tuple[str, int]]) -> str:
+    """Returns the name of a file in which another process has moved this one's position; empty where there is none."""
+    for number, (name, position) in _positions().items():
+        was, then = before.get(number, ("", 0))
+        if was == name and then != position:
+            return name
+    return ""

@@ -1,0 +1,181 @@
+"""What tasks give to read: drawn from the file's seed, on every rank and at every start; and what is no data set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch.utils.data import TensorDataset, random_split
+
+import dsframe
+from dsframe.checkpoint import generators
+from dsframe.config import load
+from dsframe.errors import DataError
+from dsframe.run import execute
+from dsframe.tasks.given import given
+from tests import portability
+from tests.processes import run_ranks, warm
+
+TASK = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset, random_split
+
+import dsframe
+
+ROWS = TensorDataset(torch.arange(64.0)[:, None] / 64, torch.arange(64.0)[:, None].sin())
+
+
+class Drawing(dsframe.Task):
+    def __init__(self):
+        self.chosen = random.sample(range(64), 60)
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        kept = Subset(Subset(ROWS, self.chosen), np.random.permutation(60)[:40])
+        self.parts = random_split(kept, [0.75, 0.25])
+        return self.parts[0]
+
+    def eval_data(self):
+        return self.parts[1]
+"""
+
+
+def test_what_a_task_of_the_file_draws_is_the_same_on_every_rank_and_at_every_start(tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(TASK)
+    settings = {"task": {"name": "drawing:Drawing"}, "engine": "ddp", "steps": 6, "log_every_steps": 1}
+    file = {"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
+    (tmp_path / "my.json").write_text(json.dumps(file))
+    losses = []
+    for ranks, seed in ((1, 0), (2, 0), (1, 1)):
+        run = ["--run-dir", f"run-{ranks}-{seed}", "--set", f"dsframe.seed={seed}"]
+        command = warm(ranks, ["-m", "dsframe.train", "--config", "my.json", *run])
+        run_ranks(command, cwd=tmp_path, timeout_seconds=90).check()
+        losses.append(portability.losses(tmp_path / f"run-{ranks}-{seed}"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] != pytest.approx(losses[2], abs=1e-3)
+
+
+CONSTANTS = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+
+
+class Constant(dsframe.Task):
+    def __init__(self):
+        self.shift = [random.random(), np.random.random(), torch.rand(()).item()]
+
+    def model(self):
+        return Shifted(torch.rand(()).item(), sum(self.shift))
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        return TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+
+
+class Shifted(nn.Linear):
+    def __init__(self, drawn, kept):
+        super().__init__(1, 1)
+        self.constants = drawn, kept
+        print("CONSTANTS", drawn, kept)
+"""
+
+
+def test_a_loaded_model_has_the_constants_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that the task's constructor drew."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "constants.py").write_text(CONSTANTS)
+    settings = {"task": {"name": "constants:Constant"}, "engine": "single", "steps": 1, "run_dir": "run"}
+    cpu = torch.device("cpu")
+    before = generators.capture(cpu)
+    execute(load({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}))
+    assert generators.capture(cpu) == before
+    dsframe.load_model(tmp_path / "run")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("CONSTANTS")]
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert generators.capture(cpu) == before
+
+
+class Gives(dsframe.Task):
+    """Gives ``data``, or what it makes of the generators."""
+
+    def __init__(self, data: Any = None) -> None:
+        self.data = data
+
+    def train_data(self) -> Any:
+        return [torch.rand(()).item(), np.random.random(), random.random()] if self.data is None else self.data
+
+    eval_data = train_data
+
+
+def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone() -> None:
+    cpu, task = torch.device("cpu"), Gives()
+    before = generators.capture(cpu)
+    first, again, held_out, predicted = (given(task, f"{name}_data") for name in ("train", "train", "eval", "predict"))
+    assert generators.capture(cpu) == before
+    assert first == again
+    assert held_out == predicted
+    assert all(one != other for one, other in zip(first, held_out, strict=True))
+    task.seed = 1
+    assert all(one != other for one, other in zip(first, given(task, "train_data"), strict=True))
+
+
+X, Y = torch.zeros(8, 2), torch.zeros(8)
+WRONG: dict[str, Any] = {
+    "a DataFrame, whose rows are not read by number; return TensorDataset": pandas.DataFrame({"a": [1, 2]}),
+    r"a dict of several data sets \('train', 'test'\); return one of them, such as its split 'train'": {
+        "train": TensorDataset(X, Y),
+        "test": TensorDataset(X, Y),
+    },
+    r"a dict with 'x', 'y', and not samples by number; return TensorDataset": {"x": X, "y": Y},
+    "a tuple of two Tensors, which is read as two samples; return TensorDataset": (X, Y),
+    "a tuple of two ndarrays, which is read": (X.numpy(), Y.numpy()),
+    "a list of two data sets; return one of them": random_split(TensorDataset(X, Y), [4, 4]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_data_set_is_named(what: str) -> None:
+    with pytest.raises(DataError, match=f"^Gives.train_data gives {what}"):
+        given(Gives(WRONG[what]), "train_data")
+
+
+def test_what_is_a_data_set_is_taken() -> None:
+    for data in ([(X[0], 1), (X[1], 0)], {0: (X[0], 1), 1: (X[1], 0)}, TensorDataset(X, Y), X, []):
+        assert given(Gives(data), "train_data") is data
+    several = {"clean": TensorDataset(X, Y), "noisy": TensorDataset(X, Y)}
+    assert given(Gives(several), "eval_data") is several
+    with pytest.raises(DataError, match=r"^Gives\.eval_data gives a tuple of two Tensors"):
+        given(Gives({"clean": (X, Y)}), "eval_data")
+
+
+def test_the_split_of_a_dataset_dict_is_named() -> None:
+    datasets = pytest.importorskip("datasets")
+    split = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1.0}])})
+    with pytest.raises(DataError, match=r"gives a DatasetDict of several data sets .*such as its split 'train'"):
+        given(Gives(split), "train_data")
