@@ -203,9 +203,9 @@ class _FirstRow(Dataset[str]):
 
 
 def _positions() -> dict[str, tuple[str, int]]:
-    """Where this process is in the files that are open for reading, with their names."""
-    found = {}
-    for link in Path("/proc/self/fd").iterdir():
+    """Where this process is in the files that are open for reading, with their names; empty where the system does not tell."""
+    found, opened = {}, Path("/proc/self/fd")
+    for link in opened.iterdir() if opened.is_dir() else ():
         with suppress(OSError):  # closed by now, or nothing with a position
             if fcntl.fcntl(int(link.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 found[link.name] = str(link.readlink()), os.lseek(int(link.name), 0, os.SEEK_CUR)
