@@ -310,8 +310,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) 
     with watchdog:
         total = job.work.schedule.total_steps
         start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
-    for follower in plan.followers.values():
-        if start.evaluation and start.step in job.work.schedule.regular and follower.observed != start.step:
+    for follower in plan.followers.values() if start.step in job.work.schedule.regular else ():
+        if follower.metric in start.evaluation and follower.observed != start.step:
             follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
     saver = Saver(
         engine,

@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 FOLLOWS = {
-    "optimizer.params": "the next update uses it, and the moments go on as saved",
-    "optimizers": "the next updates use them, and the moments go on as saved",
-    "parameter_groups": "the next update uses them, and the moments go on as saved",
-    "no_decay": "the next update uses it, and the moments go on as saved",
-    "layer_decay": "the next update uses it, and the moments go on as saved",
-    "gradient_clipping": "the next update uses it",
-    "scheduler": "the new schedule goes on at the saved number of updates",
-    "bf16": "the saved fp32 weights go on in the new number format",
-    "fp16": "the saved fp32 weights go on in the new number format",
-    "torch_autocast": "the saved fp32 weights go on in the new number format",
+    **dict.fromkeys(
+        ("optimizer.params", "optimizers", "parameter_groups", "no_decay", "layer_decay"),
+        "the next update uses it, and the moments go on as saved",
+    ),
+    **dict.fromkeys(("learning rate", "scheduler"), "the new schedule goes on at the saved number of updates"),
+    **dict.fromkeys(("gradient_clipping", "gradient_allreduce_op", "model", "on_nonfinite"), "the next update uses it"),
+    **dict.fromkeys(("bf16", "fp16", "torch_autocast", "tf32"), "the saved weights go on in the new number format"),
+    **dict.fromkeys(("communication", "communication_data_type", "data_types", "deterministic"), "rounded otherwise"),
     "per_sample_randomness": "the model draws other random numbers",
+    "modules": "the saved weights go on in them; what trains anew begins without moments",
+    "ema": "the saved average goes on with it",
+    "stop": "the counts go on with it; those of another metric begin anew",
     "train_batch_size": "optimizer and schedule go on at the saved number of updates",
     "engine": "the same samples and state, sums in another order",
     "number of ranks": "the same samples and state, sums in another order; new ranks draw random numbers of their own",
@@ -62,6 +63,11 @@ FIXED = {
 BATCH = "train_batch_size"
 _ELSEWHERE = {"data_dir", "workers"}
 """Settings of a task that say where its data are and how they are read, not what they are."""
+_FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
+_FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
+_OWN: dict[str, Any] = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
+_OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
+"""Keys of the file, and of its dsframe section, that may change and are pointed out."""
 
 
 def about(
@@ -79,24 +85,25 @@ def about(
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
-    cls, task_settings = type(task), config.settings.task
-    sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
-    settings = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
+    cls, own = type(task), config.settings
+    kept = json.loads(own.model_dump_json(include=_OWN))
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
-            "task settings": secrets.without(json.loads(task_settings.model_dump_json(exclude=_ELSEWHERE))),
+            "task settings": secrets.without(json.loads(own.task.model_dump_json(exclude=_ELSEWHERE))),
             "optimizer": kind_of(optimizer),
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
-            "seed": config.settings.seed,
+            "seed": own.seed,
             "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
-            **({"order": "sequential"} if config.settings.order == "sequential" else {}),
+            **({"order": "sequential"} if own.order == "sequential" else {}),
         },
         "course": {
             "optimizer.params": course_of(optimizer),
-            **{name: settings[name] for name in sections},
-            "per_sample_randomness": config.settings.per_sample_randomness,
+            "learning rate": optimizer.learning_rate,
+            **json.loads(config.deepspeed.model_dump_json(include=_FILE)),
+            "communication": {"communication": own.ddp.communication, "compression": own.horovod.compression},
+            **{key: value for key, value in kept.items() if key != "ema" or value},  # on or off: the weights show it
         },
         "run": {
             "engine": engine,
@@ -128,15 +135,10 @@ def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
 def _versions(engines: str | None) -> dict[str, str | None]:
     """Returns the versions of what computes: dsframe, torch, what the engine needs, and what the task has imported."""
     versions: dict[str, str | None] = {}
-    for name in (
-        "dsframe",
-        "torch",
-        engines,
-        *(name for name in ("torchvision", "transformers") if name in sys.modules),
-    ):
-        if name is not None:
-            with suppress(metadata.PackageNotFoundError):
-                versions[name] = metadata.version(name)
+    names = ["dsframe", "torch", engines, *(name for name in ("torchvision", "transformers") if name in sys.modules)]
+    for name in filter(None, names):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return versions
 
 

@@ -17,6 +17,7 @@ from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
 from dsframe.model import ema
+from dsframe.model.schedules import notes
 from dsframe.model.state import ParameterState, SavedState, SavedView
 from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.layers import seed_generators
@@ -99,7 +100,12 @@ def begin(
         if manifest.get(key):
             follower.restore(manifest[key])
             follower.observed = step if follower.observed == checkpoint.step else follower.observed
-    for line in _next_rate(engine, manifest, checkpoint.updates):
+    plan, done = engine.plan, checkpoint.updates
+    for line in notes(plan.config, plan.schedule, done + total_steps - step, done) if new_batch(manifest, mine) else ():
+        say(f"resuming with a change: {line}")
+    before, now = manifest["learning_rate"], plan.schedule(done).learning_rate
+    if abs(before - now) > 1e-9 * abs(before):
+        line = f"the learning rate continues at {now:.6g}; with the saved settings it would be {before:.6g}"
         say(f"resuming with a change: {line}")
     checkpoint.close()
     archive_earlier(engine, folder, step if in_place else None, say)
@@ -143,13 +149,6 @@ class _WithoutAverages(SavedView):
         """The parameter without its average."""
         moments = {key: value for key, value in parameter.moments.items() if key != ema.KEY}
         return ParameterState(parameter.name, parameter.weight, moments, parameter.scalars)
-
-
-def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> list[str]:
-    before, now = manifest["learning_rate"], engine.plan.schedule(updates).learning_rate
-    if abs(before - now) <= 1e-9 * abs(before):
-        return []
-    return [f"the learning rate continues at {now:.6g}; with the saved settings it would be {before:.6g}"]
 
 
 def _choose(

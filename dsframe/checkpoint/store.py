@@ -348,7 +348,7 @@ class _Known(_Part):
     loss: float | None = None
     evaluation: dict[str, float | None] | None = None
     loss_scale: dict[str, float] | None = None
-    schedule: dict[str, float | None] | None = None
+    schedule: dict[str, float | str | None] | None = None
     stop: dict[str, float | str | None] | None = None
     parameters: dict[_Name, _Parameter] = {}
     buffers: dict[str, dict[_Name, _Tensor]] = {}

@@ -53,6 +53,7 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
                 "second), or write collate(rows) in the task"
             )
     if as_dicts:
+        _refuse_other_names(numbered)
         rows = [{name: _tensor(value) for name, value in row.items()} for row in rows]
     try:
         batch = default_collate(rows)
@@ -60,6 +61,15 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
         what = _misfit([number for number, _ in numbered], rows) or error
         raise DataError(f"the rows of a batch do not fit each other: {what}") from error
     return _split(batch, f"a data set gave dicts with {', '.join(map(repr, batch))}" if as_dicts else "")
+
+
+def _refuse_other_names(numbered: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+    """Raises DataError where rows have other names than the first one: a batch has that one's."""
+    for number, row in numbered:
+        if other := sorted(map(repr, row.keys() ^ numbered[0][1].keys())):
+            raise DataError(
+                f"row {numbered[0][0]} or row {number} lacks {', '.join(other)}; give it to every row, or to none"
+            )
 
 
 def _split(batch: Any, what: str) -> Batch:
@@ -135,6 +145,7 @@ class Pad:
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The rows as one tensor for each name, ``[rows, longest, ...]``. Raises DataError where a row is too long."""
         batch: dict[str, Tensor] = {}
+        _refuse_other_names([(f"{place} of these", row) for place, row in enumerate(rows, start=1)])
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
             tensors = [torch.as_tensor(row[name]) for row in rows]
@@ -148,10 +159,8 @@ class Pad:
                     f"{name} has a row of {longest}, longer than length={size}; cut the rows, or raise length"
                 )
             value = self.fill.get(name, -100 if name in LABELS else 0)
-            padded = tensors[0].new_full((len(rows), size, *tensors[0].shape[1:]), value)
-            for row, tensor in zip(padded, tensors, strict=True):
-                row[: len(tensor)] = tensor
-            batch[name] = padded
+            padded = [torch.cat([row, row.new_full((size - len(row), *row.shape[1:]), value)]) for row in tensors]
+            batch[name] = torch.stack(padded)
             if name == "input_ids" and masks:
                 lengths = torch.tensor([len(tensor) for tensor in tensors])
                 batch["attention_mask"] = (torch.arange(size) < lengths[:, None]).long()

@@ -17,13 +17,15 @@ from dsframe.text import reason
 
 END_OF_BYTES = 256
 """Where bytes are the tokens: behind each document."""
+NO_DATE = "{% set strftime_now = date_of_today +%}"
+"""Before a template that writes the day's date (``strftime_now``): it takes its own fallback, as where that is not known."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TextEncoder:
     """Texts: the tokens that the tokenizer writes before one, its tokens, and the token that ends it."""
 
-    whole = False
+    whole, dated = False, False
 
     def __init__(self, tokenizer: Any, field: str) -> None:
         """``tokenizer``: of transformers; None: bytes. Raises DataError where nothing would show the end of a document."""
@@ -69,6 +71,8 @@ class ConversationEncoder:
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         """``template``: in place of the tokenizer's own."""
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
+        self.dated = "strftime_now" in str(self._templates)
+        """True if the template writes the day's date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
         self._warned = False
@@ -97,15 +101,19 @@ class ConversationEncoder:
 
     def _choose_template(self, row: Row) -> None:
         """Of several by name the one that transformers takes: that for tools where there are some, else the default."""
-        if not isinstance(self._templates, Mapping):
-            return
+        if isinstance(self._templates, Mapping):
+            self._template = self._templates[self._name_of(row)]
+        if self.dated and isinstance(self._template, str) and not self._template.startswith(NO_DATE):
+            self._template = NO_DATE + self._template
+
+    def _name_of(self, row: Row) -> str:
         name = "tool_use" if row.value.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
             names = ", ".join(self._templates)
             raise DataError(
                 f"{row.place}: of the chat templates {names} none is the default; name a file in chat_template"
             )
-        self._template = self._templates[name]
+        return name
 
     def _conversation(self, row: Row) -> tuple[list[int], list[int]]:
         if not isinstance(self._template, str):
@@ -168,7 +176,7 @@ class ConversationEncoder:
                 **self._variables(row), **self._tokenizer.special_tokens_map,
             )  # fmt: skip
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{row.place}: the chat template fails: {_reason(error, row)}") from None
+            raise _failure(error, row) from None
         (text,), (spans,) = rendered
         return text, [(int(first), int(end)) for first, end in spans]
 
@@ -217,7 +225,15 @@ class ConversationEncoder:
                 messages, chat_template=self._template, tokenize=True, return_dict=True, **self._variables(row), **how
             )
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{row.place}: the chat template fails: {_reason(error, row)}") from None
+            raise _failure(error, row) from None
+
+
+def _failure(error: Exception, row: Row) -> DataError:
+    """The error of a row for which the chat template fails."""
+    why = _reason(error, row)
+    if "date_of_today" in why:
+        why = "it needs the day's date (strftime_now), and tokens must not depend on the day; write a date in its place"
+    return DataError(f"{row.place}: the chat template fails: {why}")
 
 
 def _reason(error: Exception, row: Row) -> str:

@@ -48,6 +48,9 @@ class Encoder(Protocol):
     whole: bool
     """True if a document is cut behind its first ``context`` tokens, False if what is behind becomes further rows."""
 
+    dated: bool
+    """True if tokens would depend on the day's date, which is withheld."""
+
     def length(self, row: Row) -> int:
         """Returns about how many characters the row has. Raises DataError where it is not what is needed."""
         ...

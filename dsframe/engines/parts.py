@@ -198,7 +198,11 @@ class PartsEngine(Engine):
         how |= {name: str(of) for name, of in self._averages.items()}
         manifest: dict[str, dict[str, Any]] = {
             "training": {"models": {name: how[name] for name in self._engines}},
-            "course": {"optimizers": {name: changes.course_of(spec) for name, spec in specs.items()}},
+            "course": {
+                "optimizers": {name: changes.course_of(spec) for name, spec in specs.items()},
+                "learning rate": {name: spec.learning_rate for name, spec in specs.items()},
+                "modules": {name: engine.built.manifest["course"]["modules"] for name, engine in self._engines.items()},
+            },
         }
         descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
         origins = [engine.built.origin for engine in engines if engine.built.origin]

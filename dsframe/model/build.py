@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
 from dsframe.data.sample_draws import DrawTrial, SampleDraws
@@ -17,7 +19,7 @@ from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
-from dsframe.model.built import ON_RANKS, Adapter, BuiltModel, Dependence
+from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
@@ -53,6 +55,7 @@ def build_model(
     plan: Plan = ranks.plan
     task, settings = plan.task, plan.config.settings
     model, peft = _build_on_cpu(ranks, spill)
+    manifest = {"course": {"modules": described(model)}}
     memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
@@ -80,6 +83,7 @@ def build_model(
         adapter=adapter,
         parts=parts,
         origin=origin,
+        manifest=manifest,
         depends=_all_dependences(plan, model),
         gradient_hooks=gradient_hooks.find(model),
         draws=DrawTrial(model, plan.device),
@@ -215,6 +219,18 @@ def _statistics(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
     """The names of the buffers that modules of a ``kind`` change in training."""
     changing = {name for name, module in model.named_modules() if isinstance(module, kind) and module.training}
     return frozenset(name for name, _ in model.named_buffers() if name.rpartition(".")[0] in changing)
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """What a checkpoint tells of a model that was just built: equal on every engine and number of ranks."""
+    printed = re.sub("0x[0-9a-f]+", "", str(model))
+    named = dict(model.named_parameters())
+    # What a group of an earlier training has frozen trains, unless a group says so again.
+    trained = [name for name, of in named.items() if of.requires_grad or FROZEN in vars(of)]
+    return {
+        "digest of str(model)": xxh3_64_hexdigest(printed.encode()),
+        "trained parameters": f"{len(trained):,} of {len(named):,}, digest {xxh3_64_hexdigest(' '.join(trained).encode())}",
+    }
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:

@@ -113,6 +113,7 @@ class Plateau(Follower):
         except (TypeError, ValueError) as error:
             problem = Problem("error", "scheduler.params", f"ReduceLROnPlateau: {error}", code="value")
             raise ConfigError([problem]) from None
+        self._watched, self._base = f"{self.metric}:{self._torchs.mode}", base
 
     def __call__(self, updates: int) -> Rates:
         """The rate that the evaluations so far have left."""
@@ -126,19 +127,23 @@ class Plateau(Follower):
         self.observed, now = step, self(0).learning_rate
         return f"{self.metric} no longer gets better: learning rate {before:g} -> {now:g}" if now != before else ""
 
-    def state(self) -> dict[str, float | None]:
+    def state(self) -> dict[str, Any]:
         """Everything that decides the rates to come, as JSON has it: infinite is null."""
         values = {key: float(getattr(self._torchs, key)) for key in _KEPT}
-        values |= {"rate": self(0).learning_rate, "observed": self.observed}
-        return {key: value if math.isfinite(value) else None for key, value in values.items()}
+        values |= {"rate": self(0).learning_rate, "observed": self.observed, "base": self._base}
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        return {"metric": self._watched, **finite}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from :meth:`state`. Raises CheckpointError for anything else."""
-        if state.keys() != self.state().keys() or not all(map(_is_number, state.values())):
+        """Continues from :meth:`state`; of another metric only the rate is taken. Raises CheckpointError for anything else."""
+        state = {"metric": self._watched, "base": self._base, **state}  # an older checkpoint lacks them
+        if state.keys() != self.state().keys() or not all(_is_number(state[key]) for key in state if key != "metric"):
             raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
-        worst = math.inf if self._torchs.mode == "min" else -math.inf
-        self._torchs.best = worst if state["best"] is None else float(state["best"])
+        rate = float(state["rate"]) * (self._base / state["base"]) if state["base"] else self._base
+        self._optimizer.param_groups[0]["lr"] = rate
+        if state["metric"] != self._watched:
+            return
+        self._torchs.best = self._torchs.mode_worse if state["best"] is None else float(state["best"])
         for key in _KEPT[1:]:
             setattr(self._torchs, key, int(state[key]))
-        self._optimizer.param_groups[0]["lr"] = float(state["rate"])
         self.observed = int(state["observed"])

@@ -297,12 +297,12 @@ def with_weight_decay(schedule: Schedule, task: Task) -> Schedule:
     return at
 
 
-def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]:
-    """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates.
+def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -> Iterator[str]:
+    """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates, of which some are ``done``.
 
     Raises ConfigError where the schedule is for fewer updates and has no rate behind them.
     """
-    if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
+    if total_steps > 1 and not done and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     scheduler = config.deepspeed.scheduler
     params = scheduler.params if scheduler else {}
@@ -317,9 +317,10 @@ def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]
     for key, steps in (usual | params).items():
         if key in ("warmup_num_steps", "num_warmup_steps", "warmup_iters") and steps >= total_steps:
             yield f"the training ends in the schedule's warm-up: that takes {steps:,} updates ({key})"
-    for key in ("total_num_steps", "num_training_steps", "lr_decay_iters"):
+    for key in ("total_num_steps", "num_training_steps", "lr_decay_iters", "T_max"):
         if isinstance(params.get(key), int) and params[key] != total_steps:
-            yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}"
+            last = f"the last has the rate {schedule(total_steps - 1).learning_rate:.3g}; write {key} {total_steps} to end with it"
+            yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}: {last}"
 
 
 def planned(config: Config, task: Task, base: float) -> Schedule:

@@ -73,13 +73,14 @@ class WindowsTask(CausalLanguageModelTask):
                 else encoders.TextEncoder(self.tokenizer, files.field)
             )
             places = [documents.local(pattern, self.settings.data_dir) for pattern in _listed(patterns)]
+            dated = [encoders.NO_DATE] if encoder.dated else []  # older tokens have some day's
             recipes[name] = Recipe(
                 tuple(documents.find_files(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
                 self.settings.context,
                 self.pretrained_config.vocab_size,
-                xxh3_64_hexdigest("\0".join(how).encode()),
+                xxh3_64_hexdigest("\0".join(how + dated).encode()),
                 self.settings.data_dir,
                 f"task.data.{name}",
             )
@@ -92,6 +93,11 @@ class WindowsTask(CausalLanguageModelTask):
             say(
                 f"task.tokenizer: its end is {self.tokenizer.eos_token}, and the model folder's configuration has another one: "
                 "an export ends at both"
+            )
+        if any(recipe.encoder.dated for recipe in self._recipes.values()):
+            say(
+                "task.data: the chat template gets no day's date (strftime_now), so that tokens are the same on every day; it "
+                'takes the date that it has for this, or that of "chat_template_kwargs"'
             )
         for recipe in self._recipes.values():
             tokenised.make(recipe, say)

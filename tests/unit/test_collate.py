@@ -88,6 +88,16 @@ def test_what_is_padded_is_masked_and_no_target() -> None:
     assert batch["labels"].tolist() == [[2, 3, 4, -100], [5, -100, -100, -100]]
 
 
+def test_the_row_that_is_first_does_not_decide_the_type() -> None:
+    rows = [{"x": [1, 2, 3], "labels": 0}, {"x": [0.5, 1.5], "labels": 0.5}]
+    whole, turned = Pad(fill={"x": 9})(rows), Pad(fill={"x": 9})(rows[::-1])
+    assert whole["x"].tolist() == [[1, 2, 3], [0.5, 1.5, 9]]
+    assert whole["labels"].tolist() == [0, 0.5]
+    for name, batch in whole.items():
+        assert torch.equal(batch, turned[name].flip(0))
+        assert batch.dtype == turned[name].dtype == torch.float32
+
+
 def test_collators_of_transformers_work_as_they_are() -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -141,6 +151,16 @@ def broken(rows: list[Any]) -> Any:
             r"broken makes no batch of rows \d, \d: ValueError: no such column \(.*test_collate.py:\d+\)",
         ),
         (({"x": 1}, {"x": 2}), lambda rows: 3, r"returned int, not \(inputs, targets\) or a dict with labels"),
+        (
+            ({"x": 1, "labels": 0}, {"x": 1, "labels": 0, "y": 2}),
+            None,
+            r"row \d or row \d lacks 'y'; give it to every row",
+        ),
+        (
+            ({"x": [1], "labels": 0}, {"x": [1], "labels": 0, "y": [2]}),
+            Pad(),
+            r"makes no batch of rows \d, \d: DataError: row 1 of these or row 2 of these lacks 'y'",
+        ),
         (({"x": [1] * 9, "labels": 0},) * 2, Pad(length=4), "x has a row of 9, longer than length=4"),
     ],
 )

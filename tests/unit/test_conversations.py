@@ -202,6 +202,33 @@ def test_what_the_template_is_given_reaches_it() -> None:
         assert tokenizer.decode([token if token >= 0 else ~token for token in found.tolist()]).startswith("calmfind")
 
 
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+    "{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}{{ date_string }}" + MARKED
+)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tokens_do_not_depend_on_the_day(several: bool) -> None:
+    """A template that writes the date gets none, and takes its own, or the row's."""
+    tokenizer, row = words("bytes"), talk("one")
+    template: Any = {"default": DATED} if several else DATED
+    assert encoder(tokenizer, template).dated
+    assert not encoder(tokenizer, MARKED).dated
+    for more, date in (({}, "26 Jul 2024"), ({"date_string": "1 May 2025"}, "1 May 2025")):
+        rows = [Row("a:1", {**row, "chat_template_kwargs": more})] * 2
+        for found in encoder(tokenizer, template).encode(rows):
+            text = tokenizer.decode([max(token, ~token) for token in found.tolist()])
+            assert text.startswith(date)
+    asked = {"prompt": [said("one", "user")], "completion": [said("two")]}
+    (found,) = encoder(tokenizer, template).encode([Row("a:1", asked)])
+    assert tokenizer.decode([max(token, ~token) for token in found.tolist()]).startswith("26 Jul 2024")
+    with pytest.raises(
+        DataError, match=r"a:1: the chat template fails: it needs the day's date .*; write a date in its place"
+    ):
+        list(encoder(tokenizer, "{{ strftime_now('%Y') }}" + MARKED).encode([Row("a:1", row)]))
+
+
 def test_of_several_templates_the_one_that_transformers_takes() -> None:
     tokenizer = words("bytes")
     tokenizer.chat_template = {"default": MARKED, "tool_use": f"tools{MARKED}"}

@@ -17,6 +17,7 @@ from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import DsframeError, EngineError, TaskError
+from dsframe.model.build import described
 from dsframe.model.plan import Plan
 from dsframe.tasks.layers import Layer
 from reference_engines.modelparallel import ModelParallelEngine
@@ -35,6 +36,16 @@ class Given(Task):
         return self._model or super().model()
 
 
+class OfLayers(Task):
+    """A task with these layers alone."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+
+    def layers(self) -> Sequence[Layer]:
+        return self._layers
+
+
 def cut(task: Task, **pipeline: Any) -> Cut:
     config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
     return Cut(
@@ -47,6 +58,14 @@ class Own(nn.Sequential):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) + inputs  # type: ignore[no-any-return]
+
+
+def test_the_model_is_described_as_other_engines_build_it() -> None:
+    layers: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
+    for task in (Given(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), OfLayers(layers)):
+        assert cut(task).manifest == {"course": {"modules": described(task.model())}}
+    both = Given(nn.Linear(3, 3), [LINEAR, LINEAR])
+    assert cut(both).manifest == {}, "another model"
 
 
 @pytest.mark.parametrize("model", [Own(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)])

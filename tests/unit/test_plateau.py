@@ -38,6 +38,53 @@ def test_the_rates_are_torchs_and_go_on() -> None:
     Plateau(0.8, {"mode": "max"}).restore(Plateau(0.8, {"mode": "max"}).state())
 
 
+def fallen(**params: Any) -> dict[str, Any]:
+    """The state after the rate 0.8 has become 0.4."""
+    found = Plateau(0.8, {"factor": 0.5, "patience": 0, **params})
+    for step in (1, 2):
+        found.observe(step, {"loss": 1.0, "accuracy": 1.0})
+    assert found(2).learning_rate == 0.4
+    return found.state()
+
+
+def test_a_new_base_rate_falls_as_often() -> None:
+    for base, expected in ((0.8, 0.4), (0.08, 0.04), (0.0, 0.0)):
+        again = Plateau(base, {"factor": 0.5, "patience": 0})
+        again.restore(fallen())
+        assert again(2).learning_rate == pytest.approx(expected)
+        assert again.observed == 2
+    never = Plateau(0.1, {})
+    never.restore(Plateau(0.0, {}).state())  # a rate of 0 does not know how often it fell
+    assert never(0).learning_rate == 0.1
+    older = {key: value for key, value in fallen().items() if key not in ("metric", "base")}
+    again = Plateau(0.08, {"factor": 0.5, "patience": 0})
+    again.restore(older)
+    assert again(2).learning_rate == 0.4
+
+
+@pytest.mark.parametrize("params", [{"metric": "accuracy"}, {"mode": "max"}])
+def test_of_another_metric_only_the_rate_is_taken(params: dict[str, str]) -> None:
+    again = Plateau(0.8, {"factor": 0.5, "patience": 0, **params})
+    fresh = again.state()
+    again.restore(fallen())
+    assert again.state() == fresh | {"rate": 0.4}
+
+
+def test_a_run_says_the_new_rate_and_counts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dsframe.fit(Stuck(), file("run", 7))
+    other = file("run", 10, metric="loss")
+    other["optimizer"]["params"]["lr"] = 0.04
+    dsframe.fit(Stuck(), other, resume="auto")
+    said = capsys.readouterr().err
+    assert "with a change: learning rate was 0.4, is 0.04: the new schedule" in said
+    assert 'with a change: scheduler.params.metric was "score", is "loss": the new schedule' in said
+    assert "the learning rate continues at 0.02; with the saved settings it would be 0.2" in said
+    assert rates("run")[8] == pytest.approx(0.02)
+
+
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(TaskError, match="no metric 'accuracy' in the evaluation; it has loss"):
         Plateau(0.1, {"metric": "accuracy"}).check({"loss": 1.0})

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, step_now
+import dsframe
+from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, differences, step_now
 from dsframe.checkpoint.store import Store, read_manifest
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
+from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
+from dsframe.model.build import described
+from dsframe.model.built import FROZEN
 from tests.processes import REPOSITORY, Finished, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
@@ -39,6 +47,18 @@ MANIFEST: dict[str, Any] = {
         "parameter_groups": [],
         "no_decay": None,
         "layer_decay": None,
+        "learning rate": 0.1,
+        "communication_data_type": None,
+        "gradient_allreduce_op": "mean",
+        "data_types": {"grad_accum_dtype": None},
+        "deterministic": False,
+        "tf32": False,
+        "on_nonfinite": "stop",
+        "stop": {"metric": "loss:min", "patience": 3},
+        "ema": {"decay": 0.9, "every_steps": 1},
+        "model": {"sync_batch_norm": False, "keep_in_fp32": []},
+        "communication": {"communication": "none", "compression": "none"},
+        "modules": {"digest of str(model)": "aa", "trained parameters": "4 of 4, digest bb"},
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
     "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
@@ -107,8 +127,44 @@ def test_what_the_checkpoint_alone_has_must_stay() -> None:
 
 def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
     older = {key: value for key, value in MANIFEST.items() if key not in ("versions", "source", "data")}
-    older["course"] = {key: value for key, value in MANIFEST["course"].items() if key != "per_sample_randomness"}
-    assert differences(older, changed("course/per_sample_randomness", True)) == []
+    older["course"] = {"gradient_clipping": 1.0}
+    for path in leaves(
+        {key: value for key, value in MANIFEST["course"].items() if key != "gradient_clipping"}, "course"
+    ):
+        assert differences(older, changed(path, "another")) == []
+
+
+ELSEWHERE = {
+    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
+    "parameter_groups", "inherit", "ddp", "horovod",
+    "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
+}  # fmt: skip
+"""Keys that are compared in another way: by what they make."""
+NO_OTHER_TRAINING = {
+    # How long, and what is shown, kept and watched.
+    "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
+    "profile", "rank_output", "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
+    "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
+    "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
+    # Where things lie, and in which order they are summed.
+    "fsdp", "zero_optimization", "activation_checkpointing", "pipeline", "aio", "tensor_parallel", "expert_parallel", "compile",
+    "prescale_gradients", "gradient_predivide_factor", "disable_python_gc", "disable_allgather", "allgather_size",
+    "sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type",
+    "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "managed_gradient_accumulation",
+    # Refused.
+    "hybrid_engine", "data_efficiency", "weight_quantization",
+}  # fmt: skip
+
+
+def test_every_key_of_the_file_is_compared_or_makes_no_other_training() -> None:
+    """A new setting belongs to one of them."""
+    keys = {*Settings.model_fields, *DeepSpeed.model_fields}
+    assert keys == {*_OWN, *_FILE, *ELSEWHERE, *NO_OTHER_TRAINING}
+    assert set(Model.model_fields) == {
+        *_OWN["model"], "compile", "channels_last", "activation_checkpointing"
+    }  # fmt: skip
+    assert {*_OWN, *_FILE} <= MANIFEST["course"].keys() <= FOLLOWS.keys()
 
 
 def test_nothing_is_said_of_what_only_one_of_them_has() -> None:
@@ -209,6 +265,7 @@ def test_code_rate_and_data_that_changed_are_said_by_a_run(folder: Path) -> None
     (folder / "task.py").write_text(TASK.replace("arange(64.0)[:, None]", "arange(64.0)[:, None] * 2"))
     said = changes(train(folder, "run", "--resume", "auto", "--set", "optimizer.params.lr=0.02", steps=4))
     assert said == [
+        "learning rate was 0.01, is 0.02: the new schedule goes on at the saved number of updates",
         "the source of nets, task was changed: the new code goes on from the saved state",
         f"the training data: sample 31 was another one: {FOLLOWS['training data']}",
         "the learning rate continues at 0.02; with the saved settings it would be 0.01",
@@ -249,3 +306,133 @@ def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder: Path) -> No
     assert "going on after step 1 from" in more.stderr
     (newest,) = Store(folder / "more" / "checkpoints").newest_first()
     assert (read_manifest(newest)["step"], read_manifest(newest)["updates"]) == (4, 6)
+
+
+class Shaped(dsframe.Task):
+    """A task with an argument."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
+        if self.kind == "frozen":
+            layers[0].requires_grad_(False)
+        if self.kind == "dropout":
+            layers.append(nn.Dropout(0.5))
+        return nn.Sequential(*layers)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(1)
+        return torch.utils.data.TensorDataset(
+            torch.randn(48, 8, generator=numbers), torch.randint(0, 3, (48,), generator=numbers)
+        )
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
+        right = (outputs.argmax(1) == targets).sum()
+        return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))} | {
+            "accuracy": dsframe.Sum(right, len(targets))
+        }
+
+
+@pytest.fixture
+def said_at_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Trains, resumes with changes, and returns the lines about them."""
+
+    def run(first: dict[str, Any], then: dict[str, Any], resume: str = "auto") -> list[str]:
+        def fit(task: Shaped = Shaped(), top: Any = None, name: str = "run", resume: str = "never", **own: Any) -> None:  # noqa: B008
+            file = FILE | (top or {}) | {"dsframe": {"engine": "single", "run_dir": str(tmp_path / name), **own}}
+            dsframe.fit(task, file, resume=resume)
+
+        fit(**{"steps": 6, **first})
+        capsys.readouterr()
+        fit(**{"steps": 8, "resume": resume.format(tmp_path), **then})
+        return [
+            line.partition("a change: ")[2] for line in capsys.readouterr().err.splitlines() if "a change: " in line
+        ]
+
+    return run
+
+
+EMA: dict[str, Any] = {"ema": {"decay": 0.9}}
+LATE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "line"),
+    [
+        ({}, {}, ""),
+        (EMA, EMA, ""),
+        (EMA, {"ema": {"decay": 0.99}}, "ema.decay was 0.9, is 0.99: "),
+        (EMA, {"ema": {"decay": 0.9, "every_steps": 5}}, "ema.every_steps was 1, is 5: "),
+        (EMA, {}, "dsframe.ema; the average of the weights is dropped"),
+        ({}, {"on_nonfinite": "skip"}, 'on_nonfinite was "stop", is "skip": '),
+        ({}, {"deterministic": True}, "deterministic was false, is true: "),
+        (
+            {"stop": {"metric": "loss:min"}},
+            {"stop": {"metric": "accuracy:max"}},
+            'stop.metric was "loss:min", is "accuracy:max": the counts go on with it; those of another metric begin anew',
+        ),
+        ({}, {"task": Shaped("frozen")}, 'modules.trained parameters was "4 of 4, digest '),
+        ({"task": Shaped("frozen")}, {}, 'modules.trained parameters was "2 of 4, digest '),
+        ({}, {"task": Shaped("relu")}, 'modules.digest of str(model) was "'),
+        ({}, {"task": Shaped("dropout")}, 'modules.digest of str(model) was "'),
+        ({"top": LATE, "steps": 1}, {"top": LATE | SLOW}, "learning rate was 0.01, is 0.001: the new schedule"),
+    ],
+)
+def test_a_change_of_a_setting_or_of_the_model_is_said_by_a_run(
+    said_at_a_resume: Any, first: dict[str, Any], then: dict[str, Any], line: str
+) -> None:
+    said = said_at_a_resume(first, then)
+    assert len(said) == bool(line)
+    assert not line or said[0].startswith(line)
+
+
+def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume: Any) -> None:
+    """It was another code's: the next evaluation has it."""
+
+    class Before(Shaped):
+        def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
+            return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))}
+
+    Before.__module__, Before.__qualname__ = Shaped.__module__, Shaped.__qualname__
+    more = {"eval_every_steps": 2, "stop": {"metric": "loss:min"}}
+    (line,) = said_at_a_resume({"task": Before(), **more}, {**more, "stop": {"metric": "accuracy:max"}})
+    assert line.startswith("stop.metric was ")
+
+
+@pytest.mark.parametrize(("kind", "key"), [("linear", "num_training_steps"), ("CosineAnnealingLR", "T_max")])
+def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any, kind: str, key: str) -> None:
+    def top(batch: int, length: int | str = "auto") -> dict[str, Any]:
+        return {"train_batch_size": batch, "scheduler": {"type": kind, "params": {key: length}}}
+
+    first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
+    path, then = "{}/run/checkpoints/step-00000024", {"epochs": 6, "steps": None, "name": "more"}
+    said = said_at_a_resume(first, {**then, "top": top(12)}, path)
+    begins = f"the schedule is for 24 updates ({key}), the training has 36: the last has the rate "
+    (line,) = [line for line in said if line.startswith("the schedule is for")]
+    assert line.startswith(begins)
+    assert line.endswith(f"; write {key} 36 to end with it")
+    said = said_at_a_resume(first, {**then, "top": top(12, 36)}, path)
+    assert not [line for line in said if line.startswith("the schedule is for")]
+
+
+def test_a_model_is_described_without_addresses_and_earlier_trainings() -> None:
+    class Addressed(nn.Module):
+        def extra_repr(self) -> str:
+            return repr(object())
+
+    model = nn.Sequential(nn.Linear(2, 2), Addressed())
+    before = described(model)
+    assert described(nn.Sequential(nn.Linear(2, 2), Addressed())) == before
+    model[0].weight.requires_grad_(False)
+    assert described(model)["trained parameters"].startswith("1 of 2, ")
+    vars(model[0].weight)[FROZEN] = True  # by a group, which does so again or does not
+    assert described(model) == before

@@ -273,7 +273,8 @@ def test_what_is_said_of_a_schedule() -> None:
     assert said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1) == []
     assert said(50, "linear", num_warmup_steps=5, num_training_steps=50) == []
     assert said(50, "linear", num_training_steps=40) == [
-        "the schedule is for 40 updates (num_training_steps), the training has 50"
+        "the schedule is for 40 updates (num_training_steps), the training has 50: the last has the rate 0; write "
+        "num_training_steps 50 to end with it"
     ]
     assert said(5, "linear", num_warmup_steps=5, num_training_steps=5) == [
         "the training ends in the schedule's warm-up: that takes 5 updates (num_warmup_steps)"

@@ -235,6 +235,21 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
 
 
+def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", conversations(9))
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + TEMPLATE
+    words, said, digests = tokenizer(tmp_path / "words"), [], []
+    for number, template in enumerate((TEMPLATE, dated)):
+        (tmp_path / f"{number}.jinja").write_text(template)
+        found = task("a.jsonl", words=words, format="conversations", chat_template=f"{number}.jinja")
+        said.append([])
+        found.prepare(said[-1].append)
+        digests.append((found._recipes["train"].digest, [*tokenised.find_tokens(found._recipes["train"]).tokens]))
+    assert ["day's date" in line for lines in said for line in lines[:1]] == [False, True]
+    assert digests[0][0] != digests[1][0]
+    assert digests[0][1] == digests[1][1]
+
+
 def test_padded_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "x" * length} for length in (3, 70, 20)])
     found = task("a.jsonl", context=60, packing="rows")

@@ -71,6 +71,7 @@ class PipelineEngine(ZeroEngine):
         self.built = BuiltModel(
             depends=self._cut.depends,
             groups=self._cut.groups,
+            manifest=self._cut.manifest,
             parts=self._cut.parts,
             watch=WeightWatch(self, model, BuiltMemory(model.named_parameters())),
         )

@@ -27,12 +27,13 @@ from dsframe.engines.deepspeed.imports import (
 )
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, gradient_hooks, groups, max_norm, switches
-from dsframe.model.build import dependences
+from dsframe.model.build import dependences, described
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.model.state import aliases
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
+from dsframe.tasks.task import Task
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -60,9 +61,11 @@ class Cut:
         self._probes = nn.Sequential(*probes)
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
-        self.groups = groups.settle_groups(
-            plan.config, plan.task, self._named(probes) if self._whole is None else self._whole
-        )
+        whole = self._named(probes) if self._whole is None else self._whole
+        alike = whole is self._whole or type(plan.task).model is Task.model  # as other engines build it
+        self.manifest: dict[str, Any] = {"course": {"modules": described(whole)}} if alike else {}
+        """``BuiltModel.manifest``, of all stages."""
+        self.groups = groups.settle_groups(plan.config, plan.task, whole)
         """``BuiltModel.groups``, of all stages."""
         self.parts = parts_of(self.models[0])
         """``BuiltModel.parts``, of all stages."""
