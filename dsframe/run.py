@@ -23,7 +23,7 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import Config, load
 from dsframe.errors import ConfigError, WorldError
-from dsframe.host import phases, supervise
+from dsframe.host import phases, processes
 from dsframe.host.restored import at_end, restored
 from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
@@ -128,7 +128,7 @@ def _signals_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no handler was set, and none can be
         return
-    before = {number: signal.getsignal(number) for number in supervise.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in processes.STOP_SIGNALS}
     try:
         yield
     finally:

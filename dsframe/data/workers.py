@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from types import TracebackType
 
-from dsframe.host.supervise import STOP_SIGNALS
+from dsframe.host.processes import STOP_SIGNALS
 
 _LOOK_SECONDS = 1.0
 

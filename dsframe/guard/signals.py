@@ -16,8 +16,7 @@ from types import TracebackType
 import torch
 
 from dsframe.cluster.exchange import Ranks
-from dsframe.host import supervise
-from dsframe.host.supervise import STOP_SIGNALS
+from dsframe.host.processes import STOP_SIGNALS, say_what_comes
 
 GRACE_SECONDS = 25.0
 """Time for a rank to reach its next step boundary after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
@@ -146,7 +145,7 @@ class StopRequest:
                 else:
                     continue
                 if number == signal.SIGINT and self._ranks.plan.world.is_main:
-                    supervise.say_what_comes()
+                    say_what_comes()
 
 
 def _nothing(number: int, frame: object) -> None:

@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from dsframe.host.processes import say_what_comes, state_and_parent
+
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example. SIGINT: Ctrl-C."""
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 SAVING = ENDING  # of these, the first is a request to save and leave (`gentle`)
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
@@ -90,32 +90,6 @@ def run(
     if os.WIFSIGNALED(status):  # somebody killed the supervisor: its children are ours now
         end_descendants()
     return exit_code(status)
-
-
-def say_what_comes() -> None:
-    """Tells who pressed Ctrl-C what it does."""
-    from dsframe.text import shown  # late: launchers need it for nothing else
-
-    line = shown(
-        "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving", sys.stderr
-    )
-    with contextlib.suppress(OSError):
-        print("\n" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)  # a terminal has written ^C
-
-
-def output_of(
-    words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
-) -> str | None:
-    """Returns what a command prints; None where it is not there, fails, or takes longer than ``seconds``."""
-    import subprocess  # not for the launchers, which start nothing this way
-
-    try:
-        done = subprocess.run(
-            words, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def wait_for_signal(seconds: float) -> int:
@@ -243,15 +217,6 @@ def workers() -> list[int]:
     """The descendants that a launcher gave a rank, without those that they have started themselves."""
     ranked = {pid for pid in descendants() if WORKER_VARIABLES & set(variables(pid))}
     return [pid for pid in ranked if state_and_parent(pid)[1] not in ranked]
-
-
-def state_and_parent(pid: int) -> tuple[bytes, int]:
-    """A process's state letter and its parent; (b"Z", 0) when it is gone."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
-    except OSError:
-        return b"Z", 0
-    return state, int(parent)
 
 
 def variables(pid: int) -> set[bytes]:

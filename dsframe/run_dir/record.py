@@ -32,7 +32,7 @@ from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
 from dsframe.errors import DataError, TaskError
-from dsframe.host import supervise
+from dsframe.host import processes
 from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
 from dsframe.version import __version__
 
@@ -102,7 +102,7 @@ def _typed() -> list[str]:
             name = Path(words[place]).name
             if name in _LAUNCHERS:
                 typed = [name, *words[place + 1 :]]
-            process = supervise.state_and_parent(process)[1]
+            process = processes.state_and_parent(process)[1]
     return typed
 
 
@@ -122,10 +122,10 @@ def _version(name: str) -> str | None:
 def git(directory: Path) -> dict[str, Any] | None:
     """The commit that ``directory`` is at, and whether files differ from it; None where it is under no git."""
 
-    commit = supervise.output_of(["git", "rev-parse", "HEAD"], 10, folder=directory)
+    commit = processes.output_of(["git", "rev-parse", "HEAD"], 10, folder=directory)
     if commit is None:
         return None
-    changed = supervise.output_of(["git", "status", "--porcelain", "-uno"], 10, folder=directory)
+    changed = processes.output_of(["git", "status", "--porcelain", "-uno"], 10, folder=directory)
     return {"commit": commit.strip(), "changed": bool(changed)}
 
 

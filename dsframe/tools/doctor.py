@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from dsframe.engines import TABLE
-from dsframe.host import supervise
+from dsframe.host import processes
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
 from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
@@ -183,7 +183,7 @@ def machine(torch: Library | None) -> Iterator[Finding]:
     gpus = torch.facts.get("gpus", []) if torch else []
     for name, size in gpus:
         yield Finding("ok", f"GPU {name}, {_gib(size)} GiB")
-    topology = supervise.output_of(["nvidia-smi", "topo", "-m"], 20) or ""
+    topology = processes.output_of(["nvidia-smi", "topo", "-m"], 20) or ""
     for line in topology.partition("Legend:")[0].splitlines():
         if plain := re.sub(r"\x1b\[[0-9;]*m", "", line.expandtabs()).rstrip():
             yield Finding("note", plain)

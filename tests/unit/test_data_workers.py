@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsframe.host.supervise import STOP_SIGNALS
+from dsframe.host.processes import STOP_SIGNALS
 from tests.processes import ready_programs
 
 PROGRAM = """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
-from dsframe.host import supervise
+from dsframe.host import processes
 
 FOLDER = Path("/dev")
 
@@ -24,7 +24,7 @@ def installed(folder: Path | None = None) -> int:
     if count or not (folder / "dxg").exists():
         return count
     environ = os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/lib/wsl/lib"}
-    listed = supervise.output_of(["nvidia-smi", "-L"], 20, environ=environ) or ""
+    listed = processes.output_of(["nvidia-smi", "-L"], 20, environ=environ) or ""
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 

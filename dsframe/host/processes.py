@@ -1,0 +1,47 @@
+"""What a process asks of others on its machine, and the signals that ask it to stop. Standard library only, as :mod:`supervise`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example. SIGINT: Ctrl-C."""
+
+
+def say_what_comes() -> None:
+    """Tells who pressed Ctrl-C what it does."""
+    from dsframe.text import shown  # late: launchers need it for nothing else
+
+    line = shown(
+        "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving", sys.stderr
+    )
+    with contextlib.suppress(OSError):
+        print("\n" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)  # a terminal has written ^C
+
+
+def output_of(
+    words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """Returns what a command prints; None where it is not there, fails, or takes longer than ``seconds``."""
+    import subprocess  # not for the launchers, which start nothing this way
+
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def state_and_parent(pid: int) -> tuple[bytes, int]:
+    """A process's state letter and its parent; (b"Z", 0) when it is gone."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return b"Z", 0
+    return state, int(parent)
