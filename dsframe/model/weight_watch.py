@@ -508,9 +508,9 @@ class WeightWatch(TorchFunctionMode):
             )
 
     def _refuse_recomputed_twice(self) -> None:
-        twice = [
-            type(module).__name__.removeprefix("FSDP") for module, calls in self._without_gradients.items() if calls > 1
-        ]
+        ours = set(self._model.modules())  # a library's wrapper is in training mode in an evaluation, too
+        called = self._without_gradients.items()
+        twice = [type(module).__name__.removeprefix("FSDP") for module, calls in called if calls > 1 and module in ours]
         if self.recomputes_inside and twice and not self._engine.reduces_repeatedly:
             raise EngineError(
                 f"{twice[0]} is called more than once in a step by torch.utils.checkpoint with "
