@@ -103,6 +103,17 @@ def clipped() -> dict[str, list[float]]:
     return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
 
 
+def grouped() -> dict[str, list[float]]:
+    """ZeRO-1 under a tight clip, where the last stage alone has a group of its own: as many norms are not there in the first."""
+    settings = {"task": GPT, "parameter_groups": [{"match": ["4.*"], "lr_scale": 3.0}]}
+    file = FILE | {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
+    staged = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
+    return {
+        "pipeline": course(file | staged | {"dsframe": settings}, "deepspeed"),
+        "replicas": course(file | {"dsframe": settings}, "ddp"),
+    }
+
+
 def scaled() -> dict[str, list[float]]:
     """fp16, whose loss scale grows at the second step, without a clip that would hide by what gradients are divided."""
     fp16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
@@ -259,6 +270,7 @@ def main(path: str) -> None:
         report: dict[str, Any] = {"scaled": scaled()}
         report["losses"] = {name: losses(*case) for name, case in SAME.items()}
         report["clipped"] = clipped()
+        report["grouped"] = grouped()
         report["built"] = built()
         report["torchvision"] = names_and_weights()
         report["recomputed"] = recomputed()

@@ -83,6 +83,7 @@ class PipelineEngine(ZeroEngine):
     def _initialize(self, module: nn.Module) -> dict[str, state_tensor.Cut]:
         self._start(module)
         patches.recompute_once(self._engine, self._stage_module)
+        patches.sum_norms_once(self._engine.optimizer)
         return state_tensor.cuts(self._model)
 
     def _tensor_group(self) -> dist.ProcessGroup:
