@@ -114,6 +114,7 @@ class PipelineEngine(ZeroEngine):
                 f"a pipeline's first layer takes one tensor, and this task's inputs are a {type(inputs).__name__}; "
                 "pack them into one tensor, or train without a pipeline"
             )
+        self._cut.try_out(inputs)
         return precision.cast_inputs(inputs, self._dtype), {"batch": batch}
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
