@@ -26,6 +26,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied, seed_generators
+from dsframe.tasks.task import Task
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -65,6 +66,8 @@ class Recorded(LanguageTask):
 
 class Normed(Blobs):
     """Running statistics and dropout in both stages."""
+
+    model = Task.model
 
     def layers(self) -> Sequence[Layer]:
         wide: Layer = partial(nn.Sequential, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
@@ -220,6 +223,8 @@ class Shrinking(nn.Module):
 
 class Unsteady(Blobs):
     """Whose activations have sizes that do not follow from the inputs'."""
+
+    model = Task.model
 
     def layers(self) -> Sequence[Layer]:
         return [partial(nn.Linear, 2, 8), Shrinking, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
