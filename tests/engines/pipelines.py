@@ -26,6 +26,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied, seed_generators
+from dsframe.tasks.task import Task
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -66,6 +67,8 @@ class Recorded(LanguageTask):
 class Normed(Blobs):
     """Running statistics and dropout in both stages."""
 
+    model = Task.model
+
     def layers(self) -> Sequence[Layer]:
         wide: Layer = partial(nn.Sequential, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
         return [partial(nn.Linear, 2, 8), wide, partial(nn.BatchNorm1d, 8), partial(nn.Linear, 8, 3)]
@@ -101,6 +104,17 @@ def clipped() -> dict[str, list[float]]:
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     file = FILE | {"optimizer": sgd, "pipeline": {"stages": 2}, "dsframe": {"task": GPT}}
     return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
+
+
+def grouped() -> dict[str, list[float]]:
+    """ZeRO-1 under a tight clip, where the last stage alone has a group of its own: as many norms are not there in the first."""
+    settings = {"task": GPT, "parameter_groups": [{"match": ["4.*"], "lr_scale": 3.0}]}
+    file = FILE | {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
+    staged = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
+    return {
+        "pipeline": course(file | staged | {"dsframe": settings}, "deepspeed"),
+        "replicas": course(file | {"dsframe": settings}, "ddp"),
+    }
 
 
 def scaled() -> dict[str, list[float]]:
@@ -210,6 +224,8 @@ class Shrinking(nn.Module):
 class Unsteady(Blobs):
     """Whose activations have sizes that do not follow from the inputs'."""
 
+    model = Task.model
+
     def layers(self) -> Sequence[Layer]:
         return [partial(nn.Linear, 2, 8), Shrinking, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
 
@@ -259,6 +275,7 @@ def main(path: str) -> None:
         report: dict[str, Any] = {"scaled": scaled()}
         report["losses"] = {name: losses(*case) for name, case in SAME.items()}
         report["clipped"] = clipped()
+        report["grouped"] = grouped()
         report["built"] = built()
         report["torchvision"] = names_and_weights()
         report["recomputed"] = recomputed()

@@ -40,6 +40,12 @@ def test_the_norm_that_clips_is_that_of_all_stages(report: Any) -> None:
     assert report["clipped"]["pipeline"][0] != report["clipped"]["pipeline"][2]
 
 
+def test_a_stage_may_have_parameter_groups_of_its_own(report: Any) -> None:
+    """DeepSpeed adds up the norm group by group (0.19.8, ZeRO-1): one stage waited for the other for ever."""
+    assert report["grouped"]["pipeline"] == pytest.approx(report["grouped"]["replicas"], abs=2e-6)
+    assert report["grouped"]["pipeline"][0] != report["grouped"]["pipeline"][2]
+
+
 def test_a_loss_scale_that_grows_changes_no_update(report: Any) -> None:
     """DeepSpeed's ZeRO optimizers divide by the next step's scale (0.19.8): half the gradient."""
     scaled = report["scaled"]

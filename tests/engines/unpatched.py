@@ -476,6 +476,41 @@ def pipeline_clipping() -> None:
     assert is_model_parallel_parameter(stage.weight)
 
 
+def pipeline_groups() -> None:
+    """test_pipeline.py shows that the norm is that of all stages."""
+    import torch
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from dsframe.engines.deepspeed import patches
+
+    def norms(*, patched: bool) -> tuple[Any, list[str]]:
+        sent: list[str] = []
+        optimizer = SimpleNamespace(
+            bit16_groups=[0, 1],
+            averaged_gradients=[torch.tensor(3.0), torch.tensor(4.0)],
+            params_in_partition=[None, None],
+            cpu_offload=False,
+            has_moe_layers=False,
+            _muon_update_lacks_loss_scale=lambda group: False,
+            _model_parallel_all_reduce=lambda tensor, op: sent.append("stages"),
+        )
+
+        def of_group(gradient: torch.Tensor, _: None) -> torch.Tensor:
+            optimizer._model_parallel_all_reduce(tensor=gradient, op="sum")
+            return gradient
+
+        optimizer.get_grad_norm_direct = of_group
+        optimizer.scaled_global_norm = lambda: DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)
+        if patched:
+            patches.sum_norms_once(optimizer)
+        return optimizer.scaled_global_norm().item(), sent
+
+    calls = inspect.getsource(DeepSpeedZeroOptimizer.get_grad_norm_direct)
+    assert "self._model_parallel_all_reduce" in calls, NOT_NEEDED
+    assert norms(patched=False) == (5.0, ["stages"] * 2), NOT_NEEDED
+    assert norms(patched=True) == (5.0, ["stages"])
+
+
 def pipeline_evaluation() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -620,7 +655,7 @@ LATER = (
     debug_symbols, scalars,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
     muon_dtype, hooks_set_aside, pipeline_bounds,
-    pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
+    pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes, stage_splits,
     recorded_routers, expert_norm, prologue, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

@@ -208,9 +208,15 @@ def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch: pytest.Mo
 # In a pipeline every stage knows all names.
 
 
+class Layered(Tokens):
+    model = dsframe.Task.model
+
+    def layers(self) -> Any:
+        return LAYERS
+
+
 def cut(*wanted: Mapping[str, Any], **more: Any) -> Cut:
-    task = Tokens()
-    task.layers = lambda: LAYERS  # type: ignore[method-assign]
+    task = Layered()
     settings = {"parameter_groups": list(wanted), **more}
     config = load({**FILE, "pipeline": {"stages": 2}, "dsframe": settings})
     plan = SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path())

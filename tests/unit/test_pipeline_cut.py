@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch.nn import functional
 
 from dsframe import Task, Tied
 from dsframe.config import load
+from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.model.build import described
+from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.layers import Layer
 from reference_engines.modelparallel import ModelParallelEngine
@@ -64,8 +67,6 @@ def test_the_model_is_described_as_other_engines_build_it() -> None:
     layers: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
     for task in (Given(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), OfLayers(layers)):
         assert cut(task).manifest == {"course": {"modules": described(task.model())}}
-    both = Given(nn.Linear(3, 3), [LINEAR, LINEAR])
-    assert cut(both).manifest == {}, "another model"
 
 
 @pytest.mark.parametrize("model", [Own(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)])
@@ -144,3 +145,131 @@ def test_every_rank_knows_of_batchnorm_in_the_last_stage(task: Task, found: bool
     """The first stage's rank announces it."""
     assert bool(cut(task).depends) == found
     assert not task.batch_dependent
+
+
+def hooked(register: str) -> nn.Module:
+    model = nn.Sequential(LINEAR(), nn.Tanh(), LINEAR())
+    getattr(model, register)(lambda *_: None)
+    return model
+
+
+class Fixed(nn.Sequential):
+    """Its dropout stays as in evaluation."""
+
+    def train(self, mode: bool = True) -> Fixed:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class Drawn(Fixed):
+    """Its dropout draws in evaluations, too."""
+
+    def train(self, mode: bool = True) -> Drawn:
+        super().train(mode)
+        self[1].train()
+        return self
+
+
+class OfParts(Task):
+    """A network that is cut into its first and its last part."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        for name, part in {"first": LINEAR(), "last": LINEAR(), **self.parts}.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                model.register_buffer(name, part)
+            else:
+                setattr(model, name, part)
+        return model
+
+    def cut(self, model: Any) -> Sequence[Layer]:
+        return [model.first, model.last]
+
+
+class Initialised(OfLayers):
+    """Its model is that of its layers, with other weights."""
+
+    def model(self) -> nn.Module:
+        return super().model().apply(lambda module: None)
+
+
+ONES = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        *[(Given(hooked(f"register_{kind}_hook")), r"^Sequential has a hook .*; put it into a layer")
+          for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")],
+        (Given(Fixed(LINEAR(), nn.Dropout(), LINEAR())), r"^Fixed\.train\(\) leaves Dropout in another mode than the layers' own"),
+        (Given(Drawn(LINEAR(), nn.Dropout(), LINEAR())), r"^Drawn\.eval\(\) leaves Dropout in another mode"),
+        (OfParts(scale=nn.Parameter(ONES)), "^scale of Module is in none of its layers, so no stage has it; put"),
+        (OfParts(middle=LINEAR()), r"^middle\.weight, middle\.bias of Module is in none"),
+        (OfParts(seen=ONES), "^seen of Module is in none"),
+        (OfParts(unused=nn.Dropout()), None),
+        (Given(nn.Linear(3, 3), [LINEAR, LINEAR]), r"^Given has layers\(\) and a model\(\) of its own; .*; leave one of them out"),
+        (Initialised([LINEAR, LINEAR]), r"^Initialised has layers\(\) and a model\(\) of its own"),
+        (Given(layers=[LINEAR, LINEAR]), None),
+    ],
+)  # fmt: skip
+def test_what_a_model_does_besides_its_layers_is_refused(task: Task, message: str | None) -> None:
+    """Stages left it out without a word."""
+    with pytest.raises(TaskError, match=message) if message else contextlib.nullcontext():
+        cut(task)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3, affine=False), nn.InstanceNorm1d(3, track_running_stats=True)])
+def test_running_statistics_in_two_stages_are_refused(norm: nn.Module) -> None:
+    """Each stage would have its own; within a stage, and where they do not change, they may be used twice."""
+    with pytest.raises(
+        TaskError, match=r"layer 3, .*Norm1d, shares running statistics .*; give it a .*Norm1d of its own"
+    ):
+        cut(Given(nn.Sequential(LINEAR(), norm, LINEAR(), norm)), partition="uniform")
+    cut(Given(nn.Sequential(LINEAR(), norm, norm, LINEAR())), partition="type:linear")
+    fixed = Frozen(3, affine=False)
+    cut(Given(nn.Sequential(LINEAR(), fixed, LINEAR(), fixed)), partition="uniform")
+
+
+class Chain(nn.Module):
+    """An activation between two layers, and dropout, which an evaluation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(functional.dropout(self.first(inputs).relu(), 0.5, self.training))  # type: ignore[no-any-return]
+
+
+class Chained(Task):
+    """Cut with these modules in between."""
+
+    def __init__(self, *between: nn.Module) -> None:
+        self.between = between
+
+    def model(self) -> nn.Module:
+        return Chain()
+
+    def cut(self, model: Any) -> Sequence[Layer]:
+        return [model.first, *self.between, model.last]
+
+
+def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch() -> None:
+    rows = torch.randn(4, 3)
+    engine: Any = object.__new__(PipelineEngine)
+    engine._cut = cut(Chained())
+    with pytest.raises(
+        TaskError, match=r"^the layers of Chain, one after the other, compute something else than it does itself"
+    ):
+        engine._micro_batch(MicroBatch(rows, None))
+    right = cut(Chained(nn.ReLU(), nn.Dropout()))
+    assert right._trial is not None
+    before = torch.get_rng_state()
+    right.try_out(rows)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert right._trial is None, "once"
+    assert all(module.training for model in right.models for module in model.modules())

@@ -125,6 +125,10 @@ PATCHES: dict[str, Patch] = {
         "without ZeRO, clipping counts a later stage's parameters only where they carry a mark",
         "runtime/utils.py (clip_grad_norm_: is_model_parallel_parameter)",
     ),
+    "pipeline_groups": Patch(
+        "stages 1 and 2 add up the norm over a pipeline's stages group by group, and stages with other groups wait for ever",
+        "runtime/zero/stage_1_and_2.py (scaled_global_norm, _model_parallel_all_reduce)",
+    ),
     "pipeline_evaluation": Patch(
         "eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result",
         "runtime/pipe/engine.py (eval_batch)",
@@ -632,6 +636,23 @@ def count_for_clipping(stage: nn.Module, *, first: bool) -> None:
     parameter: Any
     for parameter in stage.parameters():
         parameter.model_parallel = first and not parameter.ds_pipe_replicated
+
+
+def sum_norms_once(optimizer: Any) -> None:
+    """ "pipeline_groups": each stage's norm is that of all its groups, and one collective adds up the stages'."""
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    for name in ("scaled_global_norm", "_model_parallel_all_reduce"):
+        _upstream("pipeline_groups", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
+    of_stage, add = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def of_all() -> Tensor:
+        with mock.patch.object(optimizer, "_model_parallel_all_reduce", return_value=None):
+            square = of_stage().square()
+        add(tensor=square, op=dist.ReduceOp.SUM)
+        return square.sqrt()  # type: ignore[no-any-return]
+
+    optimizer.scaled_global_norm = of_all
 
 
 def run_forward(engine: Any, micro_batch: Any) -> None:

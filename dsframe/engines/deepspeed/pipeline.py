@@ -83,6 +83,7 @@ class PipelineEngine(ZeroEngine):
     def _initialize(self, module: nn.Module) -> dict[str, state_tensor.Cut]:
         self._start(module)
         patches.recompute_once(self._engine, self._stage_module)
+        patches.sum_norms_once(self._engine.optimizer)
         return state_tensor.cuts(self._model)
 
     def _tensor_group(self) -> dist.ProcessGroup:
@@ -113,6 +114,7 @@ class PipelineEngine(ZeroEngine):
                 f"a pipeline's first layer takes one tensor, and this task's inputs are a {type(inputs).__name__}; "
                 "pack them into one tensor, or train without a pipeline"
             )
+        self._cut.try_out(inputs)
         return precision.cast_inputs(inputs, self._dtype), {"batch": batch}
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dsframe.engines.deepspeed import patches, tensor
+from dsframe.engines.deepspeed import chains, patches, tensor
 from dsframe.engines.deepspeed.imports import (
     PipelineModule,
     PipeModelDataParallelTopology,
@@ -32,8 +32,7 @@ from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.model.state import aliases
-from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
-from dsframe.tasks.task import Task
+from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, ready, seed_generators, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -49,6 +48,7 @@ class Cut:
         """
         self._plan = plan
         self._whole: nn.Module | None = None
+        self._trial: chains.Trial | None = None
         # On the CPU, as every engine builds it: initial weights depend on no kind of device. A model that comes whole lies in
         # files, of which this rank reads its stage's.
         self._spill = on_disk(plan.directory)
@@ -62,8 +62,7 @@ class Cut:
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
         whole = self._named(probes) if self._whole is None else self._whole
-        alike = whole is self._whole or type(plan.task).model is Task.model  # as other engines build it
-        self.manifest: dict[str, Any] = {"course": {"modules": described(whole)}} if alike else {}
+        self.manifest: dict[str, Any] = {"course": {"modules": described(whole)}}
         """``BuiltModel.manifest``, of all stages."""
         self.groups = groups.settle_groups(plan.config, plan.task, whole)
         """``BuiltModel.groups``, of all stages."""
@@ -94,6 +93,7 @@ class Cut:
         layers = task.layers()
         if layers is not None:
             check_ties(layers)
+            chains.refuse_own_model(task)
             return layers
         self._whole = task.model()
         modules = task.cut(self._whole)
@@ -104,7 +104,17 @@ class Cut:
                 'or train it with "zero_optimization" instead of "pipeline"'
             )
         check_ties(modules)
+        chain = ready(modules)
+        chains.refuse_more(self._whole, chain)
+        if not type(task).cut.__module__.startswith("dsframe."):
+            self._trial = chains.Trial.of(self._whole, chain, self._plan.seed)
         return modules
+
+    def try_out(self, inputs: Tensor) -> None:
+        """Raises TaskError where what a task itself cuts is not what its model computes, the first time."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial(inputs)
 
     def _named(self, probes: Sequence[nn.Module]) -> nn.Module:
         """The layers' parameters by the names that they have in the state; a tie's is a further name."""
@@ -159,12 +169,19 @@ class Cut:
         for stage, (first, end) in enumerate(pairwise(self.bounds)):
             for index in range(first, end):
                 # A tie is what such a layer should be. Functions may return one module, or modules that share, as well.
-                tied = isinstance(self.layers[index], Tied)
-                for parameter in () if tied else self._probes[index].parameters():
+                probe: nn.Module = nn.Identity() if isinstance(self.layers[index], Tied) else self._probes[index]
+                for parameter in probe.parameters():
                     if seen.setdefault(id(parameter), stage) != stage:
                         raise TaskError(
                             f"layer {index}, {self.names[index]}, shares a weight with a layer of another stage; "
                             "give the model as layers(), with a dsframe.Tied for the second use"
+                        )
+                for module in probe.modules():
+                    statistics = getattr(module, "running_mean", None) if module.training else None
+                    if statistics is not None and seen.setdefault(id(statistics), stage) != stage:
+                        raise TaskError(
+                            f"layer {index}, {self.names[index]}, shares running statistics with a layer of another stage, and "
+                            f"each stage would have its own; give it a {type(module).__name__} of its own"
                         )
 
     def build(self, loss: Loss) -> Stage:

@@ -1,0 +1,100 @@
+"""What a model has or does besides the layers that it is cut into: a pipeline's stages would leave it out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dsframe.errors import TaskError
+from dsframe.model.build import LARGE
+from dsframe.model.state import persistent_buffers
+from dsframe.tasks.given import has_own_model
+from dsframe.tasks.task import Task
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REMEDY = "put it into a layer, or train without a pipeline"
+
+
+def refuse_own_model(task: Task) -> None:
+    """Raises TaskError where ``model()`` of a task with ``layers()`` is more than these, or another: other engines train that."""
+    if has_own_model(task):
+        raise TaskError(
+            f"{type(task).__name__} has layers() and a model() of its own; a pipeline would train the layers, and all other "
+            "engines the model; leave one of them out"
+        )
+
+
+def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises TaskError for tensors, hooks and modes of ``whole`` that its layers do not have."""
+    name = type(whole).__name__
+    tensors = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    held: list[tuple[str, Tensor]] = [*whole.named_parameters(), *persistent_buffers(whole).items()]
+    if lost := [key for key, tensor in held if id(tensor) not in tensors]:
+        raise TaskError(f"{', '.join(lost)} of {name} is in none of its layers, so no stage has it; {_REMEDY}")
+    inside = {module for layer in layers for module in layer.modules()}
+    for module in whole.modules():
+        if module not in inside and any(getattr(module, hooks) for hooks in _HOOKS):
+            raise TaskError(
+                f"{type(module).__name__} has a hook (register_forward_hook and the like), and a pipeline calls its layers, not "
+                f"{type(module).__name__} itself; {_REMEDY}"
+            )
+    own = [module for module in whole.modules() if module in inside]  # a layer may be made for the cut
+    for switch in ("eval", "train"):
+        getattr(whole, switch)()
+        modes = [module.training for module in own]
+        for layer in layers:
+            getattr(layer, switch)()
+        changed = [type(module).__name__ for module, mode in zip(own, modes, strict=True) if module.training != mode]
+        if changed:
+            raise TaskError(
+                f"{name}.{switch}() leaves {', '.join(dict.fromkeys(changed))} in another mode than the layers' own "
+                f"{switch}(), which a pipeline calls; override train() of a class for that layer, or train without a pipeline"
+            )
+
+
+class Trial:
+    """A copy of a model and of its layers, which are to compute the same."""
+
+    def __init__(self, whole: nn.Module, layers: list[nn.Module], seed: int) -> None:
+        self._whole, self._layers, self._seed = whole, layers, seed
+
+    @classmethod
+    def of(cls, whole: nn.Module, layers: list[nn.Module], seed: int) -> Trial | None:
+        """None where a copy would need much memory, or cannot be made."""
+        if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
+            return None
+        try:
+            return cls(*copy.deepcopy((whole, layers)), seed)
+        except Exception:  # modules may hold anything
+            return None
+
+    def __call__(self, inputs: Tensor) -> None:
+        """Raises TaskError where outputs differ in evaluation, of two rows at most."""
+        rows = inputs[:2].cpu()
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            try:
+                torch.manual_seed(self._seed)
+                expected = self._whole.eval()(rows.clone())
+            except Exception:  # no stage calls it, so it may not be able to
+                return
+            torch.manual_seed(self._seed)
+            stream: Any = rows
+            for layer in self._layers:
+                stream = layer.eval()(stream)
+        found, wanted = (
+            [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (stream, expected)
+        )
+        if not (len(found) == len(wanted) and all(map(_close, found, wanted))):
+            raise TaskError(
+                f"the layers of {type(self._whole).__name__}, one after the other, compute something else than it does itself; "
+                "cut() has to give all that its forward() does, such as activations between layers"
+            )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-4, equal_nan=True)
