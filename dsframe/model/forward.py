@@ -57,7 +57,7 @@ def loss_of(
     with _watched(watch):
         if batch.inspect:
             batch.inspect(outputs, batch.targets)
-        with batch.draws.of_loss() if batch.draws else nullcontext():
+        with batch.draws.of_loss() if batch.draws else nullcontext(), elsewhere(watch):
             loss = _weighted_loss(task, outputs, batch, terms, reaches)
     if watch is not None:
         watch.computed(loss)
@@ -122,3 +122,8 @@ def backward(loss: Tensor, run: Callable[[Tensor], Any], watch: WeightWatch | No
 
 def _watched(watch: WeightWatch | None) -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.inside()
+
+
+def elsewhere(watch: WeightWatch | None) -> AbstractContextManager[None]:
+    """Around a loss or metrics alone: uses of what other ranks have of the model are refused."""
+    return nullcontext() if watch is None else watch.elsewhere()

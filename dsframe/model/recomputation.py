@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -45,7 +45,7 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
         calls += 1
         before = _held_buffers(module, changing if calls > 1 else None)
         user = _UserState(module, names)
-        return watched(before, user), again(before, user)
+        return watched(before, user), _Again(before, user)
 
     @contextmanager
     def watched(before: dict[tuple[nn.Module, str], _Held], user: _UserState) -> Iterator[None]:
@@ -61,11 +61,6 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
         for key in before.keys() - changed:
             del before[key]
         changing.update(changed)
-
-    @contextmanager
-    def again(before: Mapping[tuple[nn.Module, str], _Held], user: _UserState) -> Iterator[None]:
-        with _as_before(before), user.as_before():
-            yield
 
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
@@ -127,6 +122,22 @@ def _held_buffers(
                 copied = changing is None or buffer.numel() <= _SMALL_BUFFER or (owner, name) in changing
                 held[owner, name] = _Held(buffer, buffer._version, buffer.detach().clone() if copied else None)
     return held
+
+
+class _Again:
+    """Around what is computed again: once for each backward pass through a block of several outputs."""
+
+    def __init__(self, before: Mapping[tuple[nn.Module, str], _Held], user: _UserState) -> None:
+        self._before, self._user, self._inside = before, user, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_as_before(self._before))
+            stack.enter_context(self._user.as_before())
+            self._inside.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inside.pop().__exit__(*error)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,6 +101,8 @@ class WeightWatch(TorchFunctionMode):
         self.recomputes_inside = False
         """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
+        self.elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around a loss or metrics: refuses what other ranks have of the model."""
         self.notes: list[str] = []
         """What the run says once."""
 

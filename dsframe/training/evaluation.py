@@ -22,6 +22,7 @@ from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.model import metric_objects
+from dsframe.model.forward import elsewhere
 from dsframe.model.metric_objects import FailedMetricError
 from dsframe.model.micro_batch import Measure
 from dsframe.model.plan import Plan
@@ -191,7 +192,7 @@ class Evaluation:
         """The task's metrics of a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
-        with nullcontext() if watch is None else watch.inside(), self._joint():
+        with nullcontext() if watch is None else watch.inside(), self._joint(), elsewhere(watch):
             for metric in task.metric_objects.values():
                 task.update_metric(metric, outputs, targets)
             metrics = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
@@ -260,11 +261,12 @@ class Evaluation:
     def _results(self, name: str, totals_by_name: Mapping[str, Sum]) -> dict[str, float]:
         """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
         engine, task = self._engine, self._engine.plan.task
-        computed = metric_objects.compute(engine)
-        if self._keeps:
-            computed |= whole_set.compute(engine, self._kept)
-            self._kept.clear()
-        finished = finalized(task, totals_by_name)
+        with elsewhere(engine.built.watch):
+            computed = metric_objects.compute(engine)
+            if self._keeps:
+                computed |= whole_set.compute(engine, self._kept)
+                self._kept.clear()
+            finished = finalized(task, totals_by_name)
         loss = {"loss": totals_by_name["loss"].mean} if "loss" in totals_by_name and "loss" not in finished else {}
         prefix = f"{name}/" if name else ""
         return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from dsframe import Task
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 from dsframe.config.schema.settings import VisionTask
@@ -26,7 +27,6 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied, seed_generators
-from dsframe.tasks.task import Task
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -267,6 +267,50 @@ def sizes() -> dict[str, Any]:
     return report
 
 
+class Split(nn.Module):
+    """A first layer whose output is more than one tensor, of which one has no gradient and one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 8)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.linear(rows)
+        return hidden.view(-1, 2, 4).transpose(1, 2), (rows[:, :1] > 0).float(), rows[:, 1:] > 0, hidden * 2
+
+
+class Join(nn.Module):
+    """The next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        hidden, factor, chosen, _ = parts
+        return self.linear(hidden.flatten(1) * factor).where(chosen, 0)  # type: ignore[no-any-return]
+
+
+class Passing(Blobs):
+    """Several tensors between two stages."""
+
+    def model(self) -> nn.Module:
+        return Task.model(self)
+
+    def layers(self) -> Sequence[Layer]:
+        return [Split, Join]
+
+
+def passed() -> dict[str, list[float]]:
+    """As full replicas train, and as stages do."""
+    file = FILE | {"dsframe": {"task": {"name": "tests.engines.pipelines:Passing"}}}
+    found = {"replicas": course(file, "ddp")}
+    for interval in (0, 1):
+        pipeline = {"stages": 2, "activation_checkpoint_interval": interval}
+        found[str(interval)] = course(file | {"pipeline": pipeline}, "deepspeed")
+    return found
+
+
 def main(path: str) -> None:
     """Writes the report."""
     torch.set_num_threads(1)
@@ -281,6 +325,7 @@ def main(path: str) -> None:
         report["recomputed"] = recomputed()
         report["not finite"] = not_finite()
         report["sizes"] = sizes()
+        report["passed"] = passed()
         speaks = torch.distributed.get_rank() == 0
         if speaks:
             Path(path).write_text(json.dumps(report))

@@ -86,6 +86,12 @@ def test_stages_announce_sizes_only_where_inputs_do_not_tell_them(report: Any) -
     assert "for inputs of the same size; the inputs' size must determine the outputs' size" in sizes["refused"]
 
 
+def test_what_stages_pass_on_may_be_several_tensors_without_gradients_or_uses(report: Any) -> None:
+    passed = report["passed"]
+    assert passed["0"] == pytest.approx(passed["replicas"], abs=2e-6)
+    assert passed["1"] == passed["0"]
+
+
 @pytest.mark.timeout(300)
 def test_a_llama_with_tied_embeddings_is_one_training_with_and_without_stages() -> None:
     """Its weights, too, after the second half of the training went on under DDP."""

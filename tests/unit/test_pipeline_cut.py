@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
+import pickle
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,9 @@ from torch.nn import functional
 
 from dsframe import Task, Tied
 from dsframe.config import load
+from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
-from dsframe.engines.deepspeed.stages import Cut
+from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.model.build import described
 from dsframe.model.micro_batch import MicroBatch
@@ -273,3 +276,74 @@ def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch() -> N
     assert torch.equal(torch.get_rng_state(), before)
     assert right._trial is None, "once"
     assert all(module.training for model in right.models for module in model.modules())
+
+
+class Whole(nn.Module):
+    """A model that is more than its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        self.criterion, self.weighted = nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.ones(3))
+        self.register_buffer("weights", torch.ones(3))
+        self.classes, self.extra = 3, 0.0
+
+
+def _first(model: Any) -> Any:
+    return model.body[0]
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda model: list(model.parameters()),
+        lambda model: list(model.modules()),
+        lambda model: model.state_dict(),
+        lambda model: model.weights,
+        lambda model: model.extra,
+        lambda model: getattr(model, "made_by_forward", None),
+        lambda model: model.weighted(torch.ones(1, 3), torch.ones(1, dtype=torch.long)),
+        lambda model: model.body(torch.ones(2, 3)),
+        lambda model: _first(model)(torch.ones(2, 3)),
+        lambda model: _first(model).weight,
+        lambda model: hasattr(_first(model), "auxiliary"),
+        lambda model: setattr(_first(model), "factor", 2),
+        lambda model: model.body[1].running_mean,
+    ],
+)
+def test_a_loss_that_uses_what_another_stage_has_is_refused(used: Callable[[Any], Any]) -> None:
+    model = Whole()
+    weight, others = model.body[0].weight, Elsewhere()
+    others.add(model, nn.Sequential(model.body[2]), nn.Sequential(*model.body))
+    assert not [name for name, _ in model.named_parameters() if not name.startswith("body.2")]
+    pattern = "pipeline's loss and metrics have only .* the task uses .*: return what it needs from the layers"
+    with others.refused():
+        with pytest.raises(TaskError, match=pattern):
+            used(model)
+        with pytest.raises(TaskError, match=r"uses a weight of another stage"):  # the task may hold it by itself
+            weight.square()
+        assert model.body[-1].weight.square().sum() > 0
+        assert model.criterion(torch.ones(1, 3), torch.ones(1, dtype=torch.long)) > 0
+        assert model.classes == 3
+    assert type(model) is Whole
+    assert type(weight) is nn.Parameter
+    assert [type(module) for module in copy.deepcopy(model).body] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
+    assert pickle.loads(pickle.dumps(model)).body[2].weight.equal(model.body[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "what"),
+    [
+        ({"hidden": torch.ones(2)}, "dict"),
+        ([torch.ones(2)], "list"),
+        ((torch.ones(2), None), "NoneType in a tuple"),
+        ((torch.ones(2), torch.ones(2, dtype=torch.complex64)), r"complex numbers \(torch.complex64\) in a tuple"),
+        (torch.ones(2, dtype=torch.complex64), "complex numbers"),
+        (torch.max(torch.ones(2, 2), 0), "max"),
+        ((), "nothing in a tuple"),
+    ],
+)
+def test_what_is_not_sent_between_stages_is_named(outputs: Any, what: str) -> None:
+    stage = cast(Stage, SimpleNamespace(parts=[0, 2, 4], stage_id=0))
+    with pytest.raises(TaskError, match=f"layer 1, .* returns {what}.*: pass a tensor or a tuple of tensors"):
+        Stage._refuse_unsendable(stage, outputs)

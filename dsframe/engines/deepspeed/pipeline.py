@@ -75,6 +75,8 @@ class PipelineEngine(ZeroEngine):
             parts=self._cut.parts,
             watch=WeightWatch(self, model, BuiltMemory(model.named_parameters())),
         )
+        assert self.built.watch is not None
+        self.built.watch.elsewhere = self._stage_module.elsewhere.refused
         task = self.plan.task
         task.context = replace(task.context, ranks=weakref.proxy(self))
         formats.own_dtype(self.plan.config, self.plan.task, model, keeps_float64=False)
@@ -101,7 +103,7 @@ class PipelineEngine(ZeroEngine):
         if self._evaluating:
             self._evaluated = outputs
             return torch.zeros((), device=self.plan.device)
-        return self._loss(outputs, labels["batch"])
+        return self._stage_module.joined(self._loss(outputs, labels["batch"]))
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is.

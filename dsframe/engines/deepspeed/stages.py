@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dsframe.engines.deepspeed import chains, patches, tensor
+from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.imports import (
     PipelineModule,
     PipeModelDataParallelTopology,
@@ -207,7 +208,7 @@ class Cut:
         if plan.batch.tensor_parallel_size > 1:
             section = plan.config.written()["tensor_parallel"]
             tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
-        module.name(self._whole, self.layers, local_layers)
+        module.name(self._whole, self.layers, local_layers, self._probes)
         self.groups.freeze(module.model)
         # What is whole on all ranks that split the layers is the first one's.
         patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
@@ -263,15 +264,33 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     """The stage's modules under the names that they have in the whole model."""
     borrowed: frozenset[str]
     """Names of the weights that are an earlier stage's, of which this one has a copy."""
+    elsewhere: Elsewhere
+    """What the other stages have."""
     further_names: dict[str, str]
     """Further names of shared parameters of the whole model -> the name they are kept under."""
     _sizes: dict[tuple[torch.Size, ...], list[torch.Size]]
     """Sizes of inputs in training -> of outputs."""
 
+    _joined: Tensor | None
+    """Zero, with a gradient to each input of the last forward pass in training, where there are several."""
+
     def forward(self, forward_input: Any) -> Any:
-        """Returns what the next stage gets. Raises TaskError if, in training, inputs of the same size gave another size before,
-        which is all that the next stage has been told (``PipelineEngine._settle_sizes``)."""
+        """Returns what the next stage gets. Raises TaskError if it is nothing that DeepSpeed sends, or if, in training, inputs of
+        the same size gave another size before, which is all that the next stage has been told (``PipelineEngine._settle_sizes``).
+
+        In training DeepSpeed exchanges a gradient for each tensor of floats, so it is given one where it has none.
+        """
         outputs = super().forward(forward_input)
+        differentiates = self.training and torch.is_grad_enabled()
+        several = differentiates and isinstance(forward_input, tuple)
+        self._joined = _zero_of(forward_input) if several else None
+        if not self.is_last:
+            self._refuse_unsendable(outputs)
+            sent = [
+                (_with_gradient(self.joined(tensor)) if differentiates else tensor).contiguous()
+                for tensor in (outputs if isinstance(outputs, tuple) else (outputs,))
+            ]
+            outputs = tuple(sent) if isinstance(outputs, tuple) else sent[0]
         if self.training:
             given, made = (
                 [leaf.shape for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -284,13 +303,40 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
                 )
         return outputs
 
-    def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range) -> None:
-        """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
-        self.borrowed, self._sizes = frozenset(), {}
+    @property
+    def is_last(self) -> bool:
+        """True for the stage whose outputs the loss gets."""
+        return self.stage_id == len(self.parts) - 2
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """``tensor``, with a gradient also to inputs that it does not depend on."""
+        return (
+            tensor if self._joined is None or not tensor.is_floating_point() else tensor + self._joined.to(tensor.dtype)
+        )
+
+    def _refuse_unsendable(self, outputs: Any) -> None:
+        parts = outputs if type(outputs) is tuple else (outputs,)
+        wrong = [
+            f"complex numbers ({part.dtype})" if isinstance(part, Tensor) else type(part).__name__
+            for part in parts
+            if not isinstance(part, Tensor) or part.is_complex()
+        ]
+        if wrong or not parts:
+            where = " in a tuple" if parts is outputs else ""
+            raise TaskError(
+                f"layer {self.parts[self.stage_id + 1] - 1}, the last of a pipeline's stage, returns "
+                f"{wrong[0] if wrong else 'nothing'}{where}, which is not sent to the next stage: pass a tensor or a tuple of "
+                "tensors between layers (complex ones by torch.view_as_real), or train without a pipeline"
+            )
+
+    def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range, probes: nn.Module) -> None:
+        """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it.
+        ``probes``: the layers of all stages, which the task may hold."""
+        self.borrowed, self._sizes, self.elsewhere = frozenset(), {}, Elsewhere()
         ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
         if whole is not None:
             self.further_names = aliases(whole)
-            _keep(whole, self)
+            self.elsewhere.add(whole, self, probes)
             names: nn.Module = whole
             lent = {
                 id(self.tied_modules[str(tie.layer)].get_parameter(tie.weight))
@@ -299,6 +345,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
             }
             self.borrowed = frozenset(name for name, parameter in whole.named_parameters() if id(parameter) in lent)
         else:
+            self.elsewhere.add(probes, self)
             names = nn.Module()
             owners = {tie.layer for tie in ties.values()}
             for index in local_layers:
@@ -311,13 +358,11 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
         object.__setattr__(self, "model", names)  # not a submodule: DeepSpeed would count its parameters twice
 
 
-def _keep(whole: nn.Module, stage: nn.Module) -> None:
-    """Drops from ``whole`` every parameter and buffer that is not also the stage's."""
-    modules = {id(module) for module in stage.modules()}
-    tensors = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-    for module in whole.modules():
-        if id(module) not in modules:
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if id(tensor) not in tensors:
-                        held[name] = None
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """``tensor``, of which DeepSpeed takes derivatives if it has floats."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() and not tensor.requires_grad else tensor
+
+
+def _zero_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of no element of each: whatever they are, not even NaN changes it."""
+    return sum((t.flatten()[:0].sum() for t in tensors if t.requires_grad), torch.zeros(()))
