@@ -6,12 +6,12 @@ auxiliary loss, a buffer that is None by now), or be left out (a penalty on all 
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -105,7 +105,7 @@ class _OtherBuffer(Tensor):
         _refuse("a buffer of another stage")
 
 
-@functools.cache
+@cache
 def _refusing(kind: Any, refusing: type) -> type:
     return types.new_class(kind.__name__, (refusing, kind))
 

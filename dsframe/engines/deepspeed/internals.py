@@ -79,6 +79,8 @@ INTERNALS: dict[str, dict[str, str]] = {
     "runtime/zero/stage_1_and_2.py": {
         "bit16_groups": "parameters by group, as they lie in the flat tensors",
         "overflow": "gradients of this step were not finite",
+        "scaled_global_norm": "norm of all groups' gradients, -1 where it is not finite",
+        "_model_parallel_all_reduce": "adds up a group's square over the ranks that split the model",
         "_update_scale": "moves the loss scale after a step",
         "dynamic_loss_scale": "the scale moves",
         "loss_scaler": "what moves it",

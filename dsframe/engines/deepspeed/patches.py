@@ -648,9 +648,10 @@ def sum_norms_once(optimizer: Any) -> None:
 
     def of_all() -> Tensor:
         with mock.patch.object(optimizer, "_model_parallel_all_reduce", return_value=None):
-            square = of_stage().square()
+            norm = of_stage()
+        square = torch.where(norm < 0, torch.nan, norm.square())  # DeepSpeed's -1 is for one that is not finite
         add(tensor=square, op=dist.ReduceOp.SUM)
-        return square.sqrt()  # type: ignore[no-any-return]
+        return torch.where(square.isfinite(), square.sqrt(), -1.0)
 
     optimizer.scaled_global_norm = of_all
 
