@@ -166,7 +166,6 @@ def prepared(
         numerics.check_default_device()
         from dsframe import hooks, job, tasks
         from dsframe.checkpoint import generators, pretrained
-        from dsframe.cluster.process_group import device_of
         from dsframe.tasks import given, preparation
 
         phases.done("imports")
@@ -174,7 +173,8 @@ def prepared(
         torch.set_num_threads(threads)  # for a program that had imported torch already
         ours = task is None
         task = task or tasks.build(config.settings.task, config.settings.seed)
-        device = device_of(world)  # after the import of the user's module, which may set CUDA's variables
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the caller: else its GPU has no generator yet
+        device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
         at_end(generators.restore, generators.capture(device), device)
         task.seed = config.settings.seed
 
