@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from dsframe.data.loader import DatasetSource, StreamSource
+from dsframe.engines import precision
 from dsframe.host import source_files
 from dsframe.model import forward
 from dsframe.model.micro_batch import Arguments
@@ -45,7 +45,6 @@ _BUFFERS = (
     '\nUnder "bf16" and "fp16" weights and inputs are 16-bit, and buffers stay float32: cast them where they are used '
     '(x + self.table.to(x.dtype)), or write "torch_autocast" in the place of the section'
 )
-_SHORT = (torch.float16, torch.bfloat16)
 _READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
 
 
@@ -127,7 +126,7 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
     model = by.frame.f_locals.get("model")
-    short = isinstance(model, nn.Module) and any(one.dtype in _SHORT for one in model.parameters())
+    short = isinstance(model, nn.Module) and any(precision.is_short(one.dtype) for one in model.parameters())
     return "\n".join(lines) + (_BUFFERS if short and _IN_16_BITS.search(str(error)) else "") + _REMEDY
 
 

@@ -46,8 +46,7 @@ def outside_of_the_callers() -> Iterator[None]:
     Raises TaskError in the place of torch's error for a model of torch's default dtype float64 that meets other numbers.
     """
     with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(torch.enable_grad())
+        modes.enter_context(torch.inference_mode(False))  # records gradients, in no_grad() too
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))

@@ -24,8 +24,7 @@ from dsframe.errors import TaskError
 
 
 def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Makes BatchNorm layers use the samples of all ranks in training, where the file asks for it, and layers with running
-    statistics, which are float32, take weights of ``dtype``.
+    """Makes BatchNorm layers use the samples of all ranks in training, where the file asks for it; and :func:`accept`.
 
     Raises TaskError where the file asks for it and the model has no BatchNorm, or where a step has several micro-batches.
     """
@@ -34,12 +33,16 @@ def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
             del layer.__dict__["forward"]
     plan = ranks.plan
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    if plan.config.settings.model.sync_batch_norm and (
-        layers or not plan.part
-    ):  # of several models another may have some
+    # Of several models another may have some.
+    if plan.config.settings.model.sync_batch_norm and (layers or not plan.part):
         _refuse(layers, plan)
         for layer in layers if plan.world.size > 1 else ():
             _replace_forward(layer, ranks)
+    accept(model, dtype)
+
+
+def accept(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes layers with running statistics, which are float32, take weights of ``dtype``."""
     for layer in model.modules() if dtype.itemsize < 4 else ():
         if isinstance(layer, _NormBase) and not isinstance(layer.__dict__.get("forward"), _Forward):
             _replace_forward(layer, None)
@@ -98,7 +101,7 @@ class _Redirected(TorchFunctionMode):
 
 
 def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    return value.float() if value.dtype.itemsize < 4 else value
 
 
 class _Sum(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.errors import TaskError
-from dsframe.model.user_state import Generators, Numbers
+from dsframe.model.user_state import Generators, Numbers, generators_of, names_of, numbers_of
 
 
 def recompute(block: nn.Module) -> None:
@@ -37,18 +37,16 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     (BatchNorm's statistics, a spectral norm's vectors), numbers in attributes, generators of NumPy, of Python and of its own.
     """
     changing = set[tuple[nn.Module, str]]()  # large ones; small ones are copied in any case, and all at first
-    names = Numbers.names(module.modules())
-    calls = 0
+    state, calls = _UserState(module), 0
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         nonlocal calls
         calls += 1
-        before = _held_buffers(module, changing if calls > 1 else None)
-        user = _UserState(module, names)
+        before, user = _held_buffers(module, changing if calls > 1 else None), state.taken(calls)
         return watched(before, user), _Again(before, user)
 
     @contextmanager
-    def watched(before: dict[tuple[nn.Module, str], _Held], user: _UserState) -> Iterator[None]:
+    def watched(before: dict[tuple[nn.Module, str], _Held], user: _Taken) -> Iterator[None]:
         yield
         user.keep_changed()
         changed = {key for key, buffer in before.items() if buffer.changed(*key)}
@@ -65,31 +63,71 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
-class _UserState:
-    """Numbers and generators of a module before a forward pass; then those of them that the pass has moved."""
+_LOOKS = 16
+"""Passes of a block after which its attributes are known, and whether it draws with NumPy or Python."""
 
-    def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
-        self._modules = list(module.modules())
-        self._numbers = Numbers(self._modules, names)
-        self._generators: Generators | None = Generators(self._modules)
+
+class _UserState:
+    """What a block keeps in numbers and generators of its own, and whether it draws from those of the process."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._names = module, names_of(module.modules())
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._held: list[Any] = []
+        self._draws = False
+
+    def taken(self, number: int) -> _Taken:
+        """Returns it as it is before forward pass ``number``, from 1."""
+        early = number <= _LOOKS
+        if early:
+            modules = list(self._module.modules())
+            self._places = [(space, name) for space, name, _ in numbers_of(modules, self._names)]
+            self._held = generators_of(modules)
+        looks = self._draws or early or number & (number - 1) == 0
+        return _Taken(self, [(space, name, space.get(name)) for space, name in self._places], self._held, looks, early)
+
+    def drew(self, *, early: bool) -> None:
+        """NumPy's or Python's generator has moved. Raises TaskError where earlier passes may have been computed again otherwise."""
+        if not (early or self._draws):
+            raise TaskError(
+                f"a recomputed {type(self._module).__name__} draws with NumPy or random only in some steps, and would draw other "
+                "numbers when it computes again; draw in each forward pass, or leave activation_checkpointing out"
+            )
+        self._draws = True
+
+
+class _Taken:
+    """Numbers and generators before a forward pass; then those of them that the pass has moved."""
+
+    def __init__(self, state: _UserState, numbers: Numbers, held: list[Any], looks: bool, early: bool) -> None:
+        self._state, self._numbers, self._held, self._looks, self._early = state, numbers, held, looks, early
+        self._generators: Generators | None = Generators(held, process=looks)
 
     def keep_changed(self) -> None:
-        self._numbers = self._numbers.changed()
-        if self._generators is not None and not self._generators.changed():
+        self._numbers = [(space, name, value) for space, name, value in self._numbers if space.get(name) is not value]
+        if self._generators is not None and self._generators.process_changed():
+            self._state.drew(early=self._early)
+        elif self._generators is not None and not self._generators.changed():
             self._generators = None
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        now = Generators(self._modules) if self._generators else None
+        now = Generators(self._held, process=self._looks) if self._generators else None
         if self._generators:
             self._generators.put_back(process=True)
-        self._numbers.swap()
+        self._swap()
         try:
             yield
         finally:
-            self._numbers.swap()
+            self._swap()
             if now:
                 now.put_back(process=True)
+
+    def _swap(self) -> None:
+        now = [(space, name, space.get(name)) for space, name, _ in self._numbers]
+        for space, name, value in self._numbers:
+            space[name] = value
+        self._numbers = now
 
 
 _SMALL_BUFFER = 1 << 16
@@ -127,7 +165,7 @@ def _held_buffers(
 class _Again:
     """Around what is computed again: once for each backward pass through a block of several outputs."""
 
-    def __init__(self, before: Mapping[tuple[nn.Module, str], _Held], user: _UserState) -> None:
+    def __init__(self, before: Mapping[tuple[nn.Module, str], _Held], user: _Taken) -> None:
         self._before, self._user, self._inside = before, user, list[ExitStack]()
 
     def __enter__(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -40,42 +39,69 @@ def words_of(code: CodeType) -> frozenset[str]:
     return frozenset(words)
 
 
-class Generators:
-    """NumPy's and Python's generators, and those in attributes of ``holders``, as they were when this was made."""
+def names_of(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Returns the names that the code of the modules' classes has: what libraries keep in attributes is not among them."""
+    functions = [function for cls in {type(module) for module in modules} for function in functions_of(cls)]
+    return frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
 
-    def __init__(self, holders: Iterable[object]) -> None:
-        kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-        values = (value for holder in holders for value in vars(holder).values())
-        self._process = _of_process()
-        self._held = [(value, state_of(value)) for value in values if isinstance(value, kinds)]
+
+def is_generator(value: object) -> bool:
+    """True of a random generator with a state."""
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def generators_of(holders: Iterable[object]) -> list[Any]:
+    """Returns the random generators in attributes of ``holders``."""
+    return [value for holder in holders for value in vars(holder).values() if is_generator(value)]
+
+
+class Generators:
+    """Random generators as they were when this was made: those of NumPy and Python, and those that are ``held`` elsewhere."""
+
+    def __init__(self, held: Sequence[Any], *, process: bool = True) -> None:
+        """``process``: look at NumPy's and Python's, which takes 50 us."""
+        self._process = _of_process() if process else None
+        self._held = [(value, _state(value)) for value in held]
+
+    def process_changed(self) -> bool:
+        """Returns whether NumPy's or Python's has moved since."""
+        return self._process is not None and _of_process() != self._process
 
     def changed(self) -> bool:
         """Returns whether one has moved since."""
-        return _of_process() != self._process or any(state_of(value) != before for value, before in self._held)
+        return self.process_changed() or any(state_of(value) != _comparable(before) for value, before in self._held)
 
     def put_back(self, *, process: bool = False) -> None:
         """Puts those back that are held, in the same objects. ``process``: those of NumPy and Python, too."""
         for value, before in self._held:
-            if isinstance(value, torch.Generator):
-                value.set_state(torch.frombuffer(bytearray(before), dtype=torch.uint8))
-                continue
-            was = pickle.loads(before)
             if isinstance(value, random.Random):
-                value.setstate(was.getstate())
-            elif isinstance(value, np.random.RandomState):
-                value.set_state(was.get_state())
+                value.setstate(before)
+            elif isinstance(value, np.random.Generator):
+                value.bit_generator.state = before
             else:
-                value.bit_generator.state = was.bit_generator.state
-        if process:
+                value.set_state(before)
+        if process and self._process is not None:
             pythons, (name, keys, *rest) = self._process
             random.setstate(pythons)
             np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
 
 
-def state_of(generator: Any) -> bytes:
-    if isinstance(generator, torch.Generator):  # pickled twice it gives other bytes
-        return generator.get_state().numpy().tobytes()
-    return pickle.dumps(generator)
+def state_of(generator: Any) -> Any:
+    """Returns the state as a value that can be compared and sent to another process."""
+    return _comparable(_state(generator))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _comparable(state: Any) -> bytes | str:
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)  # arrays in it are short enough
 
 
 def _of_process() -> tuple[Any, tuple[Any, ...]]:
@@ -83,34 +109,15 @@ def _of_process() -> tuple[Any, tuple[Any, ...]]:
     return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
 
 
-class Numbers:
-    """Numbers and texts in attributes of modules that the modules' own code names, as they were when this was made."""
+Numbers = list[tuple[dict[str, Any], str, Any]]
+"""Attributes of modules with their values: of each the module's name space, its name and the value."""
 
-    def __init__(self, modules: Iterable[nn.Module], names: frozenset[str]) -> None:
-        self._of = [
-            (vars(module), name, value)
-            for module in modules
-            for name, value in vars(module).items()
-            if name in names and isinstance(value, (int, float, str, type(None)))
-        ]
 
-    @staticmethod
-    def names(modules: Iterable[nn.Module]) -> frozenset[str]:
-        """Returns the names that the code of the modules' classes has: what libraries keep in attributes is not among them."""
-        functions = [function for cls in {type(module) for module in modules} for function in functions_of(cls)]
-        return (
-            frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
-        )
-
-    def changed(self) -> Numbers:
-        """Returns those that are others now, as they were."""
-        some = Numbers((), frozenset())
-        some._of = [(space, name, value) for space, name, value in self._of if space.get(name) is not value]
-        return some
-
-    def swap(self) -> None:
-        """Puts them back, and keeps those of now in their place."""
-        now = [(space, name, space.get(name)) for space, name, _ in self._of]
-        for space, name, value in self._of:
-            space[name] = value
-        self._of = now
+def numbers_of(modules: Iterable[nn.Module], names: Collection[str]) -> Numbers:
+    """Returns the numbers and texts in attributes of these ``names``."""
+    return [
+        (vars(module), name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if name in names and isinstance(value, (int, float, str, type(None)))
+    ]

@@ -1,11 +1,10 @@
-"""What a task gives: to read, drawn from the file's seed and named where it is no data set; and whether its model is its own."""
+"""What a task gives to read: drawn from the file's seed, and named where it is no data set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils.data import Dataset
@@ -65,15 +64,3 @@ def _no_data_set(data: Any) -> str:
         if hasattr(data[0], "shape") and hasattr(data[1], "__len__") and not isinstance(data[0], Dataset):
             return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
     return ""
-
-
-def has_own_model(task: Task) -> bool:
-    """True if ``task.model()`` is not just what :class:`Task` makes of the task's other methods."""
-    if type(task).model is Task.model:
-        return False
-    made: Any = object()  # of which nothing can be asked or changed
-    with mock.patch.object(Task, "model", return_value=made):
-        try:
-            return task.model() is not made
-        except Exception:  # whatever it does with the model
-            return True

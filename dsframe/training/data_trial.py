@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -22,14 +20,13 @@ from dsframe.data.loader import DatasetSource, StreamSource, as_source, in_one_l
 from dsframe.data.source import Source
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
-from dsframe.model.user_state import functions_of, state_of, words_of
+from dsframe.model.user_state import functions_of, is_generator, state_of, words_of
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
 from dsframe.training.loaders import sets
 from dsframe.values import FEW
 
 _CPU = torch.device("cpu")
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _DEPTH = 5
 """So many attributes below the data set a generator is looked for."""
 _LONG = 32
@@ -84,7 +81,7 @@ class _Reading(NamedTuple):
     row: str
     drawn: dict[str, Any]
     """The generators of the process afterwards; they were seeded before."""
-    own: dict[str, bytes]
+    own: dict[str, Any]
     """The data set's own generators afterwards, by name."""
 
 
@@ -143,8 +140,8 @@ def _own_generators(data: Any) -> dict[str, Any]:
     found, seen, ahead = dict[str, Any](), set[int](), [("", data, 0)]
     while ahead:
         name, value, depth = ahead.pop()
-        if isinstance(value, _KINDS):
-            if not isinstance(value, random.SystemRandom) and getattr(value, "device", _CPU) == _CPU:
+        if is_generator(value):
+            if getattr(value, "device", _CPU) == _CPU:
                 found[name] = value
         elif id(value) not in seen and depth <= _DEPTH and len(seen) < FEW:
             seen.add(id(value))
@@ -162,7 +159,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
         for function in functions_of(type(value)):
             outside = ((word, function.__globals__.get(word)) for word in words_of(function.__code__))
-            yield from ((word, one) for word, one in outside if isinstance(one, _KINDS))
+            yield from ((word, one) for word, one in outside if is_generator(one))
 
 
 def _refuse_shared_files(source: StreamSource) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.engine import Engine
 from dsframe.host import source_files
 from dsframe.model import user_state
-from dsframe.model.user_state import functions_of, words_of
+from dsframe.model.user_state import functions_of, generators_of, names_of, words_of
 from dsframe.values import FEW, copied, same
 
 
@@ -106,8 +106,7 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
     """Returns what the modules of ``model`` keep in attributes. Those that libraries keep there are left out: the code of the
     model's classes does not name them. ``buffers``: also in buffers that no checkpoint has."""
     modules = dict(model.named_modules())
-    functions = [function for cls in {type(module) for module in modules.values()} for function in functions_of(cls)]
-    names = frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
+    names = names_of(modules.values())
     spaces = [_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
     for name, module in modules.items() if buffers else ():
         if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
@@ -187,7 +186,7 @@ class Generators(user_state.Generators):
 
     def __init__(self, engine: Engine) -> None:
         watch = engine.built.watch
-        super().__init__([engine.plan.task, *(watch.model.modules() if watch else ())])
+        super().__init__(generators_of([engine.plan.task, *(watch.model.modules() if watch else ())]))
 
 
 @torch.no_grad()

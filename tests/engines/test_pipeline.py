@@ -92,6 +92,12 @@ def test_what_stages_pass_on_may_be_several_tensors_without_gradients_or_uses(re
     assert passed["1"] == passed["0"]
 
 
+def test_batch_norm_trains_in_16_bits(report: Any) -> None:
+    normed = report["normed"]
+    assert normed["bf16"] == pytest.approx(normed["float32"], abs=0.02)
+    assert normed["bf16"] != normed["float32"]
+
+
 @pytest.mark.timeout(300)
 def test_a_llama_with_tied_embeddings_is_one_training_with_and_without_stages() -> None:
     """Its weights, too, after the second half of the training went on under DDP."""

@@ -57,7 +57,8 @@ MANIFEST: dict[str, Any] = {
         "stop": {"metric": "loss:min", "patience": 3},
         "ema": {"decay": 0.9, "every_steps": 1},
         "model": {"sync_batch_norm": False, "keep_in_fp32": []},
-        "communication": {"communication": "none", "compression": "none"},
+        "ddp": {"communication": "none"},
+        "horovod": {"compression": "none"},
         "modules": {"digest of str(model)": "aa", "trained parameters": "4 of 4, digest bb"},
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
@@ -136,7 +137,7 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
 
 ELSEWHERE = {
     "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
-    "parameter_groups", "inherit", "ddp", "horovod",
+    "parameter_groups", "inherit",
     "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
 }  # fmt: skip
 """Keys that are compared in another way: by what they make."""
@@ -426,12 +427,17 @@ def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any
 
 def test_a_model_is_described_without_addresses_and_earlier_trainings() -> None:
     class Addressed(nn.Module):
-        def extra_repr(self) -> str:
-            return repr(object())
+        def __init__(self) -> None:
+            super().__init__()
+            self.of = object()
 
-    model = nn.Sequential(nn.Linear(2, 2), Addressed())
+        def extra_repr(self) -> str:
+            return repr(self.of)
+
+    model, other = (nn.Sequential(nn.Linear(2, 2), Addressed()) for _ in range(2))
     before = described(model)
-    assert described(nn.Sequential(nn.Linear(2, 2), Addressed())) == before
+    assert str(other) != str(model)
+    assert described(other) == before
     model[0].weight.requires_grad_(False)
     assert described(model)["trained parameters"].startswith("1 of 2, ")
     vars(model[0].weight)[FROZEN] = True  # by a group, which does so again or does not

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsframe.config import load
 from dsframe.engines import fsdp_units
-from dsframe.errors import ConfigError, EngineError
+from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import switches
 from dsframe.tasks import layers
 from dsframe.tasks.language import gpt
@@ -162,6 +162,23 @@ def test_recomputation_moves_no_state_of_the_blocks() -> None:
         )
 
     assert trained(plain) == trained(frugal)
+
+
+class Late(nn.Linear):
+    calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(rows) * (random.random() if self.calls > 20 else 1.0)
+
+
+def test_a_block_that_begins_to_draw_is_refused() -> None:
+    """Its passes are looked at at first, and then further and further apart."""
+    block = switched(nn.Sequential(Late(3, 3)), activation_checkpointing=["Late"])
+    for _ in range(31):
+        gradients(block, torch.ones(1, 3))
+    with pytest.raises(TaskError, match="a recomputed Late draws with NumPy or random only in some steps"):
+        gradients(block, torch.ones(1, 3))
 
 
 def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> None:

@@ -123,6 +123,12 @@ def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(
     assert str(user_code.user_traceback(raised.value)).startswith("the task's model raised RuntimeError: mat1 and mat2")
 
 
+@pytest.mark.parametrize("entry", user_code._PASSES_ON)
+def test_what_passes_on_is_there(entry: str) -> None:
+    file, _, function = entry.partition(":")
+    assert f"def {function}" in (REPOSITORY / "dsframe" / file).read_text()
+
+
 def test_what_16_bits_do_to_buffers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Broken, "model", lambda _: Table())

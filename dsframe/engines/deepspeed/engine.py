@@ -405,31 +405,21 @@ class ZeroEngine(ModelEngine):
             or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme"
         ):
             return contextlib.nullcontext()
-        if self._kept and patches.all_stay_gathered(self._model):
-            return self._without_hooks()
         size = self._elements * self._dtype.itemsize
         if not (self._kept or stays_gathered(self, size)):
             return contextlib.nullcontext()
-        return self._without_hooks(gathers=True) if self._runs_without_hooks else patches.kept_gathered(self._model)
-
-    @property
-    def _runs_without_hooks(self) -> bool:
         config = self.plan.config
         compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # together with the hooks
-        return not (compiled or self.plan.frozen)
+        return patches.kept_gathered(self._model) if compiled or self.plan.frozen else self._without_hooks()
 
     @contextlib.contextmanager
-    def _without_hooks(self, *, gathers: bool = False) -> Iterator[None]:
-        """Where all weights are gathered, modules are called without DeepSpeed's hooks, which would gather them. **Collective**
-        if it ``gathers`` them now, for the time inside."""
-        if not self._runs_without_hooks:
-            yield
-            return
+    def _without_hooks(self) -> Iterator[None]:
+        """**Collective** where a weight is not gathered. Inside all are, and modules are called without DeepSpeed's hooks, which
+        would gather them."""
         if self._calls is not None:
             self._calls.watches = False
-        weights = list(self._model.parameters()) if gathers else []
         try:
-            with patches.hooks_set_aside(self._engine), SHARDS.gathering(weights):
+            with patches.hooks_set_aside(self._engine), SHARDS.gathering(list(self._model.parameters())):
                 yield
         finally:
             if self._calls is not None:

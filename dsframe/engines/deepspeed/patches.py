@@ -553,16 +553,9 @@ def forget_evaluation(engine: Any) -> None:
         coordinator._invalidate_trace()
 
 
-def all_stay_gathered(model: nn.Module) -> bool:
-    """Whether every parameter is gathered, and stays so until the next update."""
-    available = _upstream("hooks_set_aside", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
-    parameters: Iterable[Any] = model.parameters()
-    return all(parameter.ds_persist and parameter.ds_status is available for parameter in parameters)
-
-
 @contextlib.contextmanager
 def hooks_set_aside(engine: Any) -> Iterator[None]:
-    """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters stay gathered."""
+    """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters are gathered."""
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     handle_ids = {handle.id for handle in handles}

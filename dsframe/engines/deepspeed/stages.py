@@ -27,7 +27,7 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import formats, gradient_hooks, groups, max_norm, switches
+from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences, described
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
@@ -204,6 +204,7 @@ class Cut:
             partition_method=self.bounds,
             activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
         )
+        batch_norm.accept(module, formats.parameter_dtype(plan.config))
         switches.apply(module, plan.config, plan.device, self._probes)
         if plan.batch.tensor_parallel_size > 1:
             section = plan.config.written()["tensor_parallel"]
