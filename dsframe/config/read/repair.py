@@ -12,7 +12,7 @@ from dsframe.config.read import foreign
 from dsframe.config.read.findings import Findings, dotted, show
 from dsframe.config.read.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.read.reader import Path, inside, keys
-from dsframe.config.read.suggest import closest
+from dsframe.config.read.suggest import closest, longer
 from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.file import File, children, places
 
@@ -21,6 +21,8 @@ _COMMON = frozenset(
      "shape"}
 )  # fmt: skip
 """Keys too common to tell where they belong."""
+_FEW = 12
+"""Keys of a section that are listed where none is near."""
 _NULL: tuple[Any, ...] = (False, None, {})
 
 
@@ -87,10 +89,16 @@ class _Repair:
             self.findings.error(here, message, remedy, code="removed")
         elif name in SYNONYMS:
             self.unknown(here, *SYNONYMS[name])
-        elif here[:-1] in ((), ("dsframe",)) and foreign.answers(key) and name not in MEANT:
+        elif self.foreign(owner, here):
             self.translate(here, value)
         else:
             self.guess(owner, raw, here, value)
+
+    def foreign(self, owner: type[Section], here: Path) -> bool:
+        """True for a key of another trainer, at the top level or in a section of ours that has nothing like it."""
+        key = str(here[-1])
+        ours = here[:-1] in ((), ("dsframe",)) or (here[0] == "dsframe" and not closest(key, owner.model_fields))
+        return ours and foreign.answers(key) and dotted(here) not in MEANT
 
     def translate(self, here: Path, value: Any) -> None:
         """Says what does here what a key of another trainer does there, and continues as if that were written."""
@@ -112,13 +120,14 @@ class _Repair:
         self.findings.answered(here)
 
     def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
-        """Says which key is meant: one spelled like it, or of the same name elsewhere. One slip makes it certain; more than one
-        only where the key has no other home."""
+        """Says which key is meant: one spelled like it, one that it is a short form of, or of the same name elsewhere. One slip
+        makes it certain; more than one only where the key has no other home."""
         key, fields = str(here[-1]), owner.model_fields
         meant = MEANT.get(dotted(here)) or closest(key, fields, 1)
-        home = None if meant else self.home(key, here)
+        begin, others = ([], []) if meant else longer(key, fields)
+        home = None if meant or begin else self.home(key, here)
         if home is None:
-            meant = meant or closest(key, fields)
+            meant = meant or (begin[0] if len(begin) == 1 else closest(key, fields))
         if meant and meant in raw and not self.findings.is_override(here):
             self.unknown(here, f'unknown key; it looks like "{meant}", which the file has as well', "keep one")
         elif meant:
@@ -126,6 +135,8 @@ class _Repair:
             if meant not in raw:
                 raw[meant] = value
                 self.findings.moved(here, (*here[:-1], meant))
+        elif begin or (others and home is None):
+            self.unknown(here, remedy=f"did you mean {' or '.join(map(show, begin or others))}?")
         elif home is not None:
             where = f'under "{dotted(home)}"' if home else "at the top level"
             self.findings.error(here, f"belongs {where}", code="misplaced-key")
@@ -134,7 +145,8 @@ class _Repair:
             message = f"comments as keys are not possible here{': DeepSpeed raises' if owner.coerced else ''}"
             self.unknown(here, message, "write a // comment: DeepSpeed reads HJSON")
         elif here[0] == "dsframe":
-            self.unknown(here)
+            few = len(fields) <= _FEW
+            self.unknown(here, remedy=f"the keys here are {', '.join(sorted(fields))}" if few else "remove it")
         else:
             raises = owner.coerced or "params" in here
             forward = f', or pass it on with "dsframe": {{"pass_through": ["{dotted(here)}"]}}'

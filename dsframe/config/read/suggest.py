@@ -31,6 +31,13 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
     return min(ranked)[-1] if ranked else None
 
 
+def longer(word: str, candidates: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The candidates that ``word`` is a short form of: those that begin with it, and others that have all of its words."""
+    names, words = sorted(set(candidates) - {word}), set(word.split("_"))
+    begin = [name for name in names if name.startswith(word)]
+    return begin, [name for name in names if name not in begin and words <= set(name.split("_"))]
+
+
 def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None, otherwise: str = "") -> str:
     """The question, as a remedy; ``otherwise`` where no candidate is near."""
     similar = closest(word, candidates, limit)

@@ -15,7 +15,16 @@ def check(context: RuleContext) -> None:
         if fp16.enabled and fp16.loss_scale == 0 and value <= 0:
             message = f"{value} must be above 0 with dynamic loss scaling: DeepSpeed raises"
             context.conflict(f"fp16.{key}", message, "raise it")
+    _switched_off(context)
     _dsframe(context)
+
+
+def _switched_off(context: RuleContext) -> None:
+    for name in type(context.file).model_fields:
+        written = context.raw.get(name)
+        off = isinstance(written, dict) and written and "enabled" not in written
+        if off and getattr(getattr(context.file, name), "enabled", True) is False and not context.fails(name):
+            context.no_effect(name, '"enabled" is absent: it is false', 'write "enabled": true')
 
 
 def _dsframe(context: RuleContext) -> None:
