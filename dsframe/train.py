@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from dsframe.arguments import Parser
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import default_config, load
@@ -36,7 +36,7 @@ _FIRST_SPEAKS_SECONDS = 3.0
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dsframe.train",
         description='Train as a DeepSpeed configuration file with a "dsframe" section says.',
         epilog="Start it with deepspeed, horovodrun, torchrun, mpirun, srun or plain python. README.md leads on.",
@@ -78,11 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Those of ours that match a key of the file are short for ``--set``."""
-    options, rest = parser().parse_known_args(argv)
-    if rest:
-        is_file = Path(rest[0]).suffix in (".json", ".hjson", ".yaml", ".yml", ".toml")
-        hint = f"; did you mean --config {rest[0]}?" if is_file else ""
-        parser().error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    options = parser().parse_args(argv)
     for name in ("engine", "run_dir", "rank_output"):
         value = getattr(options, name)
         if value is not None:

@@ -32,7 +32,7 @@ FOLLOWS = {
     **dict.fromkeys(("learning rate", "scheduler"), "the new schedule goes on at the saved number of updates"),
     **dict.fromkeys(("gradient_clipping", "gradient_allreduce_op", "model", "on_nonfinite"), "the next update uses it"),
     **dict.fromkeys(("bf16", "fp16", "torch_autocast", "tf32"), "the saved weights go on in the new number format"),
-    **dict.fromkeys(("communication_data_type", "data_types", "ddp", "deterministic", "horovod"), "rounded otherwise"),
+    **dict.fromkeys(("communication", "communication_data_type", "data_types", "deterministic"), "rounded otherwise"),
     "per_sample_randomness": "the model draws other random numbers",
     "modules": "the saved weights go on in them; what trains anew begins without moments",
     "ema": "the saved average goes on with it",
@@ -66,7 +66,6 @@ _ELSEWHERE = {"data_dir", "workers"}
 _FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
 _FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
 _OWN: dict[str, Any] = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
-_OWN |= {"ddp": {"communication"}, "horovod": {"compression"}}
 _OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
 """Keys of the file, and of its dsframe section, that may change and are pointed out."""
 
@@ -103,6 +102,7 @@ def about(
             "optimizer.params": course_of(optimizer),
             "learning rate": optimizer.learning_rate,
             **json.loads(config.deepspeed.model_dump_json(include=_FILE)),
+            "communication": {"communication": own.ddp.communication, "compression": own.horovod.compression},
             **{key: value for key, value in kept.items() if key != "ema" or value},  # on or off: the weights show it
         },
         "run": {

@@ -13,7 +13,7 @@ from dsframe.config.read import overrides, repair, validate
 from dsframe.config.read.findings import Findings
 from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
-from dsframe.config.read.suggest import did_you_mean
+from dsframe.config.read.suggest import did_you_mean, near_path
 from dsframe.config.resolve import auto, batch, epochs, inherit
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
 from dsframe.config.resolve.facts import Facts
@@ -120,7 +120,8 @@ def find(name: str | Path) -> Path:
         {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
     )
     files = [f"{other}.json" for other in known]
-    remedy = did_you_mean(f"{Path(stem).name}.json", files, otherwise=f"choose from {', '.join(files)}")
+    choose = did_you_mean(f"{Path(stem).name}.json", files, otherwise=f"choose from {', '.join(files)}")
+    remedy = near_path(Path(name)).removeprefix("; ") or choose
     problem = Problem("error", "", "no such file, here or in ds_configs/", remedy, str(name), code="missing-file")
     raise ConfigError([problem])
 

@@ -57,10 +57,10 @@ def command(name: str, description: str, epilog: str | None = None, **more: Any)
     """The parser of ``dsframe NAME``. An ``epilog`` is printed as it is written."""
     import argparse
 
+    from dsframe.arguments import Parser
+
     form = argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter
-    return argparse.ArgumentParser(
-        prog=f"dsframe {name}", description=description, epilog=epilog, formatter_class=form, **more
-    )
+    return Parser(prog=f"dsframe {name}", description=description, epilog=epilog, formatter_class=form, **more)
 
 
 def add_average(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsframe.errors import DsframeError
 from dsframe.host.source_files import shipped
+from dsframe.tools.commands import command
 
 BEGINNINGS = {
     "own": ("own_model", "a model of your own: a task of four methods"),
@@ -26,12 +27,8 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     lines = [f"  {name:<10}{text}" for name, (_, text) in BEGINNINGS.items()]
-    parser = argparse.ArgumentParser(
-        prog="dsframe init",
-        description="Write a commented file, and a task where one is needed, to begin with.",
-        epilog="\n".join(["beginnings:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Write a commented file, and a task where one is needed, to begin with."
+    parser = command("init", about, "\n".join(["beginnings:", *lines]))
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; made where it is not there")
     parser.add_argument(
         "--from", dest="beginning", choices=tuple(BEGINNINGS), default="own", help="default: %(default)s"

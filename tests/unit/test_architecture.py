@@ -47,6 +47,7 @@ LAYERS = (
     "inference",
     "spawn",
     "run",
+    "arguments",
     "train",
     "tools",
     "cli",

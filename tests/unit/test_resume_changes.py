@@ -57,8 +57,7 @@ MANIFEST: dict[str, Any] = {
         "stop": {"metric": "loss:min", "patience": 3},
         "ema": {"decay": 0.9, "every_steps": 1},
         "model": {"sync_batch_norm": False, "keep_in_fp32": []},
-        "ddp": {"communication": "none"},
-        "horovod": {"compression": "none"},
+        "communication": {"communication": "none", "compression": "none"},
         "modules": {"digest of str(model)": "aa", "trained parameters": "4 of 4, digest bb"},
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
@@ -137,7 +136,7 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
 
 ELSEWHERE = {
     "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
-    "parameter_groups", "inherit",
+    "parameter_groups", "inherit", "ddp", "horovod",
     "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
 }  # fmt: skip
 """Keys that are compared in another way: by what they make."""
