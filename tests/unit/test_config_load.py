@@ -353,7 +353,7 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("zero3.json") == Path("zero3.json")
     with pytest.raises(
         ConfigError,
-        match=r'^zreo3.json: error: no such file, here or in ds_configs/; did you mean zero3.json\? \[missing-file\]$',
+        match=r"^zreo3.json: error: no such file, here or in ds_configs/; did you mean zero3.json\? \[missing-file\]$",
     ):
         find("zreo3.json")
 
