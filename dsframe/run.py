@@ -166,6 +166,7 @@ def prepared(
         numerics.check_default_device()
         from dsframe import hooks, job, tasks
         from dsframe.checkpoint import generators, pretrained
+        from dsframe.guard import uncalled
         from dsframe.tasks import given, preparation
 
         phases.done("imports")
@@ -185,6 +186,7 @@ def prepared(
 
         data = cache(read)
         called = hooks.all_hooks(config.settings.hooks, task.hooks)
+        lines += tuple(line for user in (task, *called) for line in uncalled.lines(type(user)))
         settings = config.settings
         chosen = numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32)
         with RunLock() as lock, numerics.outside_of_the_callers(), chosen:

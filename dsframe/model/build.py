@@ -144,15 +144,14 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
             model = plan.task.model()
-            if isinstance(model, nn.Module):
-                overrides.refuse(model, type(plan.task).__name__)
+            overrides.refuse(model, type(plan.task).__name__)
             peft = adapters.add(plan.config, model)
     except DsframeError as error:
         failed = error
     problems = failures(ranks, str(failed or ""))
     if failed is not None:
         raise failed
-    if model is None or problems:
+    if model is None or problems:  # of another rank
         raise WorldError(f"the model could not be built: {'; '.join(problems)}")
     assert_same_model(ranks, model)
     return model, peft

@@ -18,11 +18,13 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 
-def refuse(model: nn.Module, task: str) -> None:
-    """Raises TaskError for an override that cannot be called as nn.Module's, or that leaves parameters out.
+def refuse(model: Any, task: str) -> None:
+    """Raises TaskError for what is no nn.Module, or has an override that cannot be called as nn.Module's or leaves parameters out.
 
     ``task``: the name of the task's class.
     """
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"{task}.model() returned {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule) and not isinstance(model, TopLevelTracedModule):
         raise TaskError(
             f"{task}: the model is compiled by torch.jit.script, which takes no hooks, and the engines need them; return the "

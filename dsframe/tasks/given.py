@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsframe.data.loader import kept_generators
-from dsframe.data.source import draw
+from dsframe.data.source import Source, draw
 from dsframe.errors import DataError
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
@@ -37,7 +37,8 @@ def given(task: Task, name: str) -> Any:
     with seeded(draw(task.seed, 0, int(trains), _GIVEN)):
         data = getattr(task, name)()
     several = isinstance(data, dict) and not trains
-    for part in data.values() if several else [data]:
+    optional = data is None and not trains
+    for part in data.values() if several else () if optional else [data]:
         if what := _no_data_set(part):
             raise DataError(f"{type(task).__name__}.{name} gives {what}")
     return data
@@ -46,6 +47,12 @@ def given(task: Task, name: str) -> Any:
 def _no_data_set(data: Any) -> str:
     """Returns what ``data`` are and what to do, where they have a length and items, but these are no samples."""
     kind = type(data).__name__
+    if data is None:
+        return "None; return a data set"
+    if isinstance(data, DataLoader):
+        return "a DataLoader; return its data set: dsframe makes the batches of every rank (train_batch_size, collate, workers)"
+    if isinstance(data, Iterator):
+        return f"a {kind}, which can be read once; return a list, a torch Dataset or an IterableDataset"
     if kind == "DataFrame":
         return (
             "a DataFrame, whose rows are not read by number; return TensorDataset(torch.tensor(frame[INPUTS].values), "
@@ -63,4 +70,8 @@ def _no_data_set(data: Any) -> str:
             return f"a {kind} of two data sets; return one of them"
         if hasattr(data[0], "shape") and hasattr(data[1], "__len__") and not isinstance(data[0], Dataset):
             return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
-    return ""
+    return (
+        ""
+        if hasattr(data, "__getitem__") or isinstance(data, (IterableDataset, Source))
+        else f"{kind}, which is no data set"
+    )

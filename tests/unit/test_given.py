@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import dsframe
 from dsframe.checkpoint import generators
@@ -156,6 +156,9 @@ WRONG: dict[str, Any] = {
     "a tuple of two Tensors, which is read as two samples; return TensorDataset": (X, Y),
     "a tuple of two ndarrays, which is read": (X.numpy(), Y.numpy()),
     "a list of two data sets; return one of them": random_split(TensorDataset(X, Y), [4, 4]),
+    "a DataLoader; return its data set": DataLoader(TensorDataset(X, Y)),
+    "a generator, which can be read once": (row for row in Y),
+    "int, which is no data set": 3,
 }
 
 
@@ -172,6 +175,17 @@ def test_what_is_a_data_set_is_taken() -> None:
     assert given(Gives(several), "eval_data") is several
     with pytest.raises(DataError, match=r"^Gives\.eval_data gives a tuple of two Tensors"):
         given(Gives({"clean": (X, Y)}), "eval_data")
+
+
+def test_a_method_without_return_is_named_where_it_must_give_data() -> None:
+    class Nothing(dsframe.Task):
+        def train_data(self) -> Any: ...
+
+        eval_data = train_data
+
+    assert given(Nothing(), "eval_data") is None
+    with pytest.raises(DataError, match=r"^Nothing\.train_data gives None; return a data set$"):
+        given(Nothing(), "train_data")
 
 
 def test_the_split_of_a_dataset_dict_is_named() -> None:

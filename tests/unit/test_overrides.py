@@ -97,6 +97,12 @@ def test_what_torch_cannot_call_is_named(cls: type[nn.Module]) -> None:
             overrides.refuse(model, "Mine")
 
 
+@pytest.mark.parametrize("returned", [None, nn.Linear, [nn.Linear(2, 2)]])
+def test_what_is_no_module_is_named(returned: Any) -> None:
+    with pytest.raises(TaskError, match=rf"^T\.model\(\) returned {type(returned).__name__}, not a torch\.nn\.Module$"):
+        overrides.refuse(returned, "T")
+
+
 def test_other_overrides_are_fine() -> None:
     overrides.refuse(Keeps(), "Mine")
     overrides.refuse(AllModules(), "Mine")

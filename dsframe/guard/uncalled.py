@@ -1,0 +1,51 @@
+"""Methods of a user's class that nobody calls, because they have another name than the one that is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from dsframe.config.read.suggest import closest
+from dsframe.hooks import Hooks
+from dsframe.tasks.task import Task
+
+_NAMES = {
+    "model": "build_model configure_model create_model get_model forward",
+    "loss": "compute_loss criterion loss_fn loss_function training_step train_step",
+    "metrics": "compute_metrics evaluation_step eval_step validation_step",
+    "train_data": "get_train_data get_train_dataset train_dataloader train_dataset training_data training_dataset train_loader",
+    "eval_data": "dev_data evaluate_data evaluation_data eval_dataset get_eval_data test_data val_data val_dataloader "
+    "val_dataset val_loader valid_data validation_data validation_dataset",
+    "predict_data": "predict_dataloader predict_dataset prediction_data",
+    "optimizer": "configure_optimizers create_optimizer get_optimizer optimizers",
+    "collate": "collate_batch collate_fn",
+    "on_start": "on_fit_start on_train_begin on_train_start",
+    "on_step": "on_step_end on_train_batch_end",
+    "on_evaluation": "on_evaluate on_validation_end on_validation_epoch_end",
+    "on_checkpoint": "on_save on_save_checkpoint",
+    "on_end": "on_fit_end on_train_end",
+}
+_MEANT = {other: name for name, others in _NAMES.items() for other in others.split()}
+"""Methods of other trainers and usual names -> the method of dsframe that does this."""
+
+
+def lines(user: type) -> Iterator[str]:
+    """A warning for each method of a task or of hooks that nobody calls, where its name is like that of one that is called."""
+    base: type = Task if issubclass(user, Task) else Hooks
+    known = set(dir(base))
+    classes = [kind for kind in user.__mro__ if issubclass(kind, base) and not kind.__module__.startswith("dsframe.")]
+    held = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("_")}
+    functions = [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
+    used = {name for function in functions for name in _names(function.__code__)}
+    for name in sorted(held.keys() - known - used):
+        method = isinstance(held[name], FunctionType)
+        meant = _MEANT.get(name) or (closest(name, [other for other in known if other[0] != "_"]) if method else None)
+        if meant in known:
+            yield f'warning: {user.__name__}.{name} is not called; did you mean "{meant}"?'
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
