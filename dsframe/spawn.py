@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe import engines
 from dsframe.config.value import Config
-from dsframe.errors import DsframeError, TaskError, TrainingError
+from dsframe.errors import ConfigError, DsframeError, Problem, TaskError, TrainingError
 from dsframe.host import supervise
 from dsframe.run_dir.output import directory_of
 
@@ -61,9 +61,15 @@ def train(task: Task, config: Config, processes: int, *, resume: str = "never") 
         command += ["--script", str(script), "-np", str(processes), "--run-dir", str(directory), "--resume", resume]
         code = _run(command)
     if code:
-        kinds = {kind.exit_code: kind for kind in DsframeError.__subclasses__()}
-        raise kinds.get(code, TrainingError)(f"the run on {processes} processes ended with exit code {code}; see above")
+        raise _error(code, f"the run on {processes} processes ended with exit code {code}; see above")
     return directory
+
+
+def _error(code: int, text: str) -> DsframeError:
+    if code == ConfigError.exit_code:
+        return ConfigError([Problem("error", "", text, code=ConfigError.code)])
+    kinds = {kind.exit_code: kind for kind in DsframeError.__subclasses__()}
+    return kinds.get(code, TrainingError)(text)
 
 
 def _pickled(task: Task) -> bytes:

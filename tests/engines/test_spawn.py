@@ -54,7 +54,11 @@ if __name__ == "__main__":
         dsframe.fit(Points(fails=(one for one in ())), FILE, processes=2)
     except dsframe.DsframeError as error:
         unsent = str(error)
-    print(json.dumps({"alone": alone.metrics, "two": two.metrics, "steps": [two.steps, again.steps], "near": near,
+    try:
+        dsframe.fit(Points(), FILE, processes=3)
+    except dsframe.DsframeError as error:
+        refused = f"{type(error).__name__}: {error}"
+    print(json.dumps({"refused": refused, "alone": alone.metrics, "two": two.metrics, "steps": [two.steps, again.steps], "near": near,
                       "ranks": len(two.peak_memory_bytes), "failed": failed, "unsent": unsent}))
 """
 
@@ -71,3 +75,7 @@ def test_from_one_program(tmp_path: Path) -> None:
     assert "no model today" in finished.stderr
     assert "ended with exit code" in found["failed"][1]
     assert "cannot be sent to other processes" in found["unsent"]
+    assert (
+        found["refused"]
+        == "ConfigError: error: the run on 3 processes ended with exit code 2; see above [configuration]"
+    )
