@@ -58,7 +58,8 @@ if __name__ == "__main__":
         dsframe.fit(Points(), FILE, processes=3)
     except dsframe.DsframeError as error:
         refused = f"{type(error).__name__}: {error}"
-    print(json.dumps({"refused": refused, "alone": alone.metrics, "two": two.metrics, "steps": [two.steps, again.steps], "near": near,
+    print(json.dumps({"refused": refused, "alone": alone.metrics, "two": two.metrics, "near": near,
+                      "steps": [two.steps, again.steps],
                       "ranks": len(two.peak_memory_bytes), "failed": failed, "unsent": unsent}))
 """
 
