@@ -227,6 +227,13 @@ def test_what_cannot_be_launched(
         command.main(["--config", "zero3.json", *options.split(), "--print"])
 
 
+@pytest.mark.parametrize("option", [["--num_gpus", "2"], ["--nproc-per-node=2"]])
+def test_other_launchers_options_are_answered(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(option)
+    assert f"unrecognized arguments: {option[0]}; the number of processes in all is -np N" in capsys.readouterr().err
+
+
 def test_a_wrong_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
     arguments = ["-np", "2", "--config", str(tmp_path / "odd.json"), "--run-dir", str(tmp_path / "run")]

@@ -39,6 +39,21 @@ With --restarts a failed run continues from its newest checkpoint; the same fail
 """
 
 
+_PROCESSES = frozenset(
+    {
+        "-n",
+        "--num_gpus",
+        "--num-gpus",
+        "--num_processes",
+        "--num-processes",
+        "--nproc_per_node",
+        "--nproc-per-node",
+        "--nprocs",
+    }
+)
+"""What other launchers call -np."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for."""
@@ -81,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job that the command line describes and returns its exit code. Raises DsframeErrors."""
     options, rest = parser().parse_known_args(argv)
+    if other := next((word for word in rest if word.partition("=")[0] in _PROCESSES), None):
+        parser().error(f"unrecognized arguments: {other}; the number of processes in all is -np N")
     if options.processes is not None and options.processes < 1:
         parser().error("-np must be at least 1")
     if options.restarts < 0:
