@@ -74,7 +74,7 @@ class _UserState:
         self._module, self._names = module, names_of(module.modules())
         self._places: list[tuple[dict[str, Any], str]] = []
         self._held: list[Any] = []
-        self._draws = False
+        self._draws, self._suspected = False, 0
 
     def taken(self, number: int) -> _Taken:
         """Returns it as it is before forward pass ``number``, from 1."""
@@ -84,11 +84,14 @@ class _UserState:
             self._places = [(space, name) for space, name, _ in numbers_of(modules, self._names)]
             self._held = generators_of(modules)
         looks = self._draws or early or number & (number - 1) == 0
-        return _Taken(self, [(space, name, space.get(name)) for space, name in self._places], self._held, looks, early)
+        return _Taken(self, [(space, name, space.get(name)) for space, name in self._places], self._held, looks, number)
 
-    def drew(self, *, early: bool) -> None:
-        """NumPy's or Python's generator has moved. Raises TaskError where earlier passes may have been computed again otherwise."""
-        if not (early or self._draws):
+    def drew(self, number: int) -> None:
+        """NumPy's or Python's generator has moved in pass ``number``. Raises TaskError where earlier passes may have been computed
+        again otherwise: when it has moved twice, since another thread may have drawn once."""
+        if number > _LOOKS and not self._draws:
+            self._suspected = number
+        elif 0 < number - self._suspected <= _LOOKS < self._suspected:
             raise TaskError(
                 f"a recomputed {type(self._module).__name__} draws with NumPy or random only in some steps, and would draw other "
                 "numbers when it computes again; draw in each forward pass, or leave activation_checkpointing out"
@@ -99,14 +102,14 @@ class _UserState:
 class _Taken:
     """Numbers and generators before a forward pass; then those of them that the pass has moved."""
 
-    def __init__(self, state: _UserState, numbers: Numbers, held: list[Any], looks: bool, early: bool) -> None:
-        self._state, self._numbers, self._held, self._looks, self._early = state, numbers, held, looks, early
+    def __init__(self, state: _UserState, numbers: Numbers, held: list[Any], looks: bool, number: int) -> None:
+        self._state, self._numbers, self._held, self._looks, self._number = state, numbers, held, looks, number
         self._generators: Generators | None = Generators(held, process=looks)
 
     def keep_changed(self) -> None:
         self._numbers = [(space, name, value) for space, name, value in self._numbers if space.get(name) is not value]
         if self._generators is not None and self._generators.process_changed():
-            self._state.drew(early=self._early)
+            self._state.drew(self._number)
         elif self._generators is not None and not self._generators.changed():
             self._generators = None
 
