@@ -88,7 +88,7 @@ class DatasetSource:
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self._draws = RowDraws(seed, torch.device("cpu"))
-        self._listens = _who_listens(dataset)
+        self._listens = _who_listen(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
@@ -110,7 +110,13 @@ class DatasetSource:
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None and not _of_datasets(self.dataset):  # as torch's DataLoader reads it
-            return many([place])[0]
+            rows = many([place])
+            if not isinstance(rows, (list, tuple)) or len(rows) != 1:
+                name = type(self.dataset).__name__
+                raise DataError(
+                    f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index"
+                )
+            return rows[0]
         return self.dataset[place]
 
     def collated(self, items: list[Item]) -> Batch:
@@ -122,18 +128,22 @@ class DatasetSource:
             return collated(numbered, self.collate)
 
 
-def _who_listens(dataset: Any) -> Any:
-    """The data set, or the one inside of it (of a ``Subset``), that has ``set_epoch``; or None."""
-    while dataset is not None and not callable(getattr(dataset, "set_epoch", None)):
-        dataset = getattr(dataset, "dataset", None)
-    return dataset
+def _who_listen(dataset: Any) -> list[Any]:
+    """The data set, or those inside of it (of a ``Subset``, a ``ConcatDataset``), that have ``set_epoch``."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    several = getattr(dataset, "datasets", ())
+    several = several.values() if isinstance(several, dict) else several if isinstance(several, (list, tuple)) else ()
+    inside = [part for part in (getattr(dataset, "dataset", None), *several) if part is not None]
+    return [listener for part in inside for listener in _who_listen(part)]
 
 
-def _tell_epoch(dataset: Any, epoch: int) -> None:
+def _tell_epoch(datasets: list[Any], epoch: int) -> None:
     """Calls ``set_epoch`` where this process has not said so yet. A set that is trained and evaluated on is told both in turn."""
-    if dataset is not None and getattr(dataset, _TOLD, None) != epoch:
-        dataset.set_epoch(epoch)
-        setattr(dataset, _TOLD, epoch)
+    for dataset in datasets:
+        if getattr(dataset, _TOLD, None) != epoch:
+            dataset.set_epoch(epoch)
+            setattr(dataset, _TOLD, epoch)
 
 
 def _seed(bits: int) -> None:
@@ -185,6 +195,13 @@ class StreamSource(DatasetSource):
             self._next += 1
             if self._next > wanted:
                 return row
+
+    def collated(self, items: list[Item]) -> Batch:
+        """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
+        may shuffle with them, and ranks make other batches of its rows."""
+        with kept_generators():
+            _seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF)
+            return super().collated(items)
 
     def _passes(self) -> Iterator[Any]:
         self._read.zero_()
@@ -238,7 +255,7 @@ class _Keyed(Dataset[Any]):
         for reading in range(_READINGS):
             _seed(0)
             if reading:
-                batches.append(tree_leaves(self.source.collated(copy.deepcopy(rows))))
+                batches.append(tree_leaves(DatasetSource.collated(self.source, copy.deepcopy(rows))))
             following.append((torch.rand(()).item(), np.random.random(), random.random()))
         return len(set(following)) > 1 or not all(same(batches[0], batch) for batch in batches[1:])
 
