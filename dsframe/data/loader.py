@@ -74,6 +74,11 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
+    if isinstance(data, DataLoader):
+        raise DataError(
+            "a DataLoader is no data set: return its .dataset; the size of batches is in the file, and collate, workers and order "
+            "are the task's"
+        )
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
 
 
@@ -109,15 +114,20 @@ class DatasetSource:
         _seed(bits)
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
-        if many is not None and not _of_datasets(self.dataset):  # as torch's DataLoader reads it
-            rows = many([place])
-            if not isinstance(rows, (list, tuple)) or len(rows) != 1:
-                name = type(self.dataset).__name__
-                raise DataError(
-                    f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index"
-                )
+        try:
+            if many is None or _of_datasets(self.dataset):
+                return self.dataset[place]
+            rows = many([place])  # as torch's DataLoader reads it
+        except StopIteration as error:  # which would be taken for the end of the data
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for row {place}: a next() found nothing; give it a default "
+                f"({last.filename}:{last.lineno})"
+            ) from error
+        if isinstance(rows, (list, tuple)) and len(rows) == 1:
             return rows[0]
-        return self.dataset[place]
+        name = type(self.dataset).__name__
+        raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
 
     def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
@@ -285,7 +295,7 @@ class _Fetcher:
             with held():
                 batches: Iterator[Batch] = in_one_line(iter(loader))
         else:
-            batches = map(self._fetch, requests)
+            batches = (self._fetch(parts) for parts in requests)  # a map would take a StopIteration in it for its end
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:

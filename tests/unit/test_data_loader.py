@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
 from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
@@ -322,6 +322,37 @@ class Curriculum(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.zeros(1), self.epoch
+
+
+class Searching(Curriculum):
+    def __getitem__(self, index: int) -> Any:
+        return next((torch.zeros(1), number) for number in range(3) if number == index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_search_that_finds_nothing_is_not_the_end_of_the_data(workers: int) -> None:
+    """An evaluation ended there without a word."""
+    held_out = EvaluationLoader(Searching(), seed=0, micro_batch_size=1, workers=workers)
+    with pytest.raises(DataError, match=r"Searching raised StopIteration for row 3: .*test_data_loader.py:\d+\)"):
+        list(held_out)
+
+
+class Ending:
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, indices: Tensor, epoch: int) -> Any:
+        return next(iter(()))
+
+
+def test_nor_is_that_of_a_source() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(EvaluationLoader(Ending(), seed=0, micro_batch_size=1))
+
+
+def test_a_data_loader_is_no_data_set() -> None:
+    with pytest.raises(DataError, match=r"return its \.dataset"):
+        as_source(DataLoader(TensorDataset(torch.zeros(4), torch.zeros(4))), 0)
 
 
 class Batched(Curriculum):
