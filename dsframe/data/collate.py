@@ -81,6 +81,8 @@ def _split(batch: Any, what: str) -> Batch:
                 f"{what}: a dict without labels has no target; name one of them labels, or return (inputs, targets) from the "
                 "task's collate(rows)"
             )
+        if len(names) == 2:
+            raise DataError("rows have both 'labels' and 'label', and one of them would be lost; leave one out")
         return {name: value for name, value in batch.items() if name not in LABELS}, batch[names[0]]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -149,6 +151,8 @@ class Pad:
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
             tensors = [torch.as_tensor(row[name]) for row in rows]
+            if kinds := {tensor.dtype for tensor in tensors if tensor.numel()}:  # an empty list is no list of floats
+                tensors = [tensor if tensor.numel() else tensor.to(next(iter(kinds))) for tensor in tensors]
             if tensors[0].ndim == 0:
                 batch[name] = torch.stack(tensors)
                 continue

@@ -67,7 +67,12 @@ def cached(folder: Path, name: str, files: Sequence[Path], size: int, write: Cal
 
     Raises DataError where it cannot be written. Several processes may do so at once.
     """
-    facts = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    facts = [
+        # A copy may keep the time of its content (cp -p, rsync); nothing sets that of the inode.
+        (str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for file in files
+        for status in [file.stat()]
+    ]
     key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
     path = folder / f"{name}-{key}.bytes"
     if not (path.is_file() and path.stat().st_size == size):

@@ -11,7 +11,9 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
@@ -62,18 +64,28 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
 
 
 def digest(row: Batch) -> str:
-    """Returns a digest of everything in ``row``: names, types, shapes and values."""
+    """Returns a digest of everything in ``row``: names, types, shapes and values; of an object, such as a graph, how it prints
+    and the tensors and arrays in it."""
     hasher = xxh3_64()
+    _update(hasher, row, 3)
+    return hasher.hexdigest()
+
+
+def _update(hasher: xxh3_64, row: Any, depth: int, *, all_values: bool = True) -> None:
     # A nested tensor's text has numbers that count how many there were.
     row = tree_map_only(Tensor, lambda leaf: list(leaf.unbind()) if leaf.is_nested else leaf, row)
     for path, leaf in tree_leaves_with_path(row):
         hasher.update(keystr(path).encode())
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        is_array = isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
+        if is_array or (isinstance(leaf, Tensor) and leaf.layout == torch.strided):
             hasher.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            hasher.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            flat: Any = leaf.detach().cpu().contiguous().flatten() if isinstance(leaf, Tensor) else leaf.tobytes()
+            hasher.update(flat.view(torch.uint8).numpy().data if isinstance(flat, Tensor) else flat)
         else:
-            hasher.update(_ADDRESS.sub("", repr(leaf)).encode())
-    return hasher.hexdigest()
+            if all_values:
+                hasher.update(_ADDRESS.sub("", repr(leaf)).encode())
+            if depth and not isinstance(leaf, (type, Tensor)) and (inside := getattr(leaf, "__dict__", None)):
+                _update(hasher, dict(inside), depth - 1, all_values=False)
 
 
 def _kind(row: Batch) -> str:

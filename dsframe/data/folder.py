@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif", ".avif"}
@@ -25,8 +26,8 @@ _JUNK = frozenset({"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System V
 """Folders that systems make; also those whose names begin with a dot."""
 MOST_CHECKED = 100_000
 """Images that are opened before training begins; of a larger folder it would take too long."""
-_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-"""What is near the end of a file that is whole."""
+_WHOLE_BY_HEAD = ("WEBP", "AVIF")
+"""Pillow opens no file of these that is cut off."""
 _TAIL = 1 << 16
 _TEST_FOLDERS = ("val", "test", "eval")
 
@@ -118,8 +119,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         try:
             with images.open(path) as file:
                 image = rgb(file)
-        except (OSError, SyntaxError, ValueError, images.DecompressionBombError) as error:
-            raise DataError(f"{path}: cannot be read as an image ({error})") from error
+        except Exception as error:  # of Pillow's readers, which raise what they like
+            raise DataError(f"{path}: cannot be read as an image ({reason(error)})") from error
         return self._look(image), label
 
 
@@ -187,14 +188,15 @@ def _damage(opened: Callable[[], IO[bytes]]) -> str:
                 refuse_unshown(image)
                 image_format = image.format
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            ends = _ENDS.get(image_format, b"") in file.read()
-            if not ends and image_format != "JPEG":
-                return "its end is missing"
-            if not ends:  # cut off, or a telephone has put a film behind its picture
+            tail = file.read()
+            if image_format == "PNG":
+                return "" if b"IEND" in tail else "its end is missing"
+            # In the middle of a JPEG there may be the end of its thumbnail, and behind its own end a telephone's film.
+            if image_format not in _WHOLE_BY_HEAD and not (image_format == "JPEG" and tail.endswith(b"\xff\xd9")):
                 file.seek(0)
                 images.open(file).load()
-    except (OSError, SyntaxError, ValueError, images.DecompressionBombError, DataError) as error:
-        return str(error)
+    except Exception as error:  # of Pillow's readers, which raise what they like
+        return reason(error)
     return ""
 
 

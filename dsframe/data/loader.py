@@ -74,6 +74,11 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
+    if isinstance(data, DataLoader):
+        raise DataError(
+            "a DataLoader is no data set: return its .dataset; the size of batches is in the file, and collate, workers and order "
+            "are the task's"
+        )
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
 
 
@@ -88,7 +93,7 @@ class DatasetSource:
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self._draws = RowDraws(seed, torch.device("cpu"))
-        self._listens = _who_listens(dataset)
+        self._listens = _who_listen(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
@@ -109,9 +114,20 @@ class DatasetSource:
         _seed(bits)
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
-        if many is not None and not _of_datasets(self.dataset):  # as torch's DataLoader reads it
-            return many([place])[0]
-        return self.dataset[place]
+        try:
+            if many is None or _of_datasets(self.dataset):
+                return self.dataset[place]
+            rows = many([place])  # as torch's DataLoader reads it
+        except StopIteration as error:  # which would be taken for the end of the data
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for row {place}: a next() found nothing; give it a default "
+                f"({last.filename}:{last.lineno})"
+            ) from error
+        if isinstance(rows, (list, tuple)) and len(rows) == 1:
+            return rows[0]
+        name = type(self.dataset).__name__
+        raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
 
     def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
@@ -122,18 +138,22 @@ class DatasetSource:
             return collated(numbered, self.collate)
 
 
-def _who_listens(dataset: Any) -> Any:
-    """The data set, or the one inside of it (of a ``Subset``), that has ``set_epoch``; or None."""
-    while dataset is not None and not callable(getattr(dataset, "set_epoch", None)):
-        dataset = getattr(dataset, "dataset", None)
-    return dataset
+def _who_listen(dataset: Any) -> list[Any]:
+    """The data set, or those inside of it (of a ``Subset``, a ``ConcatDataset``), that have ``set_epoch``."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    several = getattr(dataset, "datasets", ())
+    several = several.values() if isinstance(several, dict) else several if isinstance(several, (list, tuple)) else ()
+    inside = [part for part in (getattr(dataset, "dataset", None), *several) if part is not None]
+    return [listener for part in inside for listener in _who_listen(part)]
 
 
-def _tell_epoch(dataset: Any, epoch: int) -> None:
+def _tell_epoch(datasets: list[Any], epoch: int) -> None:
     """Calls ``set_epoch`` where this process has not said so yet. A set that is trained and evaluated on is told both in turn."""
-    if dataset is not None and getattr(dataset, _TOLD, None) != epoch:
-        dataset.set_epoch(epoch)
-        setattr(dataset, _TOLD, epoch)
+    for dataset in datasets:
+        if getattr(dataset, _TOLD, None) != epoch:
+            dataset.set_epoch(epoch)
+            setattr(dataset, _TOLD, epoch)
 
 
 def _seed(bits: int) -> None:
@@ -185,6 +205,13 @@ class StreamSource(DatasetSource):
             self._next += 1
             if self._next > wanted:
                 return row
+
+    def collated(self, items: list[Item]) -> Batch:
+        """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
+        may shuffle with them, and ranks make other batches of its rows."""
+        with kept_generators():
+            _seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF)
+            return super().collated(items)
 
     def _passes(self) -> Iterator[Any]:
         self._read.zero_()
@@ -238,7 +265,7 @@ class _Keyed(Dataset[Any]):
         for reading in range(_READINGS):
             _seed(0)
             if reading:
-                batches.append(tree_leaves(self.source.collated(copy.deepcopy(rows))))
+                batches.append(tree_leaves(DatasetSource.collated(self.source, copy.deepcopy(rows))))
             following.append((torch.rand(()).item(), np.random.random(), random.random()))
         return len(set(following)) > 1 or not all(same(batches[0], batch) for batch in batches[1:])
 
@@ -268,7 +295,7 @@ class _Fetcher:
             with held():
                 batches: Iterator[Batch] = in_one_line(iter(loader))
         else:
-            batches = map(self._fetch, requests)
+            batches = (self._fetch(parts) for parts in requests)  # a map would take a StopIteration in it for its end
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:

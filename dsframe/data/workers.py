@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,16 @@ _LOOK_SECONDS = 1.0
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Blocks the signals while workers start, which inherit it: none ends them before they are ready."""
+    """Is to be entered while workers start, which inherit two things: blocked signals, so that none ends them before they are
+    ready, and frozen garbage: a worker that collects the process group of an earlier run waits for threads it does not have."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
     try:
         yield
     finally:
+        if not was_frozen:
+            gc.unfreeze()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -39,8 +39,8 @@ def words_of(code: CodeType) -> frozenset[str]:
     return frozenset(words)
 
 
-def names_of(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Returns the names that the code of the modules' classes has: what libraries keep in attributes is not among them."""
+def names_of(modules: Iterable[object]) -> frozenset[str]:
+    """Returns the names that the code of the classes has, of modules or other objects: not what libraries keep in attributes."""
     functions = [function for cls in {type(module) for module in modules} for function in functions_of(cls)]
     return frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
 
@@ -119,5 +119,5 @@ def numbers_of(modules: Iterable[nn.Module], names: Collection[str]) -> Numbers:
         (vars(module), name, value)
         for module in modules
         for name, value in vars(module).items()
-        if name in names and isinstance(value, (int, float, str, type(None)))
+        if name in names and isinstance(value, (int, float, complex, str, np.generic, type(None)))
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from dsframe.engine import Engine
 from dsframe.host import source_files
 from dsframe.model import user_state
 from dsframe.model.user_state import functions_of, generators_of, names_of, words_of
-from dsframe.values import FEW, copied, same
+from dsframe.values import CONTAINERS, FEW, copied, same
 
 
 class Values:
@@ -56,8 +57,9 @@ class Values:
         for key, value in list(space.values().items()):
             if key not in space.names:
                 continue
-            if isinstance(value, tuple) or type(value) in (list, deque, dict):
-                if len(value) <= FEW and all(map(self._is_plain, tree_leaves(value))):
+            if isinstance(value, tuple) or type(value) in CONTAINERS:
+                inside = list(value.values() if isinstance(value, dict) else value)
+                if len(value) <= FEW and all(map(self._is_plain, tree_leaves(inside))):
                     yield key, value
             elif self._is_plain(value) or (space.holds_buffers and isinstance(value, Tensor)):
                 yield key, value
@@ -103,11 +105,17 @@ class _Space:
 
 
 def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
-    """Returns what the modules of ``model`` keep in attributes. Those that libraries keep there are left out: the code of the
-    model's classes does not name them. ``buffers``: also in buffers that no checkpoint has."""
+    """Returns what the modules of ``model`` keep in attributes, and in those of objects of the user's classes there. Those that
+    libraries keep there are left out: the code of the model's classes does not name them. ``buffers``: also in buffers that no
+    checkpoint has."""
     modules = dict(model.named_modules())
     names = names_of(modules.values())
     spaces = [_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
+    for name, module in modules.items():
+        objects = [(key, value) for key, value in vars(module).items() if key in names and hasattr(value, "__dict__")]
+        for key, value in objects:
+            if not isinstance(value, (type, nn.Module, Tensor)) and [*_users_classes([type(value)])]:
+                spaces.append(_Space(vars(value), names_of([value]), f"{name}.{key}.{{}}"))
     for name, module in modules.items() if buffers else ():
         if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
             spaces.append(_Space(module._buffers, transient, f"{name}.{{}}", holds_buffers=True))
@@ -139,7 +147,7 @@ def outside(engine: Engine) -> Values:
 
 
 class _Plain:
-    """Whether a value is a number, a text or None, or a tensor that is no weight, no buffer, and no other name for one."""
+    """Whether a value is a number, a text, None, or a tensor or an array that is no weight, no buffer, nor a name for one."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
@@ -150,8 +158,10 @@ class _Plain:
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in plain}
 
     def __call__(self, value: Any) -> bool:
+        if isinstance(value, np.ndarray):
+            return not value.dtype.hasobject and value.__array_interface__["data"][0] not in self._memory
         if not isinstance(value, Tensor):
-            return isinstance(value, (int, float, str, type(None)))
+            return isinstance(value, (int, float, complex, str, np.generic, type(None)))
         if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.layout != torch.strided:
             return False
         return value.untyped_storage().data_ptr() not in self._memory
@@ -191,10 +201,13 @@ class Generators(user_state.Generators):
 
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
-    """Gives a tensor, list or dict its former content."""
+    """Gives a tensor, array, list or dict its former content."""
     if isinstance(value, Tensor):
         if value is not content and not torch.equal(value, content):
             value.copy_(content)
-    elif type(value) in (list, deque, dict) and not same(content, value):
+    elif isinstance(value, np.ndarray):
+        if value is not content and not same(content, value):
+            value[...] = content
+    elif type(value) in CONTAINERS and not same(content, value):
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(copied(content))

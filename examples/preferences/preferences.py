@@ -39,7 +39,7 @@ class DirectPreferences(dsframe.Task):
 
     def _rows(self, name):
         """The pairs of a file, each with what the first model thinks of its answers. Every rank computes it, once."""
-        rows = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").split("\n") if line.strip()]
         reference = self.model().eval()
         with torch.no_grad():
             for first in range(0, len(rows), 16):

@@ -98,6 +98,13 @@ def test_the_row_that_is_first_does_not_decide_the_type() -> None:
         assert batch.dtype == turned[name].dtype == torch.float32
 
 
+def test_an_empty_row_makes_no_floats_of_tokens() -> None:
+    batch = Pad()([{"input_ids": [], "labels": []}, {"input_ids": [4], "labels": [5]}])
+    assert batch["input_ids"].tolist() == [[0], [4]]
+    assert batch["labels"].tolist() == [[-100], [5]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
 def test_collators_of_transformers_work_as_they_are() -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -160,6 +167,11 @@ def broken(rows: list[Any]) -> Any:
             ({"x": [1], "labels": 0}, {"x": [1], "labels": 0, "y": [2]}),
             Pad(),
             r"makes no batch of rows \d, \d: DataError: row 1 of these or row 2 of these lacks 'y'",
+        ),
+        (
+            ({"x": 1, "label": 0, "labels": 0},) * 2,
+            None,
+            "rows have both 'labels' and 'label', and one of them would be lost",
         ),
         (({"x": [1] * 9, "labels": 0},) * 2, Pad(length=4), "x has a row of 9, longer than length=4"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
 from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
@@ -279,6 +279,35 @@ def test_a_stream_is_told_its_epoch() -> None:
     assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]
 
 
+class Shuffling(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for number in range(64):
+            buffer.append(number)
+            if len(buffer) == 16:
+                yield buffer.pop(random.randrange(16))
+        yield from buffer
+
+
+def test_what_collate_draws_does_not_change_which_rows_a_stream_gives() -> None:
+    """It gave two ranks 47 of 64 rows, some of them twice, and other ones after a resume."""
+
+    def collate(rows: list[Any]) -> Any:
+        return torch.tensor(rows), torch.full((len(rows),), random.random())
+
+    def rows(ranks: int, first: int = 0) -> list[int]:
+        source = as_source(Shuffling(), 1, collate, streams=True)
+        streams = [
+            Loader(source, seed=1, micro_batch_size=8 // ranks, rank=rank, ranks=ranks).stream(first, 8)
+            for rank in range(ranks)
+        ]
+        return [row for batches in zip(*streams, strict=True) for batch in batches for row in batch[0].tolist()]
+
+    assert sorted(rows(1)) == list(range(64))
+    assert rows(2) == rows(1)
+    assert rows(1, first=4) == rows(1)[32:]
+
+
 class Curriculum(Dataset[Any]):
     """A set that is read by index and told its epoch, as fairseq's; ``batch`` is a number of its own."""
 
@@ -295,12 +324,55 @@ class Curriculum(Dataset[Any]):
         return torch.zeros(1), self.epoch
 
 
+class Searching(Curriculum):
+    def __getitem__(self, index: int) -> Any:
+        return next((torch.zeros(1), number) for number in range(3) if number == index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_search_that_finds_nothing_is_not_the_end_of_the_data(workers: int) -> None:
+    """An evaluation ended there without a word."""
+    held_out = EvaluationLoader(Searching(), seed=0, micro_batch_size=1, workers=workers)
+    with pytest.raises(DataError, match=r"Searching raised StopIteration for row 3: .*test_data_loader.py:\d+\)"):
+        list(held_out)
+
+
+class Ending:
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, indices: Tensor, epoch: int) -> Any:
+        return next(iter(()))
+
+
+def test_nor_is_that_of_a_source() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(EvaluationLoader(Ending(), seed=0, micro_batch_size=1))
+
+
+def test_a_data_loader_is_no_data_set() -> None:
+    with pytest.raises(DataError, match=r"return its \.dataset"):
+        as_source(DataLoader(TensorDataset(torch.zeros(4), torch.zeros(4))), 0)
+
+
+class Batched(Curriculum):
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        return {"x": torch.zeros(len(indices)), "labels": torch.zeros(len(indices))}
+
+
+def test_a_data_set_that_gives_a_batch_where_rows_are_asked_for_is_named() -> None:
+    with pytest.raises(DataError, match=r"Batched.__getitems__ returned dict, and not a list with a row"):
+        as_source(Batched(), 0).batch(torch.tensor([0]), 0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_data_set_is_told_its_epoch(inside: bool, workers: int) -> None:
-    """Also inside of a ``Subset``, and when it is evaluated on, too."""
+@pytest.mark.parametrize("inside", ["", "subset", "concatenated"])
+def test_a_data_set_is_told_its_epoch(inside: str, workers: int) -> None:
+    """Also inside of a ``Subset`` and of a ``ConcatDataset``, and when it is evaluated on, too."""
     data = Curriculum()
-    chosen = Subset(data, range(4)) if inside else data
+    chosen: Any = Subset(data, range(4)) if inside else data
+    if inside == "concatenated":
+        chosen = ConcatDataset([Subset(data, range(2)), Subset(Curriculum(), range(2))])
     stream = Loader(chosen, seed=0, micro_batch_size=2, workers=workers).stream(0, 8)
     held_out = EvaluationLoader(data, seed=0, micro_batch_size=4)
     epochs = []

@@ -124,3 +124,34 @@ if __name__ == "__main__":
 def test_a_training_that_ends_while_it_takes_a_tensor_leaves_no_traceback() -> None:
     finished = subprocess.run([sys.executable, "-c", TAKING], capture_output=True, text=True, timeout=60, check=True)
     assert not finished.stderr
+
+
+GARBAGE = """
+import gc, os
+from dsframe.data import Loader
+
+class Group:
+    def __del__(self):
+        if os.getpid() != parent:
+            os._exit(3)
+
+class Reading:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        gc.collect()
+        return float(index), index
+
+parent = os.getpid()
+gc.disable()
+group = Group()
+group.itself = group
+del group
+print(next(Loader(Reading(), seed=0, micro_batch_size=8, workers=1).stream())[1].sum().item(), gc.get_freeze_count())
+"""
+
+
+def test_a_worker_does_not_collect_what_its_parent_has_left() -> None:
+    """Of an earlier DDP run of the program that was a process group, whose threads the worker waited for, or which aborted."""
+    finished = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stdout) == (0, "28 0\n"), finished.stderr

@@ -143,6 +143,16 @@ def test_reading_ends_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [{"0": told[0]["0"]}] * 3
 
 
+class Graph:
+    """Prints its sizes alone, as those of torch_geometric do."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.store = {"nodes": nodes}
+
+    def __repr__(self) -> str:
+        return f"Graph(nodes={list(self.store['nodes'].shape)})"
+
+
 def test_a_digest_is_of_names_types_shapes_and_values() -> None:
     rows: list[Any] = [
         (torch.zeros(1, 4), torch.zeros(1)),
@@ -154,6 +164,8 @@ def test_a_digest_is_of_names_types_shapes_and_values() -> None:
         (["text"], torch.zeros(1)),
         (["other"], torch.zeros(1)),
         (torch.zeros(1, 4, dtype=torch.bfloat16), torch.tensor(0)),
+        *((np.concatenate([np.zeros(1000), [middle], np.zeros(1000)]), 0) for middle in (0.0, 1.0)),
+        *((Graph(torch.full((2000,), value)), 0) for value in (0.0, 1.0)),
     ]
     assert len({digest(row) for row in rows}) == len(rows)
     assert digest((torch.arange(8.0).view(2, 4).T, 0)) == digest((torch.arange(8.0).view(2, 4).T.contiguous(), 0))

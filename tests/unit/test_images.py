@@ -18,7 +18,7 @@ from dsframe.errors import DataError
 from tests.processes import python, run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
 FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -160,6 +160,20 @@ def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> 
     with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
         folder.check(str(pictures), ["cat", "dog"], said.append)
     assert not said
+
+
+@pytest.mark.parametrize("kind", ["bmp", "ppm", "tif", "gif", "jpg", "webp"])
+def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind: str, tmp_path: Path) -> None:
+    """A thumbnail in a JPEG has the end of a picture, too."""
+    thumbnail = io.BytesIO()
+    Image.fromarray(RAMP).save(thumbnail, "JPEG")
+    head = Image.Exif()
+    head.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.MakerNote] = thumbnail.getvalue()
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)
+    place = written(tmp_path / f"a.{kind}", Image.fromarray(noise), **({"exif": head} if kind == "jpg" else {}))
+    assert not folder._damage(partial(place.open, "rb"))
+    place.write_bytes(place.read_bytes()[:-40])
+    assert folder._damage(partial(place.open, "rb"))
 
 
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:
