@@ -149,6 +149,6 @@ def same_step(name: str, first: dict[str, float], other: object) -> None:
     if first != other:
         raise CheckpointError(
             f"{name} has step count {other or 'none'}, but its neighbours {first or 'none'}: parameters have different step "
-            "counts, and this engine keeps one for a group. Resume on an engine with one for each (ddp, fsdp, horovod, single), or give "
-            'those that are trained anew a group of their own: "parameter_groups": [{"match": [...], "lr_scale": 1.0}]'
+            "counts, and this engine keeps one for a group. Resume on an engine with one for each (ddp, fsdp, horovod, single), or "
+            'give those that are trained anew a group of their own: "parameter_groups": [{"match": [...], "lr_scale": 1.0}]'
         )
