@@ -34,6 +34,8 @@ A group's destructor waits for its worker threads, and one of those may be about
 Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
 complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
 """
+_opened: object = None
+"""The group that this process has opened."""
 _sharing: int | None = None
 """Engines that have joined those before them, inside of :func:`shared`; None outside."""
 _meetings = itertools.count()
@@ -90,11 +92,19 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
     if an engine before this one has (:func:`shared`).
 
     ``limit``: the longest time of a collective (``Plan.collective_limit``); without it the backend's own.
-    Raises WorldError where the port is taken or rank 0 cannot be reached.
+    Raises WorldError where the port is taken or rank 0 cannot be reached, and where the program has a group of its own.
     """
+    global _opened
     if joins():
         return False
     _closed.clear()
+    if dist.is_initialized():
+        if dist.group.WORLD is not _opened:
+            raise WorldError(
+                "this program has initialized torch.distributed itself, and dsframe opens its own process group; leave "
+                "init_process_group out, or call torch.distributed.destroy_process_group() before"
+            )
+        _leave()  # a notebook goes on after a run that has ended with an error
     address, port = rendezvous_address(world)
     # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees only one
     # (srun --gpus-per-task=1). Under mpirun it asserts that Open MPI's variable says the same.
@@ -125,6 +135,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
             # Alone it has nobody to connect to, and NCCL's start has failed there (DeepSpeed's issue 8248).
             device_id=device if on_gpu and world.size > 1 else None,
         )
+    _opened = dist.group.WORLD
     phases.done("process group")
     return True
 
@@ -263,5 +274,9 @@ def close_process_group() -> None:
         return
     if dist.is_initialized():
         dist.barrier()
-        _closed.extend(dist.distributed_c10d._world.pg_map)
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    _closed.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()

@@ -128,6 +128,7 @@ def write(
     shared: dict[int, dict[str, float]] = {}
     for slot in slots:
         parameter = slot.load(saved)
+        same_step(slot.name, shared.setdefault(id(slot.master), dict(parameter.scalars)), parameter.scalars)
         slot.target(slot.master.detach()).copy_(parameter.weight)
         if not parameter.moments and not parameter.scalars:
             if slot.start is None:
@@ -138,7 +139,6 @@ def write(
             if key not in held or held[key] is None:
                 held[key] = slot.moment(value)
             slot.target(held[key]).copy_(value)
-        same_step(slot.name, shared.setdefault(id(slot.master), dict(parameter.scalars)), parameter.scalars)
         put_scalars(optimizer, held, parameter.scalars, groups[id(slot.master)], slot.master.device)
     for slot in frozen:
         slot.target(slot.master.detach()).copy_(slot.load(saved).weight)
@@ -148,6 +148,7 @@ def same_step(name: str, first: dict[str, float], other: object) -> None:
     """Raises CheckpointError where parameters that share one optimizer entry were saved with different step counts."""
     if first != other:
         raise CheckpointError(
-            f"{name} has step count {other}, but its neighbours {first}: parameters have different step counts, and this engine "
-            "keeps one; resume on an engine of full replicas (ddp, horovod, single)"
+            f"{name} has step count {other or 'none'}, but its neighbours {first or 'none'}: parameters have different step "
+            "counts, and this engine keeps one for a group. Resume on an engine with one for each (ddp, fsdp, horovod, single), or "
+            'give those that are trained anew a group of their own: "parameter_groups": [{"match": [...], "lr_scale": 1.0}]'
         )

@@ -46,8 +46,10 @@ class _Wanted:
         try:
             self.groups = [ParameterGroup.model_validate(dict(group)) for group in given]
         except (TypeError, ValueError) as error:
-            text = "; ".join(str(error).split("\n")[1:3]) if isinstance(error, ValidationError) else str(error)
-            raise TaskError(f"{self._whose}: {text}; give dicts as in the file's parameter_groups") from None
+            problems = error.errors() if isinstance(error, ValidationError) else ()
+            text = ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems) or str(error)
+            remedy = 'name parameters by patterns, as the file does: {"match": ["head.*"], "lr_scale": 10}'
+            raise TaskError(f"{self._whose}: {text}; {remedy}") from None
         for index, group in enumerate(self.groups):
             if group.contradiction:
                 raise self.wrong(index, *group.contradiction)

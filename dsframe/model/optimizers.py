@@ -176,7 +176,7 @@ def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     if torch_adam is None:
         arguments.setdefault("weight_decay", 0.0)
     if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])
+        arguments["betas"] = tuple(map(float, arguments["betas"]))  # 0.0 is read as 0, and torch takes floats
     if not arguments.keys() & {"fused", "foreach", "capturable", "differentiable"}:
         arguments["fused"] = True
     return OptimizerSpec(kind, torch.optim.AdamW if decoupled else torch.optim.Adam, arguments)

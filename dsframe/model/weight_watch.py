@@ -383,6 +383,11 @@ class WeightWatch(TorchFunctionMode):
             return
         line = _caller()
         if line:
+            if stale:
+                raise EngineError(
+                    f"{line} uses {known} by a reference from before the training (in a list or a dict, for example), and "
+                    f"{self._engine.description} has put another tensor in its place: take it from its module where it is used"
+                )
             name = known or next((n for n, other in self._parameters.items() if other is parameter), "a weight")
             raise EngineError(f"{line} uses {name} outside of its module's forward pass: {self._shards()}")
 

@@ -3,7 +3,8 @@ attributes of the task.
 
 No checkpoint has it, and each rank has its own. Some of it moves no loss: caches, counters, values for a log. So where attributes
 have changed in the first step, the loss of its micro-batch is taken with them as before and as after: where the two differ, the
-training depends on them.
+training depends on them. Where a step has several micro-batches the same is asked of buffers, which checkpoints have: a count of
+forward passes, the vectors of a spectral norm.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.state import persistent_buffers
 from dsframe.training import held, sample_trial, unmoved
+from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import ELEMENTS, same
 
 _TOLERANCE = 1e-6
@@ -42,6 +44,8 @@ class ModuleState:
         """Attributes of the model's modules, and what user code keeps outside of them and of the task."""
         self._buffers: unmoved.Buffers | None = None
         """As before the step: what the first batch has left there may hide what the next one would."""
+        self._buffers_after: unmoved.Buffers | None = None
+        """As after the step, where they are to be asked about."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -64,6 +68,8 @@ class ModuleState:
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._after = self._values(watch.model)
+            if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
+                self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
         return held.attributes(model, buffers=True), held.outside(self._engine)
@@ -72,14 +78,25 @@ class ModuleState:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
         that is ``resumed``, would not share."""
         lines = []
-        kinds = {"model": self._changed, "task": self.of_task, "program": self._outside}
+        kinds = {
+            "model": self._changed,
+            "task": self.of_task,
+            "program": self._outside,
+            "buffers": self._moved_buffers(),
+        }
         changed = {whose: self._of_all(names) for whose, names in kinds.items()}
         depending = {whose: self._of_all({self._depends(whose, names)}) for whose, names in changed.items() if names}
-        self._batch = self._before = self._after = self._buffers = None
+        self._batch = self._before = self._after = self._buffers = self._buffers_after = None
         for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
             names = ", ".join(sorted(changed[whose]))
-            if depends & {_LOSS, _BUFFERS}:
+            if whose == "buffers":
+                if _LOSS in depends:
+                    lines.append(
+                        f"model's loss depends on {names}, which each forward pass changes, so the training depends on "
+                        "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
+                    )
+            elif depends & {_LOSS, _BUFFERS}:
                 where = (
                     "in globals, classes or closures from one step"
                     if whose == "program"
@@ -101,13 +118,21 @@ class ModuleState:
                 )
         return ". This ".join(lines)
 
+    def _moved_buffers(self) -> set[str]:
+        """Returns the names of those that are saved and that this rank's forward passes have changed, but statistics."""
+        watch = self._engine.built.watch
+        if watch is None or self._buffers is None or self._buffers_after is None:
+            return set()
+        saved = persistent_buffers(watch.model)
+        return {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
+
     def _of_all(self, words: set[str]) -> set[str]:
         texts = all_gather_text(self._engine, json.dumps(sorted(words)))
         return {word for text in texts for word in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
         """**Collective.** Returns whether this rank's loss, or what it leaves in buffers, differs with the values of before the
-        step and after it: those of the model's modules, ``names`` of the task, or what the program keeps elsewhere."""
+        step and after it: those of the model's modules, ``names`` of the task, buffers, or what the program keeps elsewhere."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
@@ -126,7 +151,8 @@ class ModuleState:
             with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
                     generators.restore(kept, device)
-                    buffers.put_back()
+                    after_step = after and whose == "buffers" and self._buffers_after
+                    (after_step or buffers).put_back()
                     of_modules, outside = self._after if after else self._before
                     if whose == "model":
                         of_modules.put_back()

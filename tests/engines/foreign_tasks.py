@@ -69,6 +69,23 @@ class Penalty(Rows):
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
 
+class _Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3))
+        self.weights = [self.scale]
+
+    def forward(self, rows: Tensor) -> Any:
+        return self.body(rows) * self.weights[0]
+
+
+class Listed(Rows):
+    """Has a weight in a list, too, and takes it from there."""
+
+    def model(self) -> nn.Module:
+        return _Listing()
+
+
 class Gathered(Rows):
     """Reads weights in the loss, where they are whole: a penalty, and a weight that is used twice."""
 

@@ -40,6 +40,7 @@ SHARDED = {"fsdp", "zero3"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     # name: (task, options, what is refused: set-up -> words of the message)
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
+    "a weight in a list": ("Listed", {}, {"fsdp": "by a reference from before the training"}),
     "gathered weights in the loss": ("Gathered", {}, {}),
     "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy")),
     "gathered weights called": ("CalledInside", {}, dict.fromkeys(SHARDED, "is called inside of dsframe.gathered()")),

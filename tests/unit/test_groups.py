@@ -159,6 +159,13 @@ def test_what_is_wrong_is_said_before_training(wanted: list[Any], says: str, by_
         settled(task=Tokens(wanted)) if by_task else settled(*wanted)
 
 
+def test_groups_as_torch_has_them_are_told_of_patterns() -> None:
+    with pytest.raises(
+        TaskError, match=r'groups: match: Field required, params: .*; name parameters by patterns.*"head\.\*"'
+    ):
+        settled(task=Tokens([{"params": [], "lr_scale": 2}]))
+
+
 def test_an_optimizer_without_decay_cannot_have_it_by_groups() -> None:
     spec = optimizers.read(load(FILE | {"optimizer": {"type": "Rprop", "params": {"lr": 0.01}}}))
     with pytest.raises(ConfigError, match="Rprop has no weight_decay, and parameter groups have one"):

@@ -257,3 +257,50 @@ def test_a_count_that_nothing_depends_on_may_be_lost(tmp_path: Path, capsys: pyt
     fit(tmp_path, Counts(), 2)
     fit(tmp_path, Counts(), 4, resume="auto")
     assert "depend" not in capsys.readouterr().err
+
+
+class Counting(nn.Module):
+    """Counts forward passes in a buffer, as an annealing by steps does; or for a log."""
+
+    calls: Tensor
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.inner, self.power = nn.Linear(8, 1), power
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Any:
+        self.calls += self.training
+        return self.inner(rows) * self.calls.clone() ** self.power
+
+
+@pytest.mark.parametrize(
+    ("power", "accumulation", "meant", "said"),
+    [(1.0, 2, False, True), (1.0, 1, False, False), (0.0, 2, False, False), (1.0, 2, True, False)],
+)
+def test_buffers_that_count_forward_passes_are_said(
+    power: float, accumulation: int, meant: bool, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Task(dsframe.Task):
+        batch_dependent = meant
+
+        def model(self) -> nn.Module:
+            return Counting(power)
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs - targets).square().mean()
+
+        def train_data(self) -> Any:
+            return torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+
+    settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path)}
+    dsframe.fit(
+        Task(),
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+            "dsframe": settings,
+        },
+    )
+    assert ("model's loss depends on calls, which each forward pass changes" in capsys.readouterr().err) is said

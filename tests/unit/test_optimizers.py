@@ -117,6 +117,12 @@ def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) 
     assert theirs.defaults == ours.defaults
 
 
+def test_a_beta_of_0_is_a_number_as_any_other() -> None:
+    """GANs write [0.0, 0.9]; a file's reader makes 0 of it, and torch takes floats alone."""
+    (group,) = read("Adam", {"betas": [0, 0.9]}).build([torch.nn.Parameter(torch.zeros(2))]).param_groups
+    assert group["betas"] == (0.0, 0.9)
+
+
 def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.params"):
         read("SGD", {"lr": -1.0}).build([torch.nn.Parameter(torch.zeros(2))])

@@ -11,9 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import dsframe
 from dsframe.cluster import process_group
 from dsframe.cluster.world import World
+from dsframe.errors import WorldError
 from dsframe.guard import watchdog
 from dsframe.model.plan import collective_limit
 
@@ -88,3 +91,37 @@ def test_groups_of_libraries_have_the_same_limit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(distributed, "_set_pg_timeout", lambda limit, group: given.append((limit, group)))
     process_group.extend_limits(timedelta(hours=1))
     assert given == [(timedelta(hours=1), "world"), (timedelta(hours=1), "another")]
+
+
+FILE = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "dsframe": {"engine": "ddp", "steps": 1},
+}
+
+
+def _line(slope: float = 1.0) -> dsframe.Task:
+    rows = torch.ones(8, 1)
+    return dsframe.Task.from_module(
+        lambda: torch.nn.Linear(1, 1),
+        lambda outputs, targets: (outputs - targets).square().mean() * (1 / slope),
+        torch.utils.data.TensorDataset(rows, rows),
+    )
+
+
+def test_a_notebook_goes_on_after_a_run_with_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first had no time to leave its process group."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        dsframe.fit(_line(0), FILE)
+    assert dsframe.fit(_line(), FILE).steps == 1
+
+
+def test_a_process_group_of_the_programs_own_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(WorldError, match=r"initialized torch\.distributed itself.*destroy_process_group"):
+            dsframe.fit(_line(), FILE)
+    finally:
+        dist.destroy_process_group()

@@ -30,3 +30,13 @@ def test_pieces_lie_at_their_places_and_have_one_step_count() -> None:
         else:
             with pytest.raises(CheckpointError, match="b has step count"):
                 fill(optimizer, flat, pieces, saved)
+
+
+def test_a_parameter_that_is_trained_anew_has_no_part_in_its_neighbours_step_count() -> None:
+    flat = torch.zeros(4)
+    optimizer: Any = SimpleNamespace(state={flat: {}}, param_groups=[{}])
+    head = ParameterState("head", torch.ones(2), {"exp_avg": torch.ones(2)}, {"step": 7.0})
+    thawed = ParameterState("thawed", torch.ones(2), {}, {})
+    saved = Snapshot(EngineState(7, None, {}, {}, iter([head, thawed])))
+    with pytest.raises(CheckpointError, match=r"thawed has step count none.*lr_scale"):
+        fill(optimizer, flat, [Piece("thawed", 0, 2, 0), Piece("head", 2, 2, 0)], saved)

@@ -26,17 +26,22 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     """Weights, moments and step count of one flat tensor, from the saved ranges of its pieces, read one at a time."""
     held = optimizer.state[flat]
     common: dict[str, float] | None = None
+    anew = ""
     for name, start, size, first in pieces:
         parameter = saved.part(name, first, size)
         _make_moments(held, parameter, flat)
         if parameter.moments or parameter.scalars:
             common = dict(parameter.scalars) if common is None else common
             same_step(parameter.name, common, parameter.scalars)
+        else:
+            anew = parameter.name
         for target, source in (
             (flat, parameter.weight),
             *((held[key], moment) for key, moment in parameter.moments.items()),
         ):
             target.detach().narrow(0, start, size).copy_(source)
+    if anew and common:
+        same_step(anew, common, {})
     _set_scalars(optimizer, flat, common)
 
 
