@@ -22,8 +22,8 @@ class Shards(ABC):
     puts_others = False
     """True if whole parameters are other objects, which lie in the model while its modules run."""
 
-    never_whole = False
-    """True if no rank ever has whole parameters: each computes with its part."""
+    never_whole = ""
+    """If no rank ever has whole parameters, because each computes with its part: what to do instead of reading them."""
 
     @abstractmethod
     def cuts(self, weight: Any) -> bool:

@@ -55,7 +55,6 @@ _LINEAR = f"{_SITE}/deepspeed/runtime/zero/linear.py"
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
 _OTHER_ENGINES = 'choose engine "single" or "horovod", or ZeRO 0 to 2'
-_WITHOUT = "use weight_decay for a penalty, leave the layer out of partition_config, or train without tensor_parallel"
 _WHOLE_STEPS = (
     "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
     "rank (ddp, horovod, or ZeRO 0 to 2)"
@@ -81,7 +80,7 @@ class WeightWatch(TorchFunctionMode):
         """A digest of their names: ranks of another stage of a pipeline have others."""
         self._trained: list[bool] = []
         self._dtypes: list[torch.dtype] = []
-        self._whole, self._never_whole, self._gives_up = True, False, False
+        self._whole, self._never_whole, self._gives_up = True, "", False
         self.whole_steps = False
         """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
         self._direct: dict[str, str] = {}
@@ -168,7 +167,7 @@ class WeightWatch(TorchFunctionMode):
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
         self._puts_others = any(library is not None and library.puts_others for library in libraries)
-        self._never_whole = any(library is not None and library.never_whole for library in libraries)
+        self._never_whole = next((library.never_whole for library in libraries if library and library.never_whole), "")
         self._gives_up = any(library is not None and not library.never_whole for library in libraries)
 
     @property
@@ -525,11 +524,11 @@ class WeightWatch(TorchFunctionMode):
 
     @property
     def _whole_steps(self) -> str:
-        return _WITHOUT if self._never_whole else _WHOLE_STEPS
+        return self._never_whole or _WHOLE_STEPS
 
     def _shards(self) -> str:
         if self._never_whole:
-            return f"{self._engine.description} shards weights, and no rank has whole ones; {_WITHOUT}"
+            return f"{self._engine.description} shards weights, and no rank has whole ones; {self._never_whole}"
         return (
             f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
             "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or "

@@ -1,4 +1,4 @@
-"""What test_tensor.py runs on two ranks: programs that layers cut among them would train in another way.
+"""What test_tensor.py runs on two ranks: programs that layers cut among them, or experts, would train in another way.
 
     torchrun --nproc-per-node=2 -m tests.engines.refused_cuts REPORT.json
 
@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.engines.deepspeed.imports import groups
 from dsframe.errors import EngineError
 from dsframe.model.micro_batch import MicroBatch
+from dsframe.tasks import _transformers
 from dsframe.train import leave_at_once
 from tests.engines.foreign_tasks import Rows
 from tests.engines.several import one_process_group, prepare
@@ -167,7 +169,54 @@ class ScaledGradient(MaskedGradient):
     rows = 1
 
 
+class Mixture(Rows):
+    def model(self) -> nn.Module:
+        settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        more = {"num_key_value_heads": 2, "num_local_experts": 4, "model_type": "mixtral"}
+        config = _transformers.configure("AutoModelForCausalLM", {**settings, **more}, {"vocab_size": 20})
+        self.net: Any = _transformers.build("AutoModelForCausalLM", config, None)
+        return self.net  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs.logits[:, -1], targets)
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
+
+
+class HookedMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.register_forward_hook(lambda module, rows, output: output * 2)
+        return net  # type: ignore[no-any-return]
+
+
+class MaskedMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.experts.down_proj.register_hook(lambda gradient: gradient * 0.5)
+        return net  # type: ignore[no-any-return]
+
+
+class FrozenMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.experts.requires_grad_(False)
+        return net  # type: ignore[no-any-return]
+
+
+class PenaltyMixture(Mixture):
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs, targets) + 1e-4 * sum(w.square().sum() for w in self.net.parameters())
+
+
 CASES = {
+    "Mixture": "",
+    "HookedMixture": "puts a layer without its hooks in the place of model.layers.0.mlp;",
+    "MaskedMixture": "drops the hook on the gradient of model.layers.0.mlp.experts.down_proj",
+    "FrozenMixture": "all experts are frozen",
+    "PenaltyMixture": "experts.w1 outside of its module's forward pass",
     "Plain": "",
     "ScaledGradient": "",
     "Hooked": "puts a layer without its hooks in the place of block.up",
@@ -178,7 +227,7 @@ CASES = {
     "Divided": "a sharded Sequential computes other outputs than the whole one",
     "Between": "gain of a sharded Gain gets another gradient than of the whole one",
     "Penalty": "uses block.up.weight outside of its module's forward pass",
-    "Gathered": "dsframe.gathered: with tensor parallelism no rank gathers whole weights",
+    "Gathered": "dsframe.gathered: no rank gathers whole weights",
     "Hidden": "the ranks that share layers compute other losses",
     "Uneven": "the ranks that share layers compute other losses",
     "MaskedGradient": "the hook on the gradient of block.up.weight needs the whole gradient",
@@ -188,6 +237,9 @@ SPECS = [
     {"patterns": [r".*(up|gate)\.(weight|bias)$"], "partition_type": "column"},
     {"patterns": [r".*down\.weight$"], "partition_type": "row"},
 ]
+TENSOR: dict[str, Any]
+TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS, "use_default_specs": False}}}
+EXPERTS: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 def trained(case: str) -> str:
@@ -196,7 +248,7 @@ def trained(case: str) -> str:
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS, "use_default_specs": False}},
+        **(EXPERTS if case.endswith("Mixture") else TENSOR),
         "dsframe": {"engine": "deepspeed", "task": {"name": f"tests.engines.refused_cuts:{case}"}},
     }
     try:

@@ -181,7 +181,7 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed import experts, state_experts
 
             experts.refuse_unsupported(self.plan, module)
-            with patches.recorded_routers():
+            with patches.recorded_routers(), experts.whole_blocks(module, self.built.gradient_hooks):
                 self._start(module)
             self._experts = state_experts.parts(module)
             return {}

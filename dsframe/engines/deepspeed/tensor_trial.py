@@ -9,8 +9,8 @@ Source: deepspeed 0.19.8, ``module_inject/auto_tp.py`` (_replace_with_config, up
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe.engines.deepspeed.chains import HOOKS
+from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.engines.deepspeed.state_tensor import Cut, note_of
 from dsframe.errors import EngineError
 from dsframe.model import gradient_hooks
 from dsframe.model.build import LARGE
 from dsframe.model.forward import call
-from dsframe.model.gathered import LIBRARIES, Shards
+from dsframe.model.gathered import LIBRARIES
 from dsframe.model.micro_batch import Inputs
 from dsframe.model.state import SavedState, load_buffers, saved_parameters
 from dsframe.model.user_state import Generators
@@ -40,59 +40,27 @@ _PARTIAL = (
 )
 
 
-class TensorShards(Shards):
-    """Parameters that AutoTP has cut: each rank computes with its part."""
+class TensorShards(OwnParts):
+    """Parameters that AutoTP has cut."""
 
-    never_whole = True
+    never_whole = f"use weight_decay for a penalty, {_LEAVE}"
 
     def cuts(self, weight: Any) -> bool:
         """True of a parameter that AutoTP has cut."""
         return note_of(weight) is not None
 
-    def is_whole(self, weight: Any) -> bool:
-        """Never."""
-        return False
-
-    def copies(self, weights: Any) -> list[Tensor]:
-        """Raises EngineError."""
-        raise EngineError(
-            "dsframe.gathered: with tensor parallelism no rank gathers whole weights; use weight_decay for a penalty, or train "
-            "without tensor_parallel"
-        )
-
-    def gradients(self, weights: Any, gradients: Any) -> list[Tensor]:
-        """Never called: there are no copies."""
-        raise NotImplementedError
-
 
 LIBRARIES.insert(0, TensorShards())  # at stage 3 a part is cut once more
 
 
-@contextmanager
-def whole_layers(model: nn.Module) -> Iterator[None]:
+def whole_layers(model: nn.Module) -> AbstractContextManager[None]:
     """Around AutoTP's work on ``model``. Raises EngineError for layers that it cannot put others in the place of."""
-    before = list(model.named_modules(remove_duplicate=False))
-    try:
-        yield
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        what = f"DeepSpeed cannot shard this {type(model).__name__}, in which layers may share a weight"
-        raise EngineError(f"tensor_parallel: {what}: {error}; {_LEAVE}") from error
-    after = dict(model.named_modules(remove_duplicate=False))
-    replaced = {name: layer for name, layer in before if name in after and after[name] is not layer}
-    for name, layer in before:
-        hooks = any(getattr(layer, hooks) for hooks in HOOKS)
-        if name in replaced and (hooks or not _is_plain(layer)):
-            what = "hooks" if hooks else f"class, {type(layer).__name__},"
-            raise EngineError(
-                f"tensor_parallel: DeepSpeed puts a layer without its {what} in the place of {name}; {_LEAVE}"
-            )
-        if name not in replaced and any(layer is other for other in replaced.values()):
-            raise EngineError(f"tensor_parallel: {name} is used at several places of the model; {_LEAVE}")
+    return replacing(model, "tensor_parallel", _is_plain, _LEAVE)
 
 
 def _is_plain(layer: nn.Module) -> bool:
     own = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward)
-    return own and "forward" not in vars(layer) and "weight" in layer._parameters and not layer._modules
+    return own and "weight" in layer._parameters and not layer._modules
 
 
 class Trial:
