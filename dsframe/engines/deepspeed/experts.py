@@ -41,8 +41,6 @@ def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
             f'expert_parallel: "{model_type}" is no model whose experts dsframe can spread over ranks; '
             f"remove expert_parallel, or train one of {', '.join(KINDS)}"
         )
-    if not any(weight.requires_grad for name, weight in model.named_parameters() if ".experts." in name):
-        raise EngineError("expert_parallel: all experts are frozen, and DeepSpeed raises; remove expert_parallel")
     preset = plan.config.deepspeed.expert_parallel.preset_model
     if preset not in (None, model_type):
         raise EngineError(
@@ -57,6 +55,9 @@ def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
         )
     if getattr(config, "router_jitter_noise", 0.0):
         raise EngineError("expert_parallel: AutoEP's router has no router_jitter_noise; remove one of them")
+    weights = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    if weights and not any(weight.requires_grad for weight in weights):
+        raise EngineError("expert_parallel: all experts are frozen, and DeepSpeed raises; remove expert_parallel")
 
 
 class ExpertShards(OwnParts):

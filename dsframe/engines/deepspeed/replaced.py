@@ -29,10 +29,22 @@ class OwnParts(Shards):
         raise NotImplementedError
 
 
+def _hooks(layer: nn.Module) -> list[Any]:
+    """Those of the program's."""
+    hooks = [hook for kind in HOOKS for hook in getattr(layer, kind).values()]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("dsframe.")]
+
+
 @contextmanager
 def replacing(model: nn.Module, section: str, is_plain: Callable[[nn.Module], bool], remedy: str) -> Iterator[None]:
     """Around DeepSpeed's work on ``model``. Raises EngineError for layers with more than weights, if they are not ``is_plain``."""
     before = list(model.named_modules(remove_duplicate=False))
+    lost: dict[nn.Module, str] = {}
+    for _, layer in before:  # DeepSpeed has hooks of its own later
+        if _hooks(layer):
+            lost[layer] = "hooks"
+        elif "forward" in vars(layer) or not is_plain(layer):
+            lost[layer] = f"class, {type(layer).__name__},"
     try:
         yield
     except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
@@ -41,9 +53,9 @@ def replacing(model: nn.Module, section: str, is_plain: Callable[[nn.Module], bo
     after = dict(model.named_modules(remove_duplicate=False))
     replaced = {name: layer for name, layer in before if after.get(name) is not layer}
     for name, layer in before:
-        hooks = any(getattr(layer, hooks) for hooks in HOOKS)
-        if name in replaced and (hooks or "forward" in vars(layer) or not is_plain(layer)):
-            what = "hooks" if hooks else f"class, {type(layer).__name__},"
-            raise EngineError(f"{section}: DeepSpeed puts a layer without its {what} in the place of {name}; {remedy}")
+        if name in replaced and layer in lost:
+            raise EngineError(
+                f"{section}: DeepSpeed puts a layer without its {lost[layer]} in the place of {name}; {remedy}"
+            )
         if name not in replaced and any(layer is other for other in replaced.values()):
             raise EngineError(f"{section}: {name} is used at several places of the model; {remedy}")
