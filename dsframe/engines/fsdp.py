@@ -227,7 +227,15 @@ class FsdpEngine(ReplicaEngine):
     def _apply(self) -> None:
         if self._calls is not None:  # on a GPU a step later, so that none waits for the device
             self._calls.check(waits=self.plan.device.type == "cpu")
-        super()._apply()
+        try:
+            super()._apply()
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            name = self.plan.optimizer.name
+            raise EngineError(
+                f"{name}: it cannot compute with {self.description}'s shards; choose another engine"
+            ) from error
 
     def _pieces(self) -> list[Tensor]:
         return [tensor._local_tensor for tensor in cast(list[DTensor], gradients_of(self._parameters))]

@@ -22,6 +22,7 @@ from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
+from dsframe.model.rates import keep_ratios
 from dsframe.model.spill import Spill
 from dsframe.model.state import (
     EngineState,
@@ -66,6 +67,7 @@ class ReplicaEngine(ModelEngine):
         if not plan.frozen:
             groups = self.built.groups.split(self._named_parameters())
             self.optimizer = self._distribute(optimizer_watch.build(plan.optimizer, groups))
+            keep_ratios(self.optimizer.param_groups, plan.optimizer.learning_rate)
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> LossScale | None:

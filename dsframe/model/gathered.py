@@ -22,6 +22,9 @@ class Shards(ABC):
     puts_others = False
     """True if whole parameters are other objects, which lie in the model while its modules run."""
 
+    never_whole = ""
+    """If no rank ever has whole parameters, because each computes with its part: what to do instead of reading them."""
+
     @abstractmethod
     def cuts(self, weight: Any) -> bool:
         """True of a parameter that this library has cut."""

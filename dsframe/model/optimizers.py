@@ -80,10 +80,21 @@ class OptimizerSpec:
             optimizer = self.cls(parameters, **self.arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             raise _wrong("params", f"{self.name}: {error}") from None
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(f"Task.optimizer returned {type(optimizer).__name__}; return a torch.optim.Optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise TaskError(
+                f"Task.optimizer returned {type(optimizer).__name__}; return a torch.optim.Optimizer, and call its __init__"
+            )
+        self._refuse_others(_tensors(parameters), _tensors(optimizer.param_groups))
         refuse_decay(optimizer)
         return optimizer
+
+    def _refuse_others(self, given: set[int], has: set[int]) -> None:
+        if given != has:
+            others = f" and {len(has - given)} others" if has - given else ""
+            raise TaskError(
+                f"{self.name}: it has {len(given & has)} of the {len(given)} tensors that it was given{others}, so the rest "
+                'would not be trained; give it all, and freeze parameters by "parameter_groups": [{"match": ..., "freeze": true}]'
+            )
 
     def for_deepspeed(self) -> dict[str, Any]:
         """The ``optimizer`` section from which DeepSpeed builds this very optimizer."""
@@ -92,6 +103,12 @@ class OptimizerSpec:
             return {"type": "Adam", "params": {**self.arguments, "adam_w_mode": decoupled, "torch_adam": True}}
         section = {"type": self.kind, "params": dict(self.arguments)}
         return {**section, "legacy_fusion": True} if self.legacy_fusion else section
+
+
+def _tensors(parameters: list[Any]) -> set[int]:
+    """Returns the ids of parameters, or of those in groups."""
+    groups = [given["params"] if isinstance(given, dict) else [given] for given in parameters]
+    return {id(parameter) for group in groups for parameter in group}
 
 
 def refuse_decay(optimizer: torch.optim.Optimizer) -> None:

@@ -40,4 +40,5 @@ Schedule = Callable[[int], Rates]
 def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:
     """Gives each group of an optimizer that has made groups itself its rate in terms of ``base`` as its ``lr_scale``."""
     for group in parameter_groups:
-        group.setdefault("lr_scale", group["lr"] / base if base else 1.0)
+        known = base and group["lr"] is not None
+        group.setdefault("lr_scale", float(group["lr"]) / base if known else 1.0)

@@ -80,7 +80,7 @@ class WeightWatch(TorchFunctionMode):
         """A digest of their names: ranks of another stage of a pipeline have others."""
         self._trained: list[bool] = []
         self._dtypes: list[torch.dtype] = []
-        self._whole = True
+        self._whole, self._never_whole, self._gives_up = True, "", False
         self.whole_steps = False
         """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
         self._direct: dict[str, str] = {}
@@ -167,6 +167,8 @@ class WeightWatch(TorchFunctionMode):
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
         self._puts_others = any(library is not None and library.puts_others for library in libraries)
+        self._never_whole = next((library.never_whole for library in libraries if library and library.never_whole), "")
+        self._gives_up = any(library is not None and not library.never_whole for library in libraries)
 
     @property
     def model(self) -> nn.Module:
@@ -245,7 +247,7 @@ class WeightWatch(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch has no public name for it
             raise EngineError(
                 f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
-                f"them; {_WHOLE_STEPS}"
+                f"them; {self._whole_steps}"
             )
 
     def computed(self, loss: Tensor) -> None:
@@ -303,7 +305,7 @@ class WeightWatch(TorchFunctionMode):
         if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
-        if self._whole or not self._direct or not known:
+        if self._whole or self._never_whole or not self._direct or not known:
             return None
         name, line = next(iter(self._direct.items()))
         return EngineError(
@@ -333,7 +335,7 @@ class WeightWatch(TorchFunctionMode):
         if func is torch.autograd.grad and not (self._whole or self.whole_steps) and (line := _caller()):
             raise EngineError(
                 f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; "
-                f"{_WHOLE_STEPS}"
+                f"{self._whole_steps}"
             )
         alone = self._whole and self._engine.updates_in_place and self._engine.plan.world.size == 1
         if func is Tensor.backward and not alone and (line := _caller()):
@@ -423,7 +425,7 @@ class WeightWatch(TorchFunctionMode):
     def _marks(self) -> dict[str, Any]:
         """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
         watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
-        if not self._whole:
+        if self._gives_up:
             return {name: parameter._version for name, parameter in watched.items()}
         return _sums(watched)
 
@@ -525,7 +527,13 @@ class WeightWatch(TorchFunctionMode):
                 "use_reentrant=False: the same numbers"
             )
 
+    @property
+    def _whole_steps(self) -> str:
+        return self._never_whole or _WHOLE_STEPS
+
     def _shards(self) -> str:
+        if self._never_whole:
+            return f"{self._engine.description} shards weights, and no rank has whole ones; {self._never_whole}"
         return (
             f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
             "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or "

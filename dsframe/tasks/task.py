@@ -418,8 +418,9 @@ class Task:
         """The optimizer, where the file says ``"optimizer": {"type": "task", "params": {"lr": 1e-3}}``.
 
         ``groups``: tensors, or dicts of them, as torch's optimizers take them: parameters, their fp32 masters, or at ZeRO-1 to 3
-        flat shards of many, for which the update of each number must not depend on others. ``params``: the file's; ``lr`` is set
-        before each update. Its state goes into checkpoints: tensors of a parameter's shape, and numbers.
+        flat shards of many, for which the update of each number must not depend on others. It has to get all. ``params``: the
+        file's; ``lr`` is set before each update, in proportion where groups have rates of their own. Its state goes into
+        checkpoints: tensors of a parameter's shape, and numbers.
         """
         raise TaskError(f"{type(self).__name__} must define optimizer(groups, **params)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from dsframe.engines.deepspeed.tensor import completed, cuts
 from dsframe.errors import CheckpointError, EngineError
 from dsframe.model.state import EngineState, ParameterState
 from dsframe.tasks import _transformers
+from tests.engines.refused_cuts import CASES as CUTS
 from tests.engines.snapshot import Snapshot
 from tests.engines.tensor import CASES, LLAMA
 from tests.processes import run_ranks, warm
@@ -65,6 +67,13 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     held, whole = report["elements"]
     if "whole" not in case:
         assert held < (0.95 if "moe" in case else 0.7) * whole, "experts are whole on each rank"
+
+
+def test_what_would_train_otherwise_is_refused(tmp_path: Path) -> None:
+    run_ranks(warm(2, ["-m", "tests.engines.refused_cuts", str(tmp_path / "report.json")]), timeout_seconds=120).check()
+    report = json.loads((tmp_path / "report.json").read_text())
+    wrong = {case: said for case, said in report.items() if CUTS[case] not in said or bool(said) != bool(CUTS[case])}
+    assert not wrong
 
 
 # Without processes.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.config import load
 from dsframe.data import Sampler, TensorSource
+from dsframe.engines import optimizer_watch
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import optimizers
 
@@ -232,6 +233,69 @@ def test_an_optimizer_that_the_task_makes(tmp_path: Path, monkeypatch: pytest.Mo
         dsframe.fit(Factory(lambda groups, **_: groups), made)
     with pytest.raises(ConfigError, match=r'optimizer\.params: "lr" is required'):
         load({**made, "optimizer": {"type": "task"}})
+
+
+def by_shape(groups: list[Any], lr: float) -> torch.optim.Optimizer:
+    """Rates of its own, by shape."""
+    matrices, rest = ([p for p in groups if (p.dim() > 1) is matrix] for matrix in (True, False))
+    return torch.optim.SGD([{"params": matrices, "lr": 0.5 * lr}, {"params": rest}], lr=lr)
+
+
+def test_rates_of_groups_that_the_task_makes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = {**own(5), "optimizer": {"type": "task", "params": {"lr": 0.1}}}
+    found = dsframe.fit(Factory(by_shape), file).loss
+    file = {**own(5), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    file["dsframe"] |= {"parameter_groups": [{"match": ["weight"], "lr_scale": 0.5}], "run_dir": "named"}
+    assert found == dsframe.fit(Ramp(), file).loss
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda groups, **params: Signs(groups[:1], **params),
+            "it has 1 of the 2 tensors that it was given, so the rest",
+        ),
+        (
+            lambda groups, **params: Signs([nn.Parameter(g.detach()) for g in groups], **params),
+            "0 of the 2 .* 2 others",
+        ),
+        (lambda groups, **params: torch.optim.Optimizer.__new__(Signs), "and call its __init__"),
+    ],
+)
+def test_an_optimizer_over_other_tensors_is_refused(made: Any, message: str) -> None:
+    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    with pytest.raises(TaskError, match=message):
+        spec.build([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
+
+
+class ByNorm(Signs):
+    """Steps of a length, as LARS takes them: each tensor's numbers depend on each other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("made", "refused"),
+    [
+        (Signs, ()),
+        (ByNorm, (1, 3)),
+        (by_shape, (3,)),
+        (lambda groups, lr: Signs([nn.Parameter(torch.ones(1))], lr), ()),
+    ],
+)
+def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tuple[int, ...]) -> None:
+    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    for stage in (1, 3):
+        if stage in refused:
+            with pytest.raises(EngineError, match=f"its update of a number depends on others.*ZeRO-{stage}"):
+                optimizer_watch.refuse_dependent(spec, stage)
+        else:
+            optimizer_watch.refuse_dependent(spec, stage)
 
 
 @pytest.mark.parametrize(

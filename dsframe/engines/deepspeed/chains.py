@@ -15,7 +15,7 @@ from dsframe.model.build import LARGE
 from dsframe.model.state import persistent_buffers
 from dsframe.tasks.task import Task
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = "put it into a layer, or train without a pipeline"
 
 
@@ -56,7 +56,7 @@ def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
         raise TaskError(f"{', '.join(lost)} of {name} is in none of its layers, so no stage has it; {_REMEDY}")
     inside = {module for layer in layers for module in layer.modules()}
     for module in whole.modules():
-        if module not in inside and any(getattr(module, hooks) for hooks in _HOOKS):
+        if module not in inside and any(getattr(module, hooks) for hooks in HOOKS):
             raise TaskError(
                 f"{type(module).__name__} has a hook (register_forward_hook and the like), and a pipeline calls its layers, not "
                 f"{type(module).__name__} itself; {_REMEDY}"

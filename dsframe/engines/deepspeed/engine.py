@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
     from dsframe.engines.deepspeed.state_experts import Part
     from dsframe.engines.deepspeed.state_tensor import Cut
+    from dsframe.engines.deepspeed.tensor_trial import Trial
 
 
 class ZeroEngine(ModelEngine):
@@ -74,6 +75,9 @@ class ZeroEngine(ModelEngine):
         self._slices: Slices | None = None
         self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
         self._experts: Mapping[str, Part] = {}
+        self._shares: Mapping[str, Cut] = {}
+        self._trial: Trial | None = None
+        self._compared = 0
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         refuse_after_step(plan)
@@ -179,17 +183,21 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed import experts, state_experts
 
             experts.refuse_unsupported(self.plan, module)
-            with patches.recorded_routers():
+            with patches.recorded_routers(), experts.whole_blocks(module, self.built.gradient_hooks):
                 self._start(module)
             self._experts = state_experts.parts(module)
             return {}
         if self.plan.batch.tensor_parallel_size == 1:
             self._start(module)
             return {}
-        from dsframe.engines.deepspeed import tensor
+        from dsframe.engines.deepspeed import tensor, tensor_trial
 
-        self._start(module, tensor.completed(self.plan.config.written()["tensor_parallel"], module, self.plan))
-        return tensor.cuts(self._model)
+        section = tensor.completed(self.plan.config.written()["tensor_parallel"], module, self.plan)
+        with tensor_trial.whole_layers(module):
+            self._start(module, section)
+        cut = tensor.cuts(self._model)
+        tensor_trial.refuse_hooks(self.built.gradient_hooks, cut)
+        return cut
 
     def _start(self, module: nn.Module, tensor_parallel: Mapping[str, Any] | None = None) -> None:
         document = handover(
@@ -201,12 +209,18 @@ class ZeroEngine(ModelEngine):
         )
         if self._spill is not None:
             self._shard(module, document, self._spill)
+        if tensor_parallel is not None:
+            from dsframe.engines.deepspeed.tensor_trial import Trial
+
+            self._trial = Trial.of(module, self.built.gradient_hooks)
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
             document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
         optimizer, parameters = None, self._split()
         if self.plan.optimizer.is_custom and not self.plan.frozen:
+            if self._stage:
+                optimizer_watch.refuse_dependent(self.plan.optimizer, self._stage)
             del document["optimizer"]
             optimizer = partial(optimizer_watch.build, self.plan.optimizer)
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -315,10 +329,20 @@ class ZeroEngine(ModelEngine):
             after_step.call(self.plan.task, self.views())
             state.publish(self._engine)
         loss = (total / self.plan.batch.accumulation_steps).float()
+        self._compare_losses(loss)
         if self._slices is not None:
             loss = self._slices.mean(loss)
         norm = self._engine.get_global_grad_norm()
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
+
+    def _compare_losses(self, loss: Tensor) -> None:
+        """**Collective.** Of ranks that share layers, in the first two steps: a rank that draws more than another has other numbers
+        in the next one. Raises EngineError."""
+        if self._shares and self._compared < 2:
+            from dsframe.engines.deepspeed.tensor_trial import refuse_different
+
+            self._compared += 1
+            refuse_different(loss, self._dtype, self._tensor_group())
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
@@ -340,9 +364,12 @@ class ZeroEngine(ModelEngine):
             self._calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
-        return precision.cast_outputs(
-            outputs_of(self._engine, precision.cast_inputs(inputs, self._dtype), self.built.watch)
-        )
+        inputs = precision.cast_inputs(inputs, self._dtype)
+        if self._trial is not None:
+            trial, self._trial = self._trial, None
+            with self._without_hooks() if self._stage == 3 else contextlib.nullcontext():
+                trial(self._model, inputs, self._shares, self._tensor_rank)
+        return precision.cast_outputs(outputs_of(self._engine, inputs, self.built.watch))
 
     @contextlib.contextmanager
     def _whole_weights(self) -> Iterator[None]:
@@ -460,7 +487,7 @@ class ZeroEngine(ModelEngine):
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""
-        updates, batch = saved.updates, self.plan.batch
+        whole, updates, batch = saved, saved.updates, self.plan.batch
         if self._shares:
             from dsframe.engines.deepspeed import state_tensor
 
@@ -470,6 +497,8 @@ class ZeroEngine(ModelEngine):
 
             saved = state_experts.Experts(saved, self._experts)
         state.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)
+        if self._trial is not None:
+            self._trial.load(whole)
         self._updates = updates
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ experts it is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -14,9 +15,14 @@ from torch import nn
 
 from dsframe.config.rules.experts import KINDS
 from dsframe.engines.deepspeed.imports import configure_moe_param_groups, groups
+from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.errors import EngineError
+from dsframe.model.gathered import LIBRARIES
+from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.plan import Plan
 
+_WITHOUT = "leave it out of the model, or train without expert_parallel"
+_PLAIN = ("transformers.", "torch.")
 _COUNTS = ("num_local_experts", "num_experts")
 
 
@@ -49,6 +55,33 @@ def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
         )
     if getattr(config, "router_jitter_noise", 0.0):
         raise EngineError("expert_parallel: AutoEP's router has no router_jitter_noise; remove one of them")
+    weights = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    if weights and not any(weight.requires_grad for weight in weights):
+        raise EngineError("expert_parallel: all experts are frozen, and DeepSpeed raises; remove expert_parallel")
+
+
+class ExpertShards(OwnParts):
+    """Experts that AutoEP has spread over ranks."""
+
+    never_whole = "use weight_decay for a penalty, or train without expert_parallel"
+
+    def cuts(self, weight: Any) -> bool:
+        """True of an expert's weight."""
+        return getattr(weight, "allreduce", True) is False
+
+
+LIBRARIES.insert(0, ExpertShards())
+
+
+@contextmanager
+def whole_blocks(model: nn.Module, hooks: GradientHooks) -> Iterator[None]:
+    """Around AutoEP's work on ``model``. Raises EngineError for blocks that it cannot put others in the place of."""
+    weights = dict(model.named_parameters())
+    with replacing(model, "expert_parallel", lambda layer: type(layer).__module__.startswith(_PLAIN), _WITHOUT):
+        yield
+    now = dict(model.named_parameters())
+    if lost := [name for name in hooks if now.get(name) is not weights[name]]:
+        raise EngineError(f"expert_parallel: DeepSpeed drops the hook on the gradient of {', '.join(lost)}; {_WITHOUT}")
 
 
 def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -> tuple[Any, list[Any] | None]:

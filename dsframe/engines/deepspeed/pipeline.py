@@ -132,6 +132,7 @@ class PipelineEngine(ZeroEngine):
         self._updates += applied
         # Of this column, from the last stage; what train_batch returns is the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
+        self._compare_losses(loss)
         norm = self._engine.get_global_grad_norm()
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 

@@ -49,29 +49,35 @@ class Cut:
         result = shares[0].new_empty(self.view)
         for rank, share in enumerate(shares):
             extents = [widths[rank] for widths in self.widths]
-            mine = torch.split(share.view(self._share_view(rank)), extents, self.dimension)
+            mine = torch.split(share.view(self.share_view(rank)), extents, self.dimension)
             for segment, widths, part in zip(self._segments(result), self.widths, mine, strict=True):
                 torch.split(segment, list(widths), self.dimension)[rank].copy_(part)
         return result.view(self.shape)
 
     def numel(self, rank: int) -> int:
         """Number of elements of ``rank``'s share."""
-        return math.prod(self._share_view(rank))
+        return math.prod(self.share_view(rank))
 
     def _segments(self, view: Tensor) -> tuple[Tensor, ...]:
         return torch.split(view, [sum(widths) for widths in self.widths], self.dimension)
 
-    def _share_view(self, rank: int) -> tuple[int, ...]:
+    def share_view(self, rank: int) -> tuple[int, ...]:
+        """The shape in which ``rank``'s share is seen."""
         extent = sum(widths[rank] for widths in self.widths)
         return (*self.view[: self.dimension], extent, *self.view[self.dimension + 1 :])
+
+
+def note_of(parameter: Any) -> Mapping[str, Any] | None:
+    """What AutoTP has noted on a parameter that it has cut; None of one that is whole."""
+    note: Mapping[str, Any] | None = getattr(parameter, _NOTE, None)
+    return None if note is None or note["replicated"] or note["partition_dim"] is None else note
 
 
 def cuts(model: nn.Module) -> dict[str, Cut]:
     """How each parameter of ``model`` that is not whole on every rank was cut, by name."""
     cut_by_name = {}
     for name, parameter in model.named_parameters():
-        note: Mapping[str, Any] | None = getattr(parameter, _NOTE, None)
-        if note is None or note["replicated"] or note["partition_dim"] is None:
+        if (note := note_of(parameter)) is None:
             continue
         widths = note["sub_param_shard_widths"] or [note["partition_sizes"]]
         shape, view = tuple(note["original_shape"]), tuple(note["logical_shape"])

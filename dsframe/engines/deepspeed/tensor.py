@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from dsframe.engines.deepspeed import patches, state_tensor
+from dsframe.engines.deepspeed import patches, state_tensor, tensor_trial
 from dsframe.engines.deepspeed.imports import (
     SUPPORTED_STYLES,
     AutoTP,
@@ -78,7 +78,8 @@ def cut_stage(stage: Any, section: Mapping[str, Any], plan: Plan, among: dist.Pr
         partition_config=rules.get_partition_config_object(),
         training_mode=True,
     )
-    patches.split_by(auto, among, plan.batch.tensor_parallel_size, stage)
+    with tensor_trial.whole_layers(stage):
+        patches.split_by(auto, among, plan.batch.tensor_parallel_size, stage)
     _refuse_embeddings(stage, state_tensor.cuts(stage))
 
 

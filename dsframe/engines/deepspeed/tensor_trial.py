@@ -1,0 +1,194 @@
+"""Whether a model that AutoTP has cut still computes what it does whole.
+
+AutoTP puts layers of its own in the place of those that a pattern matches, with their weights and nothing else: what a subclass of
+``nn.Linear``, a hook or a parametrization does is gone. It divides attributes such as ``d_model`` and ``hidden_size``. Of a weight
+that stays whole and is used between cut ones, each rank has a part of the gradient.
+Source: deepspeed 0.19.8, ``module_inject/auto_tp.py`` (_replace_with_config, update_mp_params) and ``layers.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsframe.engines.deepspeed.replaced import OwnParts, replacing
+from dsframe.engines.deepspeed.state_tensor import Cut, note_of
+from dsframe.errors import EngineError
+from dsframe.model import gradient_hooks
+from dsframe.model.build import LARGE
+from dsframe.model.forward import call
+from dsframe.model.gathered import LIBRARIES
+from dsframe.model.micro_batch import Inputs
+from dsframe.model.state import SavedState, load_buffers, saved_parameters
+from dsframe.model.user_state import Generators
+
+_LEAVE = "leave it out of partition_config, or train without tensor_parallel"
+_DIVIDED = (
+    "DeepSpeed shards what partition_config matches, and divides attributes such as d_model and hidden_size around it: correct the "
+    "patterns, or train without tensor_parallel"
+)
+_PARTIAL = (
+    'a weight that is whole between sharded layers needs {"partition_type": "skip", "grad_allreduce": true} in partition_config; a '
+    "layer that is used twice, or on a transposed tensor, cannot be sharded"
+)
+
+
+class TensorShards(OwnParts):
+    """Parameters that AutoTP has cut."""
+
+    never_whole = f"use weight_decay for a penalty, {_LEAVE}"
+
+    def cuts(self, weight: Any) -> bool:
+        """True of a parameter that AutoTP has cut."""
+        return note_of(weight) is not None
+
+
+LIBRARIES.insert(0, TensorShards())  # at stage 3 a part is cut once more
+
+
+def whole_layers(model: nn.Module) -> AbstractContextManager[None]:
+    """Around AutoTP's work on ``model``. Raises EngineError for layers that it cannot put others in the place of."""
+    return replacing(model, "tensor_parallel", _is_plain, _LEAVE)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    own = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward)
+    return own and "weight" in layer._parameters and not layer._modules
+
+
+class Trial:
+    """A copy of the whole model, which is compared with the one that is cut."""
+
+    def __init__(self, whole: nn.Module, hooks: gradient_hooks.GradientHooks) -> None:
+        self._whole, self._hooks = whole, hooks
+
+    @classmethod
+    def of(cls, whole: nn.Module, hooks: gradient_hooks.GradientHooks) -> Trial | None:
+        """None where a copy would need much memory, or cannot be made."""
+        if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
+            return None
+        try:
+            return cls(copy.deepcopy(whole), hooks)
+        except Exception:  # modules may hold anything
+            return None
+
+    def load(self, saved: SavedState) -> None:
+        """Gives the copy the weights that the model gets."""
+        for name, weight in saved_parameters(self._whole):
+            weight.data.copy_(saved.parameter(name).weight)
+        load_buffers(self._whole, saved)
+
+    def __call__(self, model: nn.Module, inputs: Inputs, cut: Mapping[str, Cut], rank: int) -> None:
+        """**Collective.** Raises EngineError where outputs differ in evaluation, or gradients of them."""
+        dtype = next(parameter.dtype for parameter in model.parameters())
+        device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
+        for parameter in self._whole.to(device).parameters():
+            parameter.data = parameter.data.to(dtype)
+        try:
+            wanted = _outputs(self._whole, inputs)
+        except Exception:  # a model that cannot be called so early says so itself
+            return
+        modes = {module: module.training for module in model.modules()}
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            self._compare(model, inputs, wanted, cut, rank)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for buffer, kept in buffers:
+                buffer.data.copy_(kept)
+
+    def _compare(
+        self, model: nn.Module, inputs: Inputs, wanted: list[Tensor], cut: Mapping[str, Cut], rank: int
+    ) -> None:
+        name, exact = type(self._whole).__name__, next(model.parameters()).dtype == torch.float32
+        try:
+            found = _outputs(model, inputs)
+        except RuntimeError as error:
+            raise EngineError(f"tensor_parallel: a sharded {name} cannot be computed ({error}): {_DIVIDED}") from error
+        noise = 1e-3 if exact else 0.1
+        # A cache is in parts. A loss that uses it differs between ranks.
+        pairs = [pair for pair in zip(found, wanted, strict=False) if pair[0].shape == pair[1].shape]
+        if (wanted and not pairs) or not all(_close(*pair, noise) for pair in pairs):
+            raise EngineError(
+                f"tensor_parallel: a sharded {name} computes other outputs than the whole one. {_DIVIDED}"
+            )
+        if not pairs:
+            return
+        of_cut, of_whole = _gradients(model, found, wanted), _gradients(self._whole, wanted, found)
+        norm = float(torch.stack([gradient.float().norm() for gradient in of_whole.values()]).norm())
+        for key, gradient in of_cut.items():
+            expected = gradient_hooks.call(self._hooks.get(key, ()), of_whole[key])
+            if key in cut:
+                expected = cut[key].share(expected, rank, gradient.shape)
+            if not _close(gradient, expected, noise, 0.1 * noise * norm):
+                raise EngineError(
+                    f"tensor_parallel: {key} of a sharded {name} gets another gradient than of the whole one: {_PARTIAL}"
+                )
+
+
+def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """What ``model`` computes in evaluation mode that has gradients."""
+    generators = Generators([])
+    given = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), inputs)
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(0)
+        outputs = call(model.eval(), given)
+    generators.put_back(process=True)
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The gradients of a sum over those ``outputs`` that have the shapes of ``others``."""
+    draw, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for output, other in zip(outputs, others, strict=False):
+        if output.shape == other.shape:
+            total = total + (output.float() * torch.randn(output.shape, generator=draw).to(output.device)).sum().cpu()
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(weights, gradients, strict=True))
+
+
+def _close(one: Tensor, other: Tensor, noise: float, least: float = 1e-6) -> bool:
+    difference, size = (float(tensor.detach().float().norm()) for tensor in (one - other, other))
+    return not difference > noise * size + least  # NaN is for others to say
+
+
+def refuse_hooks(hooks: gradient_hooks.GradientHooks, cut: Mapping[str, Cut]) -> None:
+    """Raises EngineError where a hook makes something else of a part of a gradient than of the whole."""
+    draw = torch.Generator().manual_seed(0)
+    for name in hooks.keys() & cut.keys():
+        whole, way = torch.randn(cut[name].shape, generator=draw), cut[name]
+        of_whole = gradient_hooks.call(hooks[name], whole.clone())
+        for rank in range(len(way.widths[0])):
+            shape = way.share_view(rank) if way.view == way.shape else (-1, *way.shape[1:])
+            part = way.share(whole, rank, shape)
+            try:
+                alike = torch.allclose(gradient_hooks.call(hooks[name], part), way.share(of_whole, rank, part.shape))
+            except RuntimeError:  # of shapes
+                alike = False
+            if not alike:
+                raise EngineError(
+                    f"the hook on the gradient of {name} needs the whole gradient, and tensor parallelism shards it; leave "
+                    f"{name.rpartition('.')[0]} out of partition_config, or train without tensor_parallel"
+                )
+
+
+def refuse_different(loss: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    """**Collective.** Raises EngineError where ranks that share layers, and have the same samples, have other losses."""
+    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(losses, loss, group)
+    noise = 1e-6 if dtype == torch.float32 else 1e-3
+    if not torch.allclose(torch.stack(losses), losses[0], rtol=noise, atol=0.0, equal_nan=True):
+        raise EngineError(
+            f"tensor_parallel: the ranks that share layers compute other losses ({', '.join(f'{one:.8g}' for one in losses)}) from "
+            "the same samples: model or loss uses weights, activations or random numbers of which each rank has its part, or asks "
+            "for its rank; leave these layers out of partition_config, or train without tensor_parallel"
+        )

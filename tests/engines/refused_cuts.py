@@ -1,0 +1,279 @@
+"""What test_tensor.py runs on two ranks: programs that layers cut among them, or experts, would train in another way.
+
+    torchrun --nproc-per-node=2 -m tests.engines.refused_cuts REPORT.json
+
+Each case: two steps; the report has their losses, or what was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.engines.deepspeed.imports import groups
+from dsframe.errors import EngineError
+from dsframe.model.micro_batch import MicroBatch
+from dsframe.tasks import _transformers
+from dsframe.train import leave_at_once
+from tests.engines.foreign_tasks import Rows
+from tests.engines.several import one_process_group, prepare
+
+
+class Perceptron(nn.Module):
+    def __init__(self, hidden: int = 16, layer: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 3)
+        self.block: Any = nn.ModuleDict({"up": layer(12, hidden), "down": nn.Linear(hidden, 12)})
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.first(rows)
+        inside = self.block["down"](self.between(self.block["up"](hidden)))
+        return self.last(self.norm(hidden + inside))  # type: ignore[no-any-return]
+
+
+class Plain(Rows):
+    def model(self) -> nn.Module:
+        self.net: Any = Perceptron()
+        return self.net  # type: ignore[no-any-return]
+
+
+class Hooked(Plain):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.block["up"].register_forward_hook(lambda module, rows, output: output * 2)
+        return net  # type: ignore[no-any-return]
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class Subclass(Rows):
+    def model(self) -> nn.Module:
+        return Perceptron(layer=Doubled)
+
+
+class Parametrized(Plain):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        nn.utils.parametrizations.weight_norm(net.block["up"])
+        return net  # type: ignore[no-any-return]
+
+
+class Twice(Plain):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.again = net.block["up"]
+        return net  # type: ignore[no-any-return]
+
+
+class SharedWeight(Plain):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.block["gate"] = nn.Linear(12, 16)
+        net.block["gate"].weight = net.block["up"].weight
+        return net  # type: ignore[no-any-return]
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d_model, self.up, self.down = 12, nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.tanh(self.up(rows)))
+        return hidden / self.d_model
+
+
+class Divided(Rows):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 12), Scaling(), nn.Linear(12, 3))
+
+
+class Gain(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden * self.gain)
+
+
+class Between(Rows):
+    def model(self) -> nn.Module:
+        return Gain()
+
+
+class Penalty(Plain):
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs, targets) + 1e-4 * sum(w.square().sum() for w in self.net.parameters())
+
+
+class Gathered(Plain):
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net:
+            return F.cross_entropy(outputs, targets) + 1e-4 * sum(w.square().sum() for w in net.parameters())
+
+
+class Hidden(Rows):
+    def model(self) -> nn.Module:
+        task = self
+
+        class Kept(Perceptron):
+            def between(self, hidden: Tensor) -> Tensor:
+                task.kept = super().between(hidden)
+                return task.kept
+
+        return Kept()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs, targets) + self.kept.square().mean()
+
+
+class Dropping(Perceptron):
+    def between(self, hidden: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(hidden), 0.5, self.training)
+
+
+class Uneven(Rows):
+    """Ranks draw other numbers of random numbers, and a mask behind them is not the same."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Dropping(15), nn.Dropout(0.5))
+
+
+class MaskedGradient(Plain):
+    rows = 16
+
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        mask = torch.arange(self.rows)[:, None] % 3 > 0
+        net.block["up"].weight.register_hook(lambda gradient: gradient * mask)
+        return net  # type: ignore[no-any-return]
+
+
+class ScaledGradient(MaskedGradient):
+    rows = 1
+
+
+class Mixture(Rows):
+    def model(self) -> nn.Module:
+        settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        more = {"num_key_value_heads": 2, "num_local_experts": 4, "model_type": "mixtral"}
+        config = _transformers.configure("AutoModelForCausalLM", {**settings, **more}, {"vocab_size": 20})
+        self.net: Any = _transformers.build("AutoModelForCausalLM", config, None)
+        return self.net  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs.logits[:, -1], targets)
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
+
+
+class HookedMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.register_forward_hook(lambda module, rows, output: output * 2)
+        return net  # type: ignore[no-any-return]
+
+
+class MaskedMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.experts.down_proj.register_hook(lambda gradient: gradient * 0.5)
+        return net  # type: ignore[no-any-return]
+
+
+class FrozenMixture(Mixture):
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.model.layers[0].mlp.experts.requires_grad_(False)
+        return net  # type: ignore[no-any-return]
+
+
+class PenaltyMixture(Mixture):
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs, targets) + 1e-4 * sum(w.square().sum() for w in self.net.parameters())
+
+
+CASES = {
+    "Mixture": "",
+    "HookedMixture": "puts a layer without its hooks in the place of model.layers.0.mlp;",
+    "MaskedMixture": "drops the hook on the gradient of model.layers.0.mlp.experts.down_proj",
+    "FrozenMixture": "all experts are frozen",
+    "PenaltyMixture": "experts.w1 outside of its module's forward pass",
+    "Plain": "",
+    "ScaledGradient": "",
+    "Hooked": "puts a layer without its hooks in the place of block.up",
+    "Subclass": "puts a layer without its class, Doubled, in the place of block.up",
+    "Parametrized": "without its class, ParametrizedLinear, in the place of block.up",
+    "Twice": "again is used at several places of the model",
+    "SharedWeight": "in which layers may share a weight",
+    "Divided": "a sharded Sequential computes other outputs than the whole one",
+    "Between": "gain of a sharded Gain gets another gradient than of the whole one",
+    "Penalty": "uses block.up.weight outside of its module's forward pass",
+    "Gathered": "dsframe.gathered: no rank gathers whole weights",
+    "Hidden": "the ranks that share layers compute other losses",
+    "Uneven": "the ranks that share layers compute other losses",
+    "MaskedGradient": "the hook on the gradient of block.up.weight needs the whole gradient",
+}
+"""Task -> what is said."""
+SPECS = [
+    {"patterns": [r".*(up|gate)\.(weight|bias)$"], "partition_type": "column"},
+    {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+]
+TENSOR: dict[str, Any]
+TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS, "use_default_specs": False}}}
+EXPERTS: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
+def trained(case: str) -> str:
+    """Empty, or what was refused."""
+    file = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        **(EXPERTS if case.endswith("Mixture") else TENSOR),
+        "dsframe": {"engine": "deepspeed", "task": {"name": f"tests.engines.refused_cuts:{case}"}},
+    }
+    try:
+        make, loader = prepare(file, "deepspeed")
+        engine = make()
+        assert engine.built.watch is not None
+        for step in range(2):
+            engine.built.watch.begin(step + 1)
+            engine.train_step(MicroBatch.of(loader.micro_batches(step)))
+            engine.built.watch.end(step + 1)
+    except EngineError as error:
+        return str(error)
+    finally:
+        groups._release_process_group_references()
+    return ""
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    with one_process_group():
+        report = {case: trained(case) for case in CASES}
+        if dist.get_rank() == 0:
+            Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    leave_at_once(0)
