@@ -15,8 +15,6 @@ FEW = 1000
 """Entries of a list or dict that is copied; a data set has more."""
 ELEMENTS = 1 << 22
 """Elements of a tensor or an array that is copied."""
-
-
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
 """Classes of containers whose content is put back."""
 

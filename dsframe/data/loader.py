@@ -74,11 +74,6 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
-    if isinstance(data, DataLoader):
-        raise DataError(
-            "a DataLoader is no data set: return its .dataset; the size of batches is in the file, and collate, workers and order "
-            "are the task's"
-        )
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
 
 

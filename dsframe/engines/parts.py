@@ -34,7 +34,7 @@ from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.model import adapter, max_norm, optimizers, schedules
+from dsframe.model import digests, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.forward import call
@@ -270,7 +270,7 @@ class PartsEngine(Engine):
                     "load its weights where models() makes it, or give it a loss in losses()"
                 )
             part.requires_grad_(False)
-            self._digests[name] = adapter.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
+            self._digests[name] = digests.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
         self._refuse_shared(name, part)
         self._parts[name] = part
         return part

@@ -8,22 +8,22 @@ Source: peft 0.21.2, ``mapping.py`` (inject_adapter_in_model) and ``utils/save_a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.config.read.suggest import closest
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.model.built import Adapter
+from dsframe.model.digests import combined, digest, digest_of_one
 from dsframe.model.state import leave_out
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def settle_adapter(
     base = base_of(model)
     digests: dict[str, str] = {}
     for name in sorted(base)[share[0] :: share[1]]:
-        digests[name] = _digest(base[name])
+        digests[name] = digest_of_one(base[name])
         touched(base[name].nbytes)
     digest_of = {name: value for text in exchange(json.dumps(digests)) for name, value in json.loads(text).items()}
     leave_out(model, base)
@@ -102,8 +102,9 @@ def settle_adapter(
     return Adapter(
         json.loads(section.model_dump_json(exclude_none=True)),
         peft,
-        _combined(digest_of),
+        combined(digest_of),
         f"{trained:,} parameters of an adapter ({section.type}) train, {frozen:,} are frozen",
+        partial(add, config),
     )
 
 
@@ -150,11 +151,6 @@ def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def digest_of(model: nn.Module) -> str:
     """The base's digest, of a model that this process has whole."""
     return digest(base_of(model))
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The digest of tensors by their names, which this process has whole: of their values as float32."""
-    return _combined({name: _digest(tensor) for name, tensor in tensors.items()})
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
@@ -289,24 +285,3 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
         message = f"{folder} is an adapter of another model: {PREFIX}{differing[0]} differs"
         raise _wrong(config, message, "give the model that it was trained for")
     peft.set_peft_model_state_dict(model, saved)
-
-
-def _digest(parameter: Tensor) -> str:
-    state = xxhash.xxh3_128()
-    for piece in _pieces(parameter.detach()):
-        state.update(piece.to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data)
-    return f"{list(parameter.shape)} {state.hexdigest()}"
-
-
-def _pieces(tensor: Tensor, elements: int = 1 << 22) -> Iterator[Tensor]:
-    yield from torch.split(tensor.reshape(-1), elements)
-
-
-def _combined(digests: Mapping[str, str]) -> str:
-    lines = (f"{_without_wrappers(name)} {digests[name]}\n" for name in sorted(digests))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
-
-
-def _without_wrappers(name: str) -> str:
-    """The name in the model without an adapter: which layers have one does not make another base."""
-    return re.sub(r"\.(base_layer|original_module)\.", ".", name)

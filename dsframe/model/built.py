@@ -46,6 +46,8 @@ class Adapter:
     """Digest of the base's values as float32, the same on any number of ranks and in any number format that holds them."""
     line: str
     """Sizes, for the first lines of a run."""
+    put_into: Callable[[nn.Module], object]
+    """Puts such an adapter, with new weights, into another model of the task."""
 
     @property
     def training(self) -> dict[str, Any]:

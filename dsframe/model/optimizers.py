@@ -84,17 +84,13 @@ class OptimizerSpec:
             raise TaskError(
                 f"Task.optimizer returned {type(optimizer).__name__}; return a torch.optim.Optimizer, and call its __init__"
             )
-        self._refuse_others(_tensors(parameters), _tensors(optimizer.param_groups))
+        if (given := _tensors(parameters)) != (has := _tensors(optimizer.param_groups)):
+            raise TaskError(
+                f"{self.name} has {len(given & has)} of the {len(given)} tensors that it was given, and {len(has - given)} others; "
+                'give it all, and freeze parameters by "parameter_groups": [{"match": ..., "freeze": true}]'
+            )
         refuse_decay(optimizer)
         return optimizer
-
-    def _refuse_others(self, given: set[int], has: set[int]) -> None:
-        if given != has:
-            others = f" and {len(has - given)} others" if has - given else ""
-            raise TaskError(
-                f"{self.name}: it has {len(given & has)} of the {len(given)} tensors that it was given{others}, so the rest "
-                'would not be trained; give it all, and freeze parameters by "parameter_groups": [{"match": ..., "freeze": true}]'
-            )
 
     def for_deepspeed(self) -> dict[str, Any]:
         """The ``optimizer`` section from which DeepSpeed builds this very optimizer."""

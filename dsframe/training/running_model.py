@@ -11,7 +11,7 @@ from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import failures
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
-from dsframe.model import adapter, ema
+from dsframe.model import ema
 from dsframe.tasks.layers import seed_generators
 from dsframe.text import reason
 
@@ -60,7 +60,8 @@ def _made(engine: Engine) -> nn.Module:
     seed_generators(plan.seed)
     with torch.device("cpu"):
         model = plan.task.model()
-        adapter.add(plan.config, model)
+        if engine.built.adapter is not None:
+            engine.built.adapter.put_into(model)
     if engine.built.watch and engine.built.watch.model is model:
         raise TaskError("model() gives the module that is trained; make a new one in each call")
     return model

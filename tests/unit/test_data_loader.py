@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
 from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
@@ -348,11 +348,6 @@ class Ending:
 def test_nor_is_that_of_a_source() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(EvaluationLoader(Ending(), seed=0, micro_batch_size=1))
-
-
-def test_a_data_loader_is_no_data_set() -> None:
-    with pytest.raises(DataError, match=r"return its \.dataset"):
-        as_source(DataLoader(TensorDataset(torch.zeros(4), torch.zeros(4))), 0)
 
 
 class Batched(Curriculum):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.config import load
 from dsframe.data import Sampler, TensorSource
-from dsframe.engines import optimizer_watch
+from dsframe.engines.deepspeed import optimizer_trial
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import optimizers
 
@@ -255,7 +255,7 @@ def test_rates_of_groups_that_the_task_makes_are_kept(tmp_path: Path, monkeypatc
     [
         (
             lambda groups, **params: Signs(groups[:1], **params),
-            "it has 1 of the 2 tensors that it was given, so the rest",
+            "has 1 of the 2 tensors that it was given, and 0 others",
         ),
         (
             lambda groups, **params: Signs([nn.Parameter(g.detach()) for g in groups], **params),
@@ -293,9 +293,9 @@ def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tu
     for stage in (1, 3):
         if stage in refused:
             with pytest.raises(EngineError, match=f"its update of a number depends on others.*ZeRO-{stage}"):
-                optimizer_watch.refuse_dependent(spec, stage)
+                optimizer_trial.refuse_dependent(spec, stage)
         else:
-            optimizer_watch.refuse_dependent(spec, stage)
+            optimizer_trial.refuse_dependent(spec, stage)
 
 
 @pytest.mark.parametrize(

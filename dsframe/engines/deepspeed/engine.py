@@ -220,7 +220,9 @@ class ZeroEngine(ModelEngine):
         optimizer, parameters = None, self._split()
         if self.plan.optimizer.is_custom and not self.plan.frozen:
             if self._stage:
-                optimizer_watch.refuse_dependent(self.plan.optimizer, self._stage)
+                from dsframe.engines.deepspeed import optimizer_trial
+
+                optimizer_trial.refuse_dependent(self.plan.optimizer, self._stage)
             del document["optimizer"]
             optimizer = partial(optimizer_watch.build, self.plan.optimizer)
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
