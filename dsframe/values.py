@@ -43,6 +43,8 @@ def copied(value: Any, depth: int = 2) -> Any:
 
 def same(before: Any, after: Any) -> bool:
     """Returns whether two plain values, or two objects of plain values, are equal; True of what cannot be compared."""
+    if before is None or after is None:
+        return before is after
     if isinstance(before, Tensor) and before.is_nested:
         return isinstance(after, Tensor) and after.is_nested and same(list(before.unbind()), list(after.unbind()))
     if isinstance(before, Tensor):

@@ -28,6 +28,8 @@ from dsframe.values import ELEMENTS, same
 
 _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
+_NAMED = 4
+"""Names in a line; a quantised network has as many buffers as layers."""
 _NO, _LOSS, _BUFFERS, _UNKNOWN = "no", "loss", "buffers", "unknown"
 
 
@@ -89,7 +91,7 @@ class ModuleState:
         self._batch = self._before = self._after = self._buffers = self._buffers_after = None
         for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
-            names = ", ".join(sorted(changed[whose]))
+            names = _few(sorted(changed[whose]))
             if whose == "buffers":
                 if _LOSS in depends:
                     lines.append(
@@ -182,3 +184,7 @@ class ModuleState:
         saved = persistent_buffers(watch.model)  # others are attributes, that the loss has been asked about
         moved = (name for name in saved.keys() & first if not same(first[name], second.get(name)))
         return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= _NAMED else f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
