@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,9 +159,6 @@ def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, tmp_path: Pa
     (run / "config.json").write_text(json.dumps(given))
     with pytest.raises(CheckpointError, match=r"another adapter: adapter\.lora_alpha was 16\.0, is 64"):
         dsframe.load_model(run)
-    command = [sys.executable, "-m", "dsframe", "evaluate", str(run)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert "another adapter: adapter.lora_alpha was 16.0, is 64" in ended.stderr
     assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     fit(file(tmp_path / "on", {"folder": str(tmp_path / "peft")}, steps=1))
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
