@@ -176,7 +176,7 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
 
     Raises CheckpointError where this is another base.
     """
-    adapter.add(config, model)
+    changes.compare_adapters(checkpoint.manifest, adapter.add(config, model))
     adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
     base = set(map(id, adapter.base_of(model).values()))
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in base}
@@ -192,6 +192,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
         checkpoint = Checkpoint(path)
         changes.compare_classes(checkpoint.manifest, run.task.class_names)
         if engine.built.adapter is not None:
+            changes.compare_adapters(checkpoint.manifest, engine.built.adapter.peft)
             adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
         engine.load_state(Weights(checkpoint, averages=averages))
         checkpoint.close()

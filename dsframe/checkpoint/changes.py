@@ -159,6 +159,7 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
         raise CheckpointError(
             f"the checkpoint is of another training: {'; '.join(wrong)}. Change it back, or start over with --resume never"
         )
+    compare_adapters(manifest, current.get("adapter", ""))
     changed = []
     if new_batch(manifest, current):
         line = _changes(BATCH, manifest["training"][BATCH], current["training"][BATCH])[0]
@@ -185,6 +186,18 @@ def compare_classes(manifest: Mapping[str, Any], names: Sequence[str]) -> None:
         f"the data's classes are {', '.join(names)}, but the checkpoint was trained with {', '.join(trained)}{what}: "
         "rename the folders as they were, or train anew"
     )
+
+
+def compare_adapters(manifest: Mapping[str, Any], settings: str) -> None:
+    """Raises CheckpointError where the adapter counts otherwise than in the training: neither names nor shapes show it.
+
+    ``settings``: peft's, as JSON."""
+    was, now = (json.loads(text or "{}") for text in (manifest.get("adapter"), settings))
+    keys = [key for key in ("lora_alpha", "alpha_pattern", "use_rslora") if key in was and key in now]
+    if lines := [line for key in keys for line in _changes(f"adapter.{key}", was[key], now[key])]:
+        raise CheckpointError(
+            f"the checkpoint has another adapter: {'; '.join(lines)}. Give the settings, or the folder, of the training"
+        )
 
 
 def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

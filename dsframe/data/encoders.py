@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,14 @@ class ConversationEncoder:
         """True if the template writes the day's date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
-        self._warned = False
+        self._said: set[str] = set()
 
     def length(self, row: Row) -> int:
         return 4096  # not known before the template
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
-            if not self._warned and (others := [name for name in row.value if name not in self.columns]):
-                self._warned = True
-                warning = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
-                print(warning, file=sys.stderr, flush=True)
+            self._warn(row, "columns that are not read", (name for name in row.value if name not in self.columns))
             self._choose_template(row)
             if "messages" in row.value and row.value["messages"] is not None:
                 tokens, learned = self._conversation(row)
@@ -98,6 +95,12 @@ class ConversationEncoder:
                 )
             ids = np.asarray(tokens, np.int32)
             yield np.where(np.asarray(learned, bool), ids, ~ids)
+
+    def _warn(self, row: Row, what: str, names: Iterable[Any]) -> None:
+        """Names what is lost, each once."""
+        if new := sorted({str(name) for name in names} - self._said):
+            self._said |= {*new}
+            print(f"dsframe: warning: {row.place}: {what}: {', '.join(new)}", file=sys.stderr, flush=True)
 
     def _choose_template(self, row: Row) -> None:
         """Of several by name the one that transformers takes: that for tools where there are some, else the default."""
@@ -126,6 +129,9 @@ class ConversationEncoder:
                 "{% endgeneration %} behind what the assistant says, in a file that chat_template names"
             )
         messages = _messages(row.value["messages"], row, "messages")
+        given = [*_unweighted(messages), self._variables(row)]
+        unread = (key for part in given for key, value in part.items() if value and str(key) not in self._template)
+        self._warn(row, "not in the chat template, so not read", unread)
         weights = [(message["role"], _counts(message, row)) for message in messages]
         counts = [weight for role, weight in weights if role == "assistant"]
         if not counts:  # a template may have another name for it
@@ -275,8 +281,10 @@ def _counts(message: Mapping[str, Any], row: Row) -> bool:
 
 
 def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The messages as a template is to see them."""
-    return [{key: part for key, part in message.items() if key not in _WEIGHTS} for message in messages]
+    """The messages as a template is to see them: transformers takes a null for a key that is not there."""
+    return [
+        {key: part for key, part in message.items() if key not in _WEIGHTS and part is not None} for message in messages
+    ]
 
 
 def _common(first: Sequence[int], other: Sequence[int]) -> int:
@@ -338,6 +346,8 @@ def _messages(value: Any, row: Row, name: str) -> list[Any]:
 def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
     """The text of a content that is a list of texts: templates that know no parts would write the list itself."""
     parts = message.get("content")
+    if isinstance(parts, Mapping) and message["role"] not in ("tool", "function", "ipython"):
+        raise DataError(f'{row.place}: "content" of a message is an object, {str(parts)[:60]}; give its text')
     if not isinstance(parts, (list, tuple)):
         return {}
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]

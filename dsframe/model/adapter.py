@@ -36,6 +36,8 @@ _OF_ADAPTER = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{N
 """In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
 _HEADS = ("classifier", "score", "qa_outputs")
 """Output layers that peft trains whole, by the end of their names (peft_model.py)."""
+_BY_ITS_MODEL = ("alora_invocation_tokens", "monteclora_config", "kasa_config", "arrow_config")
+"""Settings of which a part is in the forward pass or the loss of peft's own model."""
 _BY_PEFT = "give a folder that peft has written"
 PREFIX = "base_model.model."
 """Before every name in peft's files."""
@@ -262,6 +264,8 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
         raise _wrong(config, f"{folder} has no {_SETTINGS} and {FILE}", _BY_PEFT)
     if settings.peft_type != "LORA":
         raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
+    if odd := [key for key in _BY_ITS_MODEL if getattr(settings, key, None)]:
+        raise _wrong(config, f"{folder} has {odd[0]}, which peft computes outside of the layers", "train it with peft")
     settings.inference_mode = False
     return settings
 

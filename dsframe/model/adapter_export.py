@@ -30,15 +30,19 @@ def merge(model: nn.Module) -> nn.Module:
     expected = outputs_of(model)
     _untie(model)
     wrappers = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    merged = set()
     for name, module in list(model.named_modules()):
+        parent, _, attribute = name.rpartition(".")
         if name in wrappers:
             whole: Any = module.unload_and_optionally_merge_module(True, True, [NAME])
         elif isinstance(module, BaseTunerLayer) and not name.startswith(tuple(of + "." for of in wrappers)):
             module.merge(safe_merge=True)
             whole = module.get_base_layer()
+            merged.add(name)
+            if parent in merged:  # of several parameters of a module: the outermost layer was replaced
+                continue
         else:
             continue
-        parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, whole)
     _compare_outputs(expected, outputs_of(model), "the adapter is merged")
     return model.requires_grad_(True)
@@ -67,6 +71,7 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
     settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
     settings.inference_mode = True
     source = getattr(model, "name_or_path", None)
+    source = str(Path(source).resolve()) if source and Path(source).is_dir() else source  # the reader starts elsewhere
     settings.base_model_name_or_path, settings.revision = hub.origin(str(source)) or (source, settings.revision)
     values = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     values = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in values.items()}

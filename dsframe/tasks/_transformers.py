@@ -88,8 +88,20 @@ def configure(auto: str, model: Mapping[str, Any] | str, facts: Mapping[str, Any
     mapping = getattr(transformers(), MAPPINGS[auto])
     if type(config) not in mapping:
         raise TaskError(f'model_type "{config.model_type}": transformers has no {auto} for it')
+    if auto == "AutoModelForCausalLM" and _sees_behind(config):
+        remedy = '; write "is_decoder": true into its configuration' * hasattr(config, "is_decoder")
+        raise TaskError(
+            f'task.model: in model_type "{config.model_type}" tokens see those behind them, their targets{remedy}'
+        )
     config.architectures = [mapping[type(config)].__name__]
     return config
+
+
+def _sees_behind(config: Any) -> bool:
+    """True for encoders, of which transformers makes a language model all the same."""
+    masked = type(config) in transformers().MODEL_FOR_MASKED_LM_MAPPING
+    encoder = masked or config.model_type in ("bert-generation", "cpmant", "xlnet")
+    return encoder and not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
 
 
 def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
@@ -137,10 +149,20 @@ def _from_folder(path: str) -> Any:
     model_folder = folder(path)
     if not (model_folder / "config.json").is_file():
         raise TaskError(f"task.model: {model_folder} has no config.json; name the folder that save_pretrained wrote")
+    if (model_folder / "adapter_config.json").is_file():  # transformers would add it, and freeze the rest
+        raise TaskError(
+            f'task.model: {model_folder} has an adapter beside the model; move it into a folder of its own, for "adapter.folder"'
+        )
     try:
-        return transformers().AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+        config = transformers().AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
         raise TaskError(f"task.model: {model_folder / 'config.json'}: {_reason(model_folder, error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise TaskError(
+            f"task.model: the weights of {model_folder} are quantised (quantization_config); name a folder with those of 16 or 32 "
+            'bits, and "adapter.base_format" for 4 bits in the training'
+        )
+    return config
 
 
 def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +186,8 @@ class CausalLanguageModelTask(Task):
         def tokenize(piece: str) -> list[int]:
             return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
 
-        return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+        digest = f"{self._digest} {_transformers.transformers().__version__} {version('tokenizers')}"
+        return tokens.encoded(content, tokenize, digest, self.settings.data_dir)
 
 
 def _ends(config: Mapping[str, Any], generation: str | None) -> list[int]:

@@ -292,6 +292,8 @@ def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool | None 
     from dsframe.inference import load_model
     from dsframe.model import adapter_export
 
+    if number_format := store.read_manifest(path)["training"].get("adapter", {}).get("base_format"):
+        say_aloud(f"the base is merged in full; the training rounded it to {number_format}, so outputs differ")
     model = load_model(path, averages=_average(path, average))
     model = adapter_export.merge(model).to(getattr(torch, dtype))
     return dict(model.state_dict())

@@ -6,6 +6,7 @@ Models of transformers generate by their own ``generate``, with its cache; the b
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def generated(task: Any, model: Any, words: list[int], options: argparse.Namespa
             how: dict[str, Any] = {"do_sample": False}
             if options.sample:
                 how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
-            ends = model.generation_config.eos_token_id
+            known = json.loads(task.pretrained()["generation_config"] or "{}")  # of a tokenizer from elsewhere its own
+            ends = known.get("eos_token_id", model.generation_config.eos_token_id)
             ends = {*(ends if isinstance(ends, list) else [ends]), getattr(tokenizer, "eos_token_id", None)} - {None}
             tokens = model.generate(
                 tokens,

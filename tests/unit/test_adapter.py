@@ -5,6 +5,8 @@ On other engines: tests/engines/test_groups.py.
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,27 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
         fit(file(tmp_path / "run", model=str(place), steps=4), resume="auto")
     with pytest.raises(CheckpointError, match="has an adapter that was trained with another base model"):
         dsframe.load_model(tmp_path / "run")
+
+
+def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, tmp_path: Path) -> None:
+    """The same names and shapes: only peft's settings show it."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    given = json.loads((run / "config.json").read_text())
+    given["dsframe"]["adapter"]["lora_alpha"] = 64
+    (run / "config.json").write_text(json.dumps(given))
+    with pytest.raises(CheckpointError, match=r"another adapter: adapter\.lora_alpha was 16\.0, is 64"):
+        dsframe.load_model(run)
+    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    fit(file(tmp_path / "on", {"folder": str(tmp_path / "peft")}, steps=1))
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({**settings, "use_rslora": True}))
+    with pytest.raises(CheckpointError, match=r"another adapter: adapter\.use_rslora was false, is true"):
+        fit(file(tmp_path / "on", {"folder": str(tmp_path / "peft")}, steps=2), resume="auto")
+    settings["alora_invocation_tokens"] = [1, 2]
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="has alora_invocation_tokens, which peft computes outside of the layers"):
+        fit(file(tmp_path / "other", {"folder": str(tmp_path / "peft")}, steps=1))
 
 
 def test_to_peft_and_merged(trained: Path, tmp_path: Path) -> None:

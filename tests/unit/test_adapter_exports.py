@@ -150,6 +150,19 @@ def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, tmp_path: Path) -> N
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_several_parameters_of_a_module_are_merged(tmp_path: Path) -> None:
+    """Experts in two stacks of matrices, which peft wraps one in the other: a merge ended in a RecursionError."""
+    sizes = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=stacks)
+    peft.get_peft_model(build("MixtralForCausalLM", sizes), given).save_pretrained(str(tmp_path / "theirs"))
+    model = trained(with_adapter(build("MixtralForCausalLM", sizes), {"folder": str(tmp_path / "theirs")}))
+    expected = outputs(model)
+    merged = adapter_export.merge(model)
+    assert merged.state_dict().keys() == build("MixtralForCausalLM", sizes).state_dict().keys()
+    torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_names_of_the_base_are_not_the_adapters() -> None:
     assert adapter.is_adapters("model.embed_tokens.lora_embedding_A.default")
     assert adapter.is_adapters("score.modules_to_save.default.weight")

@@ -306,3 +306,25 @@ def test_ends_that_a_text_brings_are_not_written_twice() -> None:
         for ask, answer in (("the", "cat"), ("<s>the", "cat[END]"))
     ]
     assert pair[0] == pair[1]
+
+
+def test_a_null_is_a_key_that_is_not_there() -> None:
+    """As transformers takes it; it was an error of the tokenizer."""
+    tokenizer = words("bytes")
+    assert learned(tokenizer, {"messages": [said("the", "user"), said(None, tool_calls=None)]}) == "[END]"  # type: ignore[arg-type]
+
+
+def test_what_the_template_does_not_write_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    call = [{"function": {"name": "f", "arguments": {}}}]
+    row = talk(said("one", tool_calls=call, masked=True, name=None), tools=[{"type": "function"}], system="be")
+    rows = [Row("a:1", row), Row("a:2", row)]
+    assert len(list(encoder(words("bytes"), MARKED).encode(rows))) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "dsframe: warning: a:1: columns that are not read: system",
+        "dsframe: warning: a:1: not in the chat template, so not read: masked, tool_calls, tools",
+    ]
+
+
+def test_an_object_is_no_text() -> None:
+    with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
+        learned(words("bytes"), talk(said({"text": "x"})))  # type: ignore[arg-type]

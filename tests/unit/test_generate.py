@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import dsframe
+from dsframe import tasks
 from dsframe.errors import TaskError
 from dsframe.inference import load_model
 from dsframe.run import execute
 from dsframe.tools import generate
+from tests import text_files
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -54,3 +57,20 @@ def test_other_tasks_make_no_text(tmp_path: Path) -> None:
     execute(dsframe.load({"train_batch_size": 8, "optimizer": optimizer, "dsframe": settings}), quiet=True)
     with pytest.raises(TaskError, match="is of the task vision, which makes no text"):
         generate.main([str(tmp_path / "run"), "--prompt", "a"])
+
+
+def test_text_ends_where_the_tokenizer_of_the_training_does(tmp_path: Path) -> None:
+    """The model folder's own end is an ordinary word of a tokenizer from elsewhere."""
+    folder = text_files.tokenizer(tmp_path / "tokenizer")
+    settings = {**LLAMA, "vocab_size": 400, "max_position_embeddings": 32, "eos_token_id": 7}
+    settings.pop("model_type")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(tmp_path / "model")
+    task = {"name": "causal-language-model", "model": str(tmp_path / "model"), "tokenizer": str(folder), **TEXT}
+    config = dsframe.load({"train_batch_size": 8, "dsframe": {"engine": "single", "steps": 1, "task": task}})
+    built = tasks.build(config.settings.task, 0)
+    model: Any = built.model().eval()
+    model.lm_head.weight.data.zero_()
+    model.lm_head.weight.data[7] = model.model(torch.tensor([[5]])).last_hidden_state[0, -1].detach() * 100
+    options = generate.parser().parse_args(["x", "--prompt", "a", "--tokens", "4"])
+    assert generate.generated(built, model, [5], options)[:2] == [7, 7]
+    assert built.tokenizer.eos_token_id != 7

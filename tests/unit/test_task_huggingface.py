@@ -280,6 +280,14 @@ def test_batch_norm_is_found() -> None:
             {"model": {**LLAMA, "max_position_embeddings": 8}},
             r"16 tokens, but the model's max_position_embeddings is 8",
         ),
+        *(
+            (
+                {"model": {"model_type": kind}},
+                rf'in model_type "{kind}" tokens see those behind them.*"is_decoder": true',
+            )
+            for kind in ("bert", "roberta", "bert-generation")
+        ),
+        ({"model": {"model_type": "xlnet"}}, r"tokens see those behind them, their targets$"),
         (
             {"model": "some/model"},
             r"some/model is not a local folder with a model; of the Hugging Face hub: hub:some/model",
@@ -304,9 +312,26 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         language(tokenizer=str(tmp_path))
     folder = tmp_path / "smaller"
     save(language(), folder)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}))
+    settings = {**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.2"):
         language(model=str(folder)).model()
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": four}))
+    with pytest.raises(TaskError, match=r"are quantised \(quantization_config\); name a folder"):
+        language(model=str(folder))
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(TaskError, match=r"has an adapter beside the model; move it"):
+        language(model=str(folder))
+
+
+def test_encoders_that_do_not_see_ahead_are_language_models() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = language(model={"model_type": "bert", "is_decoder": True, **sizes}).model().eval()
+    rows = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    first, second = model(input_ids=rows).logits
+    assert torch.allclose(first[:2], second[:2], atol=1e-6)
+    assert language(model={"model_type": "bart", "d_model": 16}).pretrained_config.model_type == "bart"
 
 
 def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
