@@ -148,9 +148,12 @@ def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
     """The gradients of a sum over those ``outputs`` that have the shapes of ``others``."""
     draw, total = torch.Generator().manual_seed(0), torch.zeros(())
-    for output, other in zip(outputs, others, strict=False):
-        if output.shape == other.shape:
-            total = total + (output.float() * torch.randn(output.shape, generator=draw).to(output.device)).sum().cpu()
+    with torch.enable_grad():  # the first batch may be one of an evaluation
+        for output, other in zip(outputs, others, strict=False):
+            if output.shape == other.shape:
+                total = (
+                    total + (output.float() * torch.randn(output.shape, generator=draw).to(output.device)).sum().cpu()
+                )
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(weights, gradients, strict=True))
