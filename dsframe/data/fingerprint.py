@@ -76,16 +76,23 @@ def _update(hasher: xxh3_64, row: Any, depth: int, *, all_values: bool = True) -
     row = tree_map_only(Tensor, lambda leaf: list(leaf.unbind()) if leaf.is_nested else leaf, row)
     for path, leaf in tree_leaves_with_path(row):
         hasher.update(keystr(path).encode())
-        is_array = isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
-        if is_array or (isinstance(leaf, Tensor) and leaf.layout == torch.strided):
+        content = _bytes(leaf)
+        if content is not None:
             hasher.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            flat: Any = leaf.detach().cpu().contiguous().flatten() if isinstance(leaf, Tensor) else leaf.tobytes()
-            hasher.update(flat.view(torch.uint8).numpy().data if isinstance(flat, Tensor) else flat)
+            hasher.update(content)
         else:
             if all_values:
                 hasher.update(_ADDRESS.sub("", repr(leaf)).encode())
             if depth and not isinstance(leaf, (type, Tensor)) and (inside := getattr(leaf, "__dict__", None)):
                 _update(hasher, dict(inside), depth - 1, all_values=False)
+
+
+def _bytes(leaf: Any) -> bytes | memoryview | None:
+    """The bytes of a tensor or an array; None of anything else."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        data: memoryview = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        return data
+    return leaf.tobytes() if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject else None
 
 
 def _kind(row: Batch) -> str:

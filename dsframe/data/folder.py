@@ -192,7 +192,9 @@ def _damage(opened: Callable[[], IO[bytes]]) -> str:
             if image_format == "PNG":
                 return "" if b"IEND" in tail else "its end is missing"
             # In the middle of a JPEG there may be the end of its thumbnail, and behind its own end a telephone's film.
-            if image_format not in _WHOLE_BY_HEAD and not (image_format == "JPEG" and tail.endswith(b"\xff\xd9")):
+            if image_format not in _WHOLE_BY_HEAD and not (
+                image_format == "JPEG" and tail.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
+            ):
                 file.seek(0)
                 images.open(file).load()
     except Exception as error:  # of Pillow's readers, which raise what they like

@@ -230,11 +230,10 @@ class FsdpEngine(ReplicaEngine):
         try:
             super()._apply()
         except RuntimeError as error:
-            if "DTensor" not in str(error):
+            if not self.plan.optimizer.is_custom:
                 raise
-            name = self.plan.optimizer.name
             raise EngineError(
-                f"{name}: it cannot compute with {self.description}'s shards; choose another engine"
+                f"{self.plan.optimizer.name}: its step fails with the shards of {self.description} ({error}); choose another engine"
             ) from error
 
     def _pieces(self) -> list[Tensor]:

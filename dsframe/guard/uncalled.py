@@ -33,15 +33,16 @@ def lines(user: type) -> Iterator[str]:
     """A warning for each method of a task or of hooks that nobody calls, where its name is like that of one that is called."""
     base: type = Task if issubclass(user, Task) else Hooks
     known = set(dir(base))
-    classes = [kind for kind in user.__mro__ if issubclass(kind, base) and not kind.__module__.startswith("dsframe.")]
+    theirs = [kind for kind in user.__mro__ if not kind.__module__.startswith("dsframe.")]  # mixins are among them
+    classes = [kind for kind in theirs if issubclass(kind, base)]
     held = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("_")}
-    functions = [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
+    functions = [value for kind in theirs for value in vars(kind).values() if isinstance(value, FunctionType)]
     used = {name for function in functions for name in _names(function.__code__)}
     for name in sorted(held.keys() - known - used):
         method = isinstance(held[name], FunctionType)
         meant = _MEANT.get(name) or (closest(name, [other for other in known if other[0] != "_"]) if method else None)
         if meant in known:
-            yield f'warning: {user.__name__}.{name} is not called; did you mean "{meant}"?'
+            yield f'warning: {user.__name__}.{name} is not called by dsframe; did you mean "{meant}"?'
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -301,6 +301,8 @@ class WeightWatch(TorchFunctionMode):
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
+        if isinstance(error, EngineError):
+            return None  # the engine has said why
         words = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
         if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")

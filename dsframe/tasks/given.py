@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from dsframe.data.loader import kept_generators
 from dsframe.data.source import Source, draw
@@ -36,23 +36,24 @@ def given(task: Task, name: str) -> Any:
     trains = name == "train_data"
     with seeded(draw(task.seed, 0, int(trains), _GIVEN)):
         data = getattr(task, name)()
-    several = isinstance(data, dict) and not trains
-    optional = data is None and not trains
-    for part in data.values() if several else () if optional else [data]:
+    if data is None and not trains:
+        return None
+    for part in data.values() if isinstance(data, dict) and not trains else [data]:
         if what := _no_data_set(part):
             raise DataError(f"{type(task).__name__}.{name} gives {what}")
     return data
 
 
 def _no_data_set(data: Any) -> str:
-    """Returns what ``data`` are and what to do, where they have a length and items, but these are no samples."""
+    """Returns what ``data`` are and what to do, where they are no data set, or have items that are no samples."""
     kind = type(data).__name__
     if data is None:
         return "None; return a data set"
     if isinstance(data, DataLoader):
         return "a DataLoader; return its data set: dsframe makes the batches of every rank (train_batch_size, collate, workers)"
-    if isinstance(data, Iterator):
-        return f"a {kind}, which can be read once; return a list, a torch Dataset or an IterableDataset"
+    if not (hasattr(data, "__getitem__") or isinstance(data, Source)):
+        what = f"a {kind}, which can be read once" if isinstance(data, Iterator) else f"{kind}, which is no data set"
+        return f"{what}; return a list, a torch Dataset or an IterableDataset"
     if kind == "DataFrame":
         return (
             "a DataFrame, whose rows are not read by number; return TensorDataset(torch.tensor(frame[INPUTS].values), "
@@ -70,8 +71,4 @@ def _no_data_set(data: Any) -> str:
             return f"a {kind} of two data sets; return one of them"
         if hasattr(data[0], "shape") and hasattr(data[1], "__len__") and not isinstance(data[0], Dataset):
             return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
-    return (
-        ""
-        if hasattr(data, "__getitem__") or isinstance(data, (IterableDataset, Source))
-        else f"{kind}, which is no data set"
-    )
+    return ""

@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
 import dsframe
 from dsframe.checkpoint import generators
@@ -168,9 +168,21 @@ def test_what_is_no_data_set_is_named(what: str) -> None:
         given(Gives(WRONG[what]), "train_data")
 
 
+class Stream(IterableDataset[Any]):
+    """Its own iterator, which begins anew."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
 def test_what_is_a_data_set_is_taken() -> None:
     for data in ([(X[0], 1), (X[1], 0)], {0: (X[0], 1), 1: (X[1], 0)}, TensorDataset(X, Y), X, []):
         assert given(Gives(data), "train_data") is data
+    stream = Stream()
+    assert given(Gives(stream), "train_data") is stream
     several = {"clean": TensorDataset(X, Y), "noisy": TensorDataset(X, Y)}
     assert given(Gives(several), "eval_data") is several
     with pytest.raises(DataError, match=r"^Gives\.eval_data gives a tuple of two Tensors"):

@@ -32,6 +32,15 @@ class Lower(Misspelled):
         return [self.training_step() for _ in range(1)]
 
 
+class Mixin:
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        return self.training_step()  # type: ignore[attr-defined]
+
+
+class Mixed(Mixin, dsframe.Task):
+    def training_step(self) -> None: ...
+
+
 class Listener(dsframe.Hooks):
     def on_train_end(self) -> None: ...
 
@@ -46,11 +55,13 @@ class Listener(dsframe.Hooks):
             {"collate_fn": "collate", "trian_data": "train_data", "training_step": "loss", "models_": "models"},
         ),
         (Lower, {"collate_fn": "collate", "trian_data": "train_data", "models_": "models"}),
+        (Mixed, {}),
         (Listener, {"on_train_end": "on_end"}),
     ],
 )
 def test_methods_that_nobody_calls(user: type, said: dict[str, str]) -> None:
     expected = {
-        f'warning: {user.__name__}.{name} is not called; did you mean "{meant}"?' for name, meant in said.items()
+        f'warning: {user.__name__}.{name} is not called by dsframe; did you mean "{meant}"?'
+        for name, meant in said.items()
     }
     assert set(lines(user)) == expected

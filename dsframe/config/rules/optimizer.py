@@ -63,10 +63,8 @@ def _optimizer(context: RuleContext) -> None:
     if context.optimizer in ("adam", "adamw"):
         _adam(context)
     untested = context.optimizer == "lamb" or context.optimizer not in DEEPSPEED_OPTIMIZERS
-    by_zero = context.stage and not (
-        context.optimizer in ("adafactor", "lamb") and context.by_deepspeed
-    )  # refused anyway
-    if untested and by_zero and not context.file.zero_allow_untested_optimizer:
+    refused = context.optimizer in ("adafactor", "lamb") and context.by_deepspeed  # by the table of rules
+    if untested and context.stage and not refused and not context.file.zero_allow_untested_optimizer:
         message = f"{name} is untested with ZeRO: DeepSpeed raises"
         context.conflict(_TYPE, message, 'add "zero_allow_untested_optimizer": true')
 

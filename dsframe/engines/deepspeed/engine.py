@@ -81,7 +81,7 @@ class ZeroEngine(ModelEngine):
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         refuse_after_step(plan)
-        for put_back in (patches.release_groups, torch_patches.put_linear_back):
+        for put_back in (patches.release_groups, torch_patches.put_linear_back):  # an error may come before close()
             at_end(put_back)
         at_end(logger.setLevel, logger.level)
         if plan.config.deepspeed.log_level is None and not plan.verbose:

@@ -25,8 +25,8 @@ class OwnParts(Shards):
         raise EngineError(f"dsframe.gathered: no rank gathers whole weights; {self.never_whole}")
 
     def gradients(self, weights: Any, gradients: Any) -> list[Tensor]:
-        """Never called: there are no copies."""
-        raise NotImplementedError
+        """Raises EngineError, as :meth:`copies` does, of which these would be the gradients."""
+        return self.copies(weights)
 
 
 def _hooks(layer: nn.Module) -> list[Any]:

@@ -41,7 +41,6 @@ With --restarts a failed run continues from its newest checkpoint; the same fail
 
 _PROCESSES = frozenset(
     {
-        "-n",
         "--num_gpus",
         "--num-gpus",
         "--num_processes",

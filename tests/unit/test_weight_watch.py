@@ -1,0 +1,25 @@
+"""What is said instead of a library's error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsframe.errors import EngineError
+from dsframe.model.weight_watch import WeightWatch
+
+
+class Engine:
+    """One that knows an error."""
+
+    plan: Any = None
+    description = "PyTorch FSDP"
+    explains = {"mixed DTensor": "{} has not gathered a weight"}  # noqa: RUF012
+
+
+def test_an_engine_that_has_said_why_is_not_explained(monkeypatch: Any) -> None:
+    engine = Engine()
+    monkeypatch.setattr(WeightWatch, "__init__", lambda self: None)
+    watch: Any = WeightWatch()  # type: ignore[call-arg]
+    watch._engine, watch._parameters = engine, {}
+    assert "has not gathered a weight" in str(watch.explained(RuntimeError("got mixed DTensor")))
+    assert watch.explained(EngineError("the optimizer fails: got mixed DTensor")) is None
