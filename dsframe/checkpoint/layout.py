@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
-from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, same
+from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, any_rank, same
 from dsframe.errors import CheckpointError
-from dsframe.model.state import WEIGHT, ParameterShard
+from dsframe.model.state import (
+    WEIGHT,
+    EngineState,
+    ParameterShard,
+    ParameterState,
+    ShardedParameters,
+    TensorShard,
+    full_precision,
+)
 
 MODEL, OPTIMIZER, BUFFERS = "model", "optimizer", "buffers"
 FILE_BYTES = 4 << 30
@@ -72,34 +81,83 @@ class Entry(NamedTuple):
 Entries = dict[Place, Entry]
 
 
-def agree_on_parameters(ranks: Ranks, shards: Iterable[ParameterShard]) -> tuple[Entries, dict[str, dict[str, float]]]:
-    """**Collective.** The tensors of every parameter that some rank lists, in the order of the lists, rank after rank; and each
-    parameter's scalars.
+def shards_of(state: EngineState) -> Iterable[ParameterShard]:
+    """**Collective** to read to its end where the engine gathers: what this rank holds of each parameter."""
+    if isinstance(state.parameters, ShardedParameters):
+        return state.parameters.shards
+    return (whole_shard(parameter) for parameter in state.parameters)
 
-    Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.
-    """
-    facts, held = [], dict[Place, Range]()
-    for shard in shards:
-        kinds = [[key, tensor.shape, _text(tensor.dtype)] for key, tensor in shard.tensors.items()]
-        facts.append([shard.name, dict(shard.scalars), kinds])
-        held |= {(shard.name, key): (tensor.first, tensor.size) for key, tensor in shard.tensors.items()}
-    scalars, kinds_of = dict[str, dict[str, float]](), dict[Place, Any]()
+
+def whole_shard(parameter: ParameterState) -> ParameterShard:
+    """A parameter of which this rank holds everything."""
+    tensors = {WEIGHT: parameter.weight, **parameter.moments}
+    shards = {key: whole(tensor, full_precision(tensor.dtype)) for key, tensor in tensors.items()}
+    return ParameterShard(parameter.name, shards, parameter.scalars)
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> TensorShard:
+    """A tensor of which this rank holds everything, to be written as ``dtype``."""
+    return TensorShard(tuple(tensor.shape), dtype, 0, tensor.numel(), lambda: tensor)
+
+
+class Layout:
+    """Where everything lies: made at a run's first save, and again where a rank holds other ranges than before."""
+
+    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
+        """``file_bytes``: tensors of so many bytes lie in one file, and at least one tensor."""
+        self._file_bytes = file_bytes
+        self._held = ""
+        self._entries, self._buffers = Entries(), Entries()
+        self._plan = FilePlan()
+
+    def agree(self, ranks: Ranks, state: EngineState) -> tuple[FilePlan, dict[str, dict[str, float]]]:
+        """**Collective.** Returns the plan for ``state``, and the scalars of each parameter in the order of the ranks' lists.
+
+        Parameters that come from an iterator are used up. Raises CheckpointError, on every rank, where the ranges leave a gap
+        or overlap: a fault of the engine.
+        """
+        held, scalars = [], dict[str, dict[str, float]]()
+        for shard in shards_of(state):
+            tensors = shard.tensors.items()
+            held.append([shard.name, [[key, t.shape, _text(t.dtype), t.first, t.size] for key, t in tensors]])
+            scalars[shard.name] = dict(shard.scalars)
+        text = json.dumps(held)
+        changed = any_rank(ranks, text != self._held)
+        if changed:
+            self._entries = _agree_on_parameters(ranks, held)
+            self._held = text
+        buffers = _agree_on_buffers(ranks, state.buffers)
+        if changed or buffers != self._buffers:
+            world = ranks.plan.world
+            self._plan = _plan(self._entries | buffers, world.rank, world.size, self._file_bytes)
+            self._buffers = buffers
+        of_all = dict[str, dict[str, float]]()
+        for numbers in _gathered(ranks, json.dumps(scalars)):
+            of_all |= {name: of for name, of in json.loads(numbers).items() if name not in of_all}
+        return self._plan, of_all
+
+
+def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
+    """**Collective.** The tensors of every parameter that some rank lists, in the order of the lists, rank after rank."""
+    facts = [[name, [[key, shape, dtype] for key, shape, dtype, *_ in tensors]] for name, tensors in held]
+    ranges = {(name, key): (first, size) for name, tensors in held for key, _, _, first, size in tensors}
+    kinds_of = dict[Place, Any]()
     for text in _gathered(ranks, json.dumps(facts)):
-        for name, numbers, kinds in json.loads(text):
-            if scalars.setdefault(name, numbers) is numbers:
-                kinds_of |= {(name, key): kind for key, *kind in kinds}
-    table = [held.get(place, (0, 0)) for place in kinds_of]
+        listed = {name for name, _ in kinds_of}
+        kinds_of |= {
+            (name, key): kind for name, kinds in json.loads(text) if name not in listed for key, *kind in kinds
+        }
+    table = [ranges.get(place, (0, 0)) for place in kinds_of]
     columns = [table] * ranks.plan.world.size
     if not same(ranks, json.dumps(table)):
         columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
-    entries = {
+    return {
         place: Entry(getattr(torch, dtype), tuple(shape), _holders(place, shape, [rows[index] for rows in columns]))
         for index, (place, (shape, dtype)) in enumerate(kinds_of.items())
     }
-    return entries, scalars
 
 
-def agree_on_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> Entries:
+def _agree_on_buffers(ranks: Ranks, buffers: Mapping[str, Tensor]) -> Entries:
     """**Collective.** Rank 0's buffers, and those of each rank that has others, as with BatchNorm's statistics."""
     hasher, kinds = xxhash.xxh3_128(), []
     for name, buffer in buffers.items():
@@ -191,7 +249,7 @@ class FilePlan:
     """Name of a weight or a buffer -> its file, as transformers' index has it."""
 
 
-def plan(entries: Entries, rank: int, ranks: int, file_bytes: int = FILE_BYTES) -> FilePlan:
+def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
     """Lays out the files, the same on every rank, and deals their ranges to those that hold them.
 
     Weights lie by the model's names in files of their own, with rank 0's buffers; the rest as ``KEY/NAME``, key by key: ranges

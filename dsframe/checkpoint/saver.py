@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dsframe.checkpoint import generators, staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.byte_files import catch_io_error, combined, write
+from dsframe.checkpoint.layout import Layout
 from dsframe.checkpoint.reader import RNG
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.writer import Writer
@@ -69,6 +70,7 @@ class Saver:
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._staging = staging.Staging() if asynchronous else None
+        self._layout = Layout()
         self._model_files: dict[str, bytes] | None = None
         """What makes the folder one of transformers', from the first save on."""
         self._said = False
@@ -103,7 +105,8 @@ class Saver:
         state = self._engine.state()
         if not isinstance(state.parameters, ShardedParameters):
             return
-        self._staging.reserve(Writer(self._engine, state, self._store.directory).sizes, ahead=True)
+        writer = Writer(self._engine, state, self._store.directory, layout=self._layout)
+        self._staging.reserve(writer.sizes, ahead=True)
 
     def _begin(self, step: int) -> None:
         self.claim()
@@ -125,7 +128,7 @@ class Saver:
         folder = self._store.partial(step)
         self._check(step, "" if _appears(folder) else _NOT_SHARED)
         state = engine.state()
-        writer = Writer(engine, state, folder, staging=self._staging)
+        writer = Writer(engine, state, folder, staging=self._staging, layout=self._layout)
         if not isinstance(state.parameters, ShardedParameters):
             state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
         failure = writer.take(state, self.sign_of_life)

@@ -16,7 +16,7 @@ the disk; then come the manifest, one rename, and ``latest`` (``background``, ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint import layout
 from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, Run, catch_io_error, write
-from dsframe.checkpoint.layout import Content, header
+from dsframe.checkpoint.layout import Content, Layout, buffers_of, header, shards_of, whole
 from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
-from dsframe.model.state import (
-    WEIGHT,
-    EngineState,
-    ParameterShard,
-    ParameterState,
-    ShardedParameters,
-    TensorShard,
-    full_precision,
-)
+from dsframe.model.state import EngineState, TensorShard
 
 WINDOW_BYTES = 32 << 20
 """What is brought to the host, or to another dtype, at a time: a rank's memory grows by so much in a save at once."""
@@ -53,15 +44,14 @@ class Writer:
         folder: Path,
         *,
         staging: Staging | None = None,
-        file_bytes: int = layout.FILE_BYTES,
+        layout: Layout | None = None,
     ) -> None:
         """**Collective.** Lays out the files for ``state``, whose parameters are used up where they are an iterator. ``staging``:
-        :meth:`take` copies there, and :meth:`flush` writes. Raises CheckpointError as ``layout.agree_on_parameters`` does."""
+        :meth:`take` copies there, and :meth:`flush` writes. ``layout``: that of the run's save before. Raises CheckpointError
+        as :meth:`Layout.agree` does."""
         world = ranks.plan.world
-        entries, scalars = layout.agree_on_parameters(ranks, shards_of(state))
-        entries |= layout.agree_on_buffers(ranks, state.buffers)
-        self.plan = layout.plan(entries, world.rank, world.size, file_bytes)
-        by_key: dict[str, dict[str, Any]] = {layout.buffers_of(0): {}}
+        self.plan, scalars = (layout or Layout()).agree(ranks, state)
+        by_key: dict[str, dict[str, Any]] = {buffers_of(0): {}}
         parameters: dict[str, dict[str, Any]] = {name: {"tensors": {}, "scalars": of} for name, of in scalars.items()}
         for (name, key), at in self.plan.tensors.items():
             if key.startswith("rank-"):
@@ -96,7 +86,7 @@ class Writer:
         for name, begin in self.plan.headers.items() if self._rank == 0 else ():
             failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
         for name, buffer in state.buffers.items():
-            failure = self._take(name, layout.buffers_of(self._rank), _whole(buffer, buffer.dtype), failure)
+            failure = self._take(name, buffers_of(self._rank), whole(buffer, buffer.dtype), failure)
         for shard in shards_of(state):
             for key, tensor in shard.tensors.items():
                 failure = self._take(shard.name, key, tensor, failure)
@@ -139,24 +129,6 @@ class Writer:
     def close(self) -> None:
         """Closes the files of a save that has failed."""
         self._files.close()
-
-
-def shards_of(state: EngineState) -> Iterable[ParameterShard]:
-    """**Collective** to read to its end where the engine gathers: what this rank holds of each parameter."""
-    if isinstance(state.parameters, ShardedParameters):
-        return state.parameters.shards
-    return (whole_shard(parameter) for parameter in state.parameters)
-
-
-def whole_shard(parameter: ParameterState) -> ParameterShard:
-    """A parameter of which this rank holds everything."""
-    tensors = {WEIGHT: parameter.weight, **parameter.moments}
-    shards = {key: _whole(tensor, full_precision(tensor.dtype)) for key, tensor in tensors.items()}
-    return ParameterShard(parameter.name, shards, parameter.scalars)
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype) -> TensorShard:
-    return TensorShard(tuple(tensor.shape), dtype, 0, tensor.numel(), lambda: tensor)
 
 
 def _bytes(content: Tensor) -> memoryview:

@@ -111,9 +111,14 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
 def failures(ranks: Ranks, failure: str) -> list[str]:
     """**Collective.** Returns what went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
-    if same(ranks, failure) and not failure:  # where all is well, what travels does not grow with the ranks
+    if not any_rank(ranks, bool(failure)):  # where all is well, what travels does not grow with the ranks
         return []
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
+
+
+def any_rank(ranks: Ranks, true: bool) -> bool:
+    """**Collective.** Returns, on every rank alike, whether it is ``true`` on some rank."""
+    return bool(ranks.sum_over_ranks(torch.tensor([float(true)], dtype=torch.float64, device=ranks.plan.device)).item())
 
 
 def same(ranks: Ranks, text: str) -> bool:
@@ -123,13 +128,10 @@ def same(ranks: Ranks, text: str) -> bool:
     agreed on by a second sum, because one rank's words can be the mean of the others'.
     """
     size = ranks.plan.world.size
-    if size == 1:
-        return True
     digest = xxh3_128_hexdigest(text.encode())
     words = [float(int(digest[at : at + 8], 16)) for at in range(0, 32, 8)]  # 32 bits: exact among two million ranks
     sums = torch.tensor(words, dtype=torch.float64, device=ranks.plan.device)
-    differs = torch.tensor([float(not torch.equal(ranks.sum_over_ranks(sums), size * sums))], dtype=torch.float64)
-    return not ranks.sum_over_ranks(differs.to(ranks.plan.device)).item()
+    return not any_rank(ranks, not torch.equal(ranks.sum_over_ranks(sums), size * sums))
 
 
 def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
@@ -139,8 +141,6 @@ def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
     One exchange of a digest where all is well, else one more for each halving of the list: a list of a large model's
     parameters from each of a thousand ranks would be gigabytes.
     """
-    if ranks.plan.world.size == 1:
-        return []
 
     def differ(count: int | None = None) -> bool:
         return not same(ranks, json.dumps(entries[:count]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -26,7 +27,7 @@ from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.saver import write_small
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
-from dsframe.checkpoint.writer import Writer, shards_of, write_tensors
+from dsframe.checkpoint.writer import Writer, write_tensors
 from dsframe.cluster import exchange
 from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures, same
 from dsframe.config import load
@@ -105,7 +106,7 @@ def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ran
     def run(room: Any) -> Writer:
         rank = room.plan.world.rank
         staging = Staging() if staged else None
-        writer = Writer(room, state_of(rank, ranks, holds), partial, staging=staging, file_bytes=file_bytes)
+        writer = Writer(room, state_of(rank, ranks, holds), partial, staging=staging, layout=layout.Layout(file_bytes))
         assert writer.take(state_of(rank, ranks, holds), lambda: None) == ""
         writer.flush(lambda: None)
         return writer
@@ -169,8 +170,7 @@ def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(layout, "PIECE_BYTES", 1000)
 
     def run(room: Any) -> int:
-        entries, _ = layout.agree_on_parameters(room, shards_of(state_of(0, 1, "everything")))
-        dealt = layout.plan(entries, room.plan.world.rank, 3)
+        dealt, _ = layout.Layout().agree(room, replace(state_of(0, 1, "everything"), buffers={}))
         return sum(piece.bytes for own in dealt.pieces.values() for piece in own)
 
     of_ranks = Room(3).run(run)
@@ -184,7 +184,7 @@ def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, i
         first, size = ranges[room.plan.world.rank]
         own = [ParameterShard("w", {WEIGHT: range_of([2, 3], first, torch.zeros(size))}, {})]
         with pytest.raises(CheckpointError, match=r"do not make weight/w of shape \[2, 3\]") as raised:
-            layout.agree_on_parameters(room, own)
+            layout.Layout().agree(room, EngineState(1, None, {}, {}, ShardedParameters(own, [])))
         return str(raised.value)
 
     assert len(set(Room(2).run(run))) == 1
@@ -192,21 +192,44 @@ def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, i
 
 def test_ranks_may_list_other_parameters() -> None:
     """Stages of a pipeline come one after another."""
-    first, second, both = (ParameterState(name, torch.zeros(8), {}, {}) for name in "abc")
+    first, second, both = (ParameterState(name, torch.zeros(8), {}, {"step": 1.0}) for name in "abc")
 
     def run(room: Any) -> Any:
-        rank = room.plan.world.rank
-        entries, _ = layout.agree_on_parameters(room, [shard((first, second)[rank], 0, 1), shard(both, 0, 1)])
-        return entries, {place for place, own in layout.plan(entries, rank, 2).pieces.items() if own}
+        own = [shard((first, second)[room.plan.world.rank], 0, 1), shard(both, 0, 1)]
+        return layout.Layout().agree(room, EngineState(1, None, {}, {}, ShardedParameters(own, [])))
 
-    (entries, of_first), (_, of_second) = Room(2).run(run)
-    assert {name: list(entry.holders.values()) for (name, _), entry in entries.items()} == {
-        "a": [[0]],
-        "c": [[0, 1]],
-        "b": [[1]],
-    }
-    assert [name for name, _ in entries] == ["a", "c", "b"]
-    assert (of_first, of_second) == ({("a", WEIGHT), ("c", WEIGHT)}, {("b", WEIGHT)})
+    of_ranks = Room(2).run(run)
+    assert [[name for (name, _), own in plan.pieces.items() if own] for plan, _ in of_ranks] == [["a", "c"], ["b"]]
+    for plan, scalars in of_ranks:
+        assert [name for name, _ in plan.tensors] == list(scalars) == ["a", "c", "b"]
+
+
+def test_what_changes_between_two_saves_is_laid_out_anew() -> None:
+    """Moments that appear, ranges that move on one rank alone, and buffers that come to differ between ranks."""
+    weight, moment = torch.arange(8.0), torch.ones(8)
+    of_each_save = [
+        ({WEIGHT: weight}, 4, 0.0),
+        ({WEIGHT: weight}, 4, 0.0),
+        ({WEIGHT: weight, "exp_avg": moment}, 4, 0.0),
+        ({WEIGHT: weight, "exp_avg": moment}, 6, 0.0),
+        ({WEIGHT: weight, "exp_avg": moment}, 6, 1.0),
+    ]
+
+    def run(room: Any) -> list[layout.FilePlan]:
+        rank, kept, plans = room.plan.world.rank, layout.Layout(), []
+        for step, (tensors, cut, other) in enumerate(of_each_save):
+            first, last = (0, cut) if rank == 0 else (cut, 8)
+            own = {key: range_of([8], first, tensor[first:last]) for key, tensor in tensors.items()}
+            shards = ShardedParameters([ParameterShard("w", own, {"step": float(step)})], [])
+            state = EngineState(step, None, {"mean": torch.tensor(rank * other)}, {}, shards)
+            plan, scalars = kept.agree(room, state)
+            assert (plan, scalars) == (layout.Layout().agree(room, state)[0], {"w": {"step": float(step)}})
+            plans.append(plan)
+        return plans
+
+    for plans in Room(2).run(run):
+        assert plans[0] is plans[1]
+        assert [plan is before for before, plan in itertools.pairwise(plans)] == [True, False, False, False]
 
 
 def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_windows(
