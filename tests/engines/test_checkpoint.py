@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 from dsframe.checkpoint import store
@@ -14,15 +13,18 @@ from tests import portability
 from tests.processes import Running
 
 
+def _wait_for_step(running: Running, run_dir: Path, step: int) -> None:
+    def reached() -> bool:
+        return (run_dir / "metrics.jsonl").exists() and len(portability.losses(run_dir)) >= step
+
+    running.wait_for(reached, timeout_seconds=60, what=f"step {step}")
+
+
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def ask(running: Running) -> None:
-        running.wait_for(
-            lambda: (run_dir / "metrics.jsonl").exists() and len(portability.losses(run_dir)) > 20,
-            timeout_seconds=60,
-            what="step 20",
-        )
+        _wait_for_step(running, run_dir, 20)
         running.ranks()[1].send_signal(signal.SIGUSR1)
 
     setup = portability.SETUPS["ddp@2"]
@@ -44,8 +46,7 @@ def test_one_process_leaves_with_75(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def ask(running: Running) -> None:
-        running.wait_for((run_dir / "metrics.jsonl").exists, timeout_seconds=60, what="training")
-        time.sleep(0.5)
+        _wait_for_step(running, run_dir, 1)
         running.process.send_signal(signal.SIGTERM)
 
     stopped = portability.train(portability.SETUPS["single@1"], run_dir, steps=100_000, while_running=ask)
@@ -57,8 +58,7 @@ def test_a_signal_to_every_process_saves_where_workers_read(tmp_path: Path) -> N
     run_dir = tmp_path / "run"
 
     def ask(running: Running) -> None:
-        running.wait_for((run_dir / "metrics.jsonl").exists, timeout_seconds=60, what="training")
-        time.sleep(0.5)
+        _wait_for_step(running, run_dir, 1)
         os.killpg(running.process.pid, signal.SIGTERM)
 
     task = ("--set", 'dsframe.task={"name": "tests.faults.slow_task:ReadingTask"}')
