@@ -37,12 +37,12 @@ class Staging:
                 self._making = threading.Thread(target=self._block.zero_, name="dsframe-staging", daemon=True)
                 self._making.start()
 
-    def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns ``tensor``, contiguous and on the CPU, as ``dtype``; it holds until memory is reserved for the next save."""
-        size = tensor.numel() * dtype.itemsize
-        staged = self._block[self._used : self._used + size].view(dtype).view(tensor.shape)
+    def copy(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns ``flat``, of one dimension, on the CPU as ``dtype``; it holds until memory is reserved for the next save."""
+        size = flat.numel() * dtype.itemsize
+        staged = self._block[self._used : self._used + size].view(dtype)
         self._used += _aligned(size)
-        return staged.copy_(tensor.detach())
+        return staged.copy_(flat)
 
 
 def _aligned(size: int) -> int:

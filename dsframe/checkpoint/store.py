@@ -179,7 +179,8 @@ class Store:
 
     def set_aside(self, path: Path) -> Path:
         """Renames a damaged checkpoint so that it is never taken for a good one, and is still there to look at."""
-        target = _free(path.with_name(f"{path.name}.damaged"))
+        target = path.with_name(f"{path.name}.damaged")
+        target = numbered(target) if target.exists() else target
         path.rename(target)
         return target
 
@@ -440,12 +441,4 @@ def numbered(base: Path) -> Path:
     number = 1
     while (target := base.with_name(f"{base.name}.{number}")).exists():
         number += 1
-    return target
-
-
-def _free(path: Path) -> Path:
-    number, target = 1, path
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}-{number}")
     return target

@@ -125,7 +125,7 @@ def test_the_same_step_is_not_written_twice(folder: Store) -> None:
 
 def test_damage_is_renamed_each_time_to_a_free_name(folder: Store) -> None:
     assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged"
-    assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged-2"
+    assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged.1"
     assert folder.newest_first() == []
 
 
