@@ -224,7 +224,6 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         watchdog.look_at(engine.built.calls)
         if not agreed:
             assert_engines_agree(engine, facts)
-    output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     job.progress.block(
         f"dsframe {__version__}",
         blocks.header(
