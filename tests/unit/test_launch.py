@@ -457,27 +457,6 @@ def test_deepspeed_reads_a_host_file(
             command.main(["--print", "--config", "zero3.json", *words, "--launcher", "deepspeed"])
 
 
-def test_some_of_the_hosts_and_other_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("me@node1 slots=2\nnode2 slots=4\n")
-    typed = f"--config zero3.json --hostfile {file} --launcher deepspeed"
-    meeting = "--master_addr=node1 --master_port=4321"
-    (line,) = shown(capsys, monkeypatch, f"{typed} --exclude=node2:1,3")
-    options = f"--hostfile={file} --exclude=node2:1,3 {meeting}"
-    assert line == f"OMP_NUM_THREADS=3 deepspeed {options} --module{PROGRAM[2:]}"
-    (line,) = shown(capsys, monkeypatch, f"{typed} --include=node2:0,2")
-    assert "--master_addr=node2" in line
-    for words, said in (
-        (["--include=node3"], "node3 is not in the host file"),
-        (["--exclude=node2:9"], "node2 has the slots 0 to 3, not 9"),
-        (["--launcher", "mpirun"], "of DeepSpeed's launcher"),
-    ):
-        with pytest.raises(WorldError, match=said):
-            command.main(["--print", *typed.split(), *words])
-
-
 @pytest.mark.parametrize(
     ("engine", "installed", "launcher"),
     [
