@@ -162,7 +162,6 @@ def prepared(
 
         from dsframe.host import numerics
 
-        numerics.check_release(torch.__version__)
         numerics.check_default_device()
         from dsframe import hooks, job, tasks
         from dsframe.checkpoint import generators, pretrained

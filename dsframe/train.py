@@ -107,8 +107,6 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         from dsframe.run import choose, execute
 
         choice, resume = choose(config, world), options.resume
-        directory = output.directory_of(config, choice[0], "Task")
-        streams.survive(directory)
         with output.rank_output(world, config.settings.rank_output):
             execute(
                 config,
