@@ -89,8 +89,3 @@ def test_the_folders_own_file_comes_before_a_packaged_one(tmp_path: Path, monkey
     assert dsframe.train.parse([]).config == "zero3.json"
     (tmp_path / "config.json").write_text("{}")
     assert dsframe.train.parse([]).config == "config.json"
-
-
-def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["activate", "--shell", "fish"])
-    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
