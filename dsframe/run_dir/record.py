@@ -30,6 +30,7 @@ import torch
 from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
+from dsframe.data.files import replacing
 from dsframe.errors import DataError
 from dsframe.host import processes
 from dsframe.run_dir.loggers import LOGGER_ID, TENSORBOARD, Loggers
@@ -124,7 +125,7 @@ class Record:
             _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None
-        self._partial, self._begun = _partial(directory / _METRICS), False
+        self._partial, self._begun = directory / f"{_METRICS}.partial", False
         """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
         self._waiting = "".join(before).encode()
         self._loggers = Loggers(
@@ -204,21 +205,10 @@ def _set_aside(directory: Path) -> Path | None:
     return target
 
 
-def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
-    partial = _partial(path)
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch(mode)
-        partial.write_text(json.dumps(_clean(content), indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
+def _write(path: Path, content: Mapping[str, Any], mode: int = 0o644) -> None:
+    """Raises OSError."""
+    with replacing(path, mode) as file:
+        file.write((json.dumps(_clean(content), indent=2) + "\n").encode())
 
 
 def _clean(value: Any) -> Any:
