@@ -34,7 +34,7 @@ from dsframe.data.source import Batch, Source
 from dsframe.run_dir.record import read_metrics
 from dsframe.tasks.vision import VisionTask
 from dsframe.tools import subprocess_runs
-from dsframe.tools.report.pictures import Axis, Chart, Line, figure
+from dsframe.tools.report.pictures import Chart, Line, figure
 
 FILE = REPOSITORY / "ds_configs" / "fast_fashion_mnist.json"
 TARGET = 0.92
@@ -222,20 +222,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     with TemporaryDirectory(prefix="dsframe-accuracy-") as name:
         for seed in map(int, options.seeds.split(",")):
             seconds, curve = ours(Path(name) / str(seed), seed, held_out=options.held_out, overrides=options.set)
-            curves.append(Line(f"dsframe, seed {seed}", curve, series=0))
+            curves.append(Line(f"dsframe, seed {seed}", curve, 0))
             below |= curve[-1][1] < TARGET
             if curve[-1][1] >= TARGET:
                 reached.setdefault("dsframe", []).append(seconds)
             print(f"dsframe     seed {seed}  {seconds:6.1f} s  {_told(curve)}", flush=True)
             for kind in PEERS if not options.held_out and str(seed) in options.peer_seeds.split(",") else ():
                 curve = of_peer(kind, seed, options.epochs)
-                curves.append(Line(f"{kind}, seed {seed}", curve, series=1 + PEERS.index(kind)))
+                curves.append(Line(f"{kind}, seed {seed}", curve, 1 + PEERS.index(kind)))
                 if curve[-1][1] >= TARGET:
                     reached.setdefault(kind, []).append(curve[-1][0])
                 print(f"{kind:<11} seed {seed}  {curve[-1][0]:6.1f} s  {_told(curve)}", flush=True)
     if options.picture:
-        axes = Axis("seconds from the command on"), Axis("test accuracy")
-        figure([Chart("Fashion-MNIST, two processes", *axes, curves)]).savefig(options.picture, dpi=150)
+        chart = Chart("Fashion-MNIST, two processes", "test accuracy", curves, across="seconds from the command on")
+        figure(chart).savefig(options.picture, dpi=150)
     for kind, times in reached.items():
         print(f"{kind}: {statistics.median(times):.1f} s to {TARGET} (median of {len(times)} seeds that reached it)")
     print(f"the file {'ends below the target' if below else 'reaches the target with each seed'}")

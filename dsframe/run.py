@@ -162,7 +162,6 @@ def prepared(
 
         from dsframe.host import numerics
 
-        numerics.check_release(torch.__version__)
         numerics.check_default_device()
         from dsframe import hooks, job, tasks
         from dsframe.checkpoint import generators, pretrained
@@ -194,8 +193,8 @@ def prepared(
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
             named = "" if ours else _name(task)
-            more = pretrained.beside_weights, loggers.Loggers
-            yield job.Run(config, task, named, engine, data, called, lines, options, host, *more)
+            beside = pretrained.beside_weights
+            yield job.Run(config, task, named, engine, data, called, lines, options, host, beside)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

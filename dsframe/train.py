@@ -57,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", help="short for --set dsframe.engine=...")
     parser.add_argument("--run-dir", help="short for --set dsframe.run_dir=...")
-    parser.add_argument(
-        "--rank-output", choices=("prefix", "files", "plain"), help="short for --set dsframe.rank_output=..."
-    )
+    parser.add_argument("--rank-output", choices=("prefix", "plain"), help="short for --set dsframe.rank_output=...")
     parser.add_argument(
         "--resume",
         metavar="auto|best|PATH|never",
@@ -109,9 +107,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         from dsframe.run import choose, execute
 
         choice, resume = choose(config, world), options.resume
-        directory = output.directory_of(config, choice[0], "Task")
-        streams.survive(directory)
-        with output.rank_output(world, config.settings.rank_output, directory, append=resume != "never"):
+        with output.rank_output(world, config.settings.rank_output):
             execute(
                 config,
                 task=task,

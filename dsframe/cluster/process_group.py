@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from dsframe.cluster.exchange import numbered
 from dsframe.cluster.rendezvous import interface_to, listener, meeting_point
 from dsframe.cluster.world import World
 from dsframe.errors import WorldError
@@ -222,7 +223,7 @@ def _absent(store: Store, world: World, limit: timedelta) -> str:
     else:
         return ""
     missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
-    return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else ""
+    return numbered(missing) if missing else ""
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
 
     Any number of processes may do so at once: each writes a file of its own, and renaming is atomic.
@@ -55,7 +55,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         try:
             yield out
             out.flush()
-            os.fchmod(out.fileno(), 0o644)  # temporary files are private; data may be shared
+            os.fchmod(out.fileno(), mode)  # temporary files are private; data may be shared
             Path(out.name).replace(path)
         except BaseException:
             Path(out.name).unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -14,20 +13,6 @@ from dsframe.errors import EngineError, TaskError
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_FIXED = ":4096:8"
 """cuBLAS with a workspace of a fixed size for each stream: without it sums of a matrix product have no fixed order."""
-
-
-OLDEST = (2, 13)
-"""The oldest release of torch with which dsframe was run as a whole. With 2.6 three of the things that it calls are missing."""
-
-
-def check_release(version: str) -> None:
-    """Raises EngineError where this torch is too old. ``version``: such as ``2.13.0+cpu``."""
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if release < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise EngineError(
-            f"torch {version} is too old: dsframe calls parts of torch that came later; pip install 'torch>={oldest}'"
-        )
 
 
 def check_default_device() -> None:

@@ -1,1 +1,1 @@
-"""Observers that a file switches on: profiler traces, FLOPs, bytes sent."""
+"""Traces of a profiler, and models without memory."""

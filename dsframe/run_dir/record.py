@@ -23,50 +23,30 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
-from dsframe.errors import DataError, TaskError
+from dsframe.data.files import replacing
+from dsframe.errors import DataError
 from dsframe.host import processes
-from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
+from dsframe.run_dir.loggers import LOGGER_ID, TENSORBOARD, Loggers
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
-    from dsframe.config.value import Config
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
 
 _PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
-_LAUNCHERS = ("dsframe", "deepspeed", "horovodrun", "torchrun", "torch.distributed.run", "mpirun", "srun")
-_SHELLS = ("bash", "dash", "fish", "sh", "zsh")
 _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
 _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
 """The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
-
-
-class Loggers(Protocol):
-    """Where metrics go beside the run's directory (``run_dir.loggers``)."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """A record of ``metrics.jsonl``."""
-
-    def log_image(self, name: str, step: int, pixels: Any) -> None:
-        """``pixels``: a uint8 array ``[height, width, channels]``."""
-
-    def close(self, *, finished: bool = True) -> None:
-        """Sends what is still held."""
-
-
-MakeLoggers = Callable[["Config", Mapping[str, Any], Path, int, int], Loggers]
-"""Of the file, what the record says of the run, its directory, the global batch, and steps of an earlier run."""
 
 
 def provenance() -> dict[str, Any]:
@@ -76,34 +56,17 @@ def provenance() -> dict[str, Any]:
     """
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": redact(_typed() or [*_program(), *sys.argv[1:]]),
+        "command": redact([*_program(), *sys.argv[1:]]),
         "directory": str(Path.cwd()),
         "git": git(Path.cwd()),
         "host": socket.gethostname(),
         "system": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "versions": {"python": platform.python_version(), "dsframe": __version__}
         | {name: _version(name) for name in _PACKAGES},
     }
-
-
-def _typed() -> list[str]:
-    """The command line of the launcher that started this process, as it was typed; empty where there is none on this machine."""
-    process, typed = os.getppid(), []
-    with contextlib.suppress(OSError, LookupError, StopIteration):
-        while process > 1:
-            words = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
-            if len(words) < 2 and Path(words[0]).name.lstrip("-") in _SHELLS:
-                break  # somebody types there
-            script = Path(words[0]).name.startswith("python")
-            place = next(at for at, word in enumerate(words) if at and word[0] != "-") if script else 0
-            name = Path(words[place]).name
-            if name in _LAUNCHERS:
-                typed = [name, *words[place + 1 :]]
-            process = processes.state_and_parent(process)[1]
-    return typed
 
 
 def _program() -> list[str]:
@@ -129,16 +92,6 @@ def git(directory: Path) -> dict[str, Any] | None:
     return {"commit": commit.strip(), "changed": bool(changed)}
 
 
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 class Record:
     """What rank 0 writes down. The record of an earlier run in the same directory is moved into ``earlier.1`` (2, ...)."""
 
@@ -148,7 +101,6 @@ class Record:
         about: Mapping[str, Any],
         done_steps: int = 0,
         *,
-        loggers: MakeLoggers,
         say: Callable[[str], None],
     ) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
@@ -173,10 +125,10 @@ class Record:
             _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None
-        self._partial, self._begun = _partial(directory / _METRICS), False
+        self._partial, self._begun = directory / f"{_METRICS}.partial", False
         """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
         self._waiting = "".join(before).encode()
-        self._loggers = loggers(
+        self._loggers = Loggers(
             plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
         )
         self.write({"run": self._about})
@@ -186,17 +138,6 @@ class Record:
         clean = _clean(record)
         self._add(clean)
         self._loggers.write(clean)
-
-    def log_image(self, name: str, step: int, image: Tensor) -> None:
-        """Sends ``image`` (``[channels, height, width]``, uint8 or floating point from 0 to 1) to the
-        loggers that take images. Raises TaskError for anything else."""
-        if image.ndim != 3 or image.shape[0] not in (1, 3):
-            shape = list(image.shape)
-            raise TaskError(f"log_image {name!r}: shape {shape} is not [1 or 3, height, width]")
-        image = image.detach().cpu()
-        if image.is_floating_point():
-            image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-        self._loggers.log_image(name, step, image.movedim(0, -1).contiguous().numpy())
 
     def started(self, phases: Mapping[str, float]) -> None:
         """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
@@ -258,27 +199,16 @@ def _set_aside(directory: Path) -> Path | None:
         return None
     target = numbered(directory / "earlier")
     target.mkdir()
-    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, CSV, LOGGER_ID):
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, LOGGER_ID):
         if (directory / name).exists():
             (directory / name).rename(target / name)
     return target
 
 
-def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
-    partial = _partial(path)
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch(mode)
-        partial.write_text(json.dumps(_clean(content), indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
+def _write(path: Path, content: Mapping[str, Any], mode: int = 0o644) -> None:
+    """Raises OSError."""
+    with replacing(path, mode) as file:
+        file.write((json.dumps(_clean(content), indent=2) + "\n").encode())
 
 
 def _clean(value: Any) -> Any:

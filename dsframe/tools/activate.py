@@ -17,8 +17,7 @@ from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
 
 EPILOG = """\
-  bash, zsh:  eval "$(dsframe activate)"
-  fish:       dsframe activate --shell fish | source
+  eval "$(dsframe activate)"
 
 The printed line puts two folders first on PATH: the one with dsframe's deepspeed, horovodrun and torchrun, and that of this
 Python. It holds for this shell. dsframe launch and dsframe train do not need it.
@@ -28,20 +27,15 @@ Python. It holds for this shell. dsframe launch and dsframe train do not need it
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     about = "Print what a shell runs so that the lines deepspeed ... -m and horovodrun ... work as typed."
-    parser = command("activate", about, EPILOG)
-    parser.add_argument("--shell", choices=("bash", "zsh", "fish"), default="bash", help="default: %(default)s")
-    return parser
+    return command("activate", about, EPILOG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the line, and returns 0."""
-    shell = parser().parse_args(argv).shell
+    parser().parse_args(argv)
     first = [str(shipped("bin", "launch/bin")), str(Path(sys.executable).parent)]
     rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]
-    if shell == "fish":
-        print(f"set -gx PATH {shlex.join([*first, *rest])}")
-    else:
-        print(f"export PATH={shlex.quote(os.pathsep.join([*first, *rest]))}; hash -r 2>/dev/null || true")
+    print(f"export PATH={shlex.quote(os.pathsep.join([*first, *rest]))}; hash -r 2>/dev/null || true")
     if sys.stdout.isatty():
         print('dsframe: nothing is set yet; write: eval "$(dsframe activate)"', file=sys.stderr)
     return 0

@@ -27,7 +27,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
-    "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
     "export": ("dsframe.tools.export:main", "a checkpoint's weights for other programs, transformers among them"),
     "convert": (
         "dsframe.tools.convert_config:main",
@@ -38,10 +37,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
     "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, for editors"),
     "activate": ("dsframe.tools.activate:main", "what a shell needs for deepspeed ... -m and horovodrun as typed"),
-    "completion": (
-        "dsframe.tools.completion:main",
-        "completion of commands, options, files and keys for bash, zsh, fish and tcsh",
-    ),
 }
 """Name -> ``module:function``, called with ``argv=``, and one line of help."""
 

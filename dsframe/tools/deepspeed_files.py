@@ -28,6 +28,8 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 Shapes = Mapping[str, Sequence[int]]
 _FLAT = (1,)
 """Stands for the shape of flat tensors, which are about many parameters at once."""
+_WEIGHT = "weight"
+"""Key of weights among moments."""
 
 
 class Inert:
@@ -111,9 +113,7 @@ def find(directory: Path, tag: str | None) -> Path:
         return directory
     if tag is None:
         try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError:
-            raise CheckpointError(f"{directory / 'latest'} is not UTF-8 text; name the checkpoint with --tag") from None
+            tag = (directory / "latest").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             raise CheckpointError(
                 f"{directory} has no file named latest and no *model_states.pt; is it DeepSpeed's save_checkpoint folder?"
@@ -216,13 +216,13 @@ def _stage_0(
     base = _base(optimizer, 0)
     if len(base["param_groups"]) > 1:
         raise CheckpointError(f"{checkpoint.path}: at stage 0 parameters in several groups have no names in the file")
-    masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
-    flat = list(optimizer.get("fp32_groups_flat", ()))
-    if flat:
-        names = [name for name, trained in is_trained.items() if trained]
-        yield from _cut(names, shapes, flat[0].flatten(), *split(base["state"].get(0, {}), _FLAT))
+    trained = [name for name, is_one in is_trained.items() if is_one]
+    if flat := list(optimizer.get("fp32_groups_flat", ())):
+        moments, scalars = split(base["state"].get(0, {}), _FLAT)
+        yield from _cut({name: shapes[name] for name in trained}, [{_WEIGHT: flat[0], **moments}], scalars)
         return
-    for names in (list(is_trained), [name for name, trained in is_trained.items() if trained]):
+    masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
+    for names in (list(is_trained), trained):
         if len(names) == len(base["param_groups"][0]["params"]) and all(
             tensor.shape == torch.Size(shapes[names[number]])
             for number, held in base["state"].items()
@@ -239,79 +239,50 @@ def _stage_0(
 
 
 def _cut(
-    names: Sequence[str], shapes: Shapes, flat: Tensor, moments: Mapping[str, Tensor], scalars: Mapping[str, float]
+    shapes: Shapes, of_ranks: Sequence[Mapping[str, Tensor]], scalars: Mapping[str, float]
 ) -> Iterator[ParameterState]:
-    """Parameters that lie one after the other in flat tensors."""
-    start = 0
-    for name in names:
-        size = math.prod(shapes[name])
-        if start + size > flat.numel() or any(value.numel() != flat.numel() for value in moments.values()):
-            raise CheckpointError(f"the flat tensors end before {name}")
+    """Parameters that lie one after the other in flat tensors, each in equal parts on all ranks: weights and moments by key."""
+    ranks, start = [{key: flat.flatten() for key, flat in of_rank.items()} for of_rank in of_ranks], 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        end = start - (-size // len(ranks))
+        if any(flat.numel() < end for of_rank in ranks for flat in of_rank.values()):
+            raise CheckpointError(f"the flat tensors end before {name}; is part of them on NVMe?")
+        tensors = {
+            key: torch.cat([of_rank[key][start:end] for of_rank in ranks])[:size].view(*shape).float()
+            for key in ranks[0]
+        }
+        yield ParameterState(name, tensors.pop(_WEIGHT), tensors, dict(scalars))
+        start = end
 
-        def view(tensor: Tensor, start: int = start, size: int = size, name: str = name) -> Tensor:
-            return tensor.flatten()[start : start + size].view(*shapes[name]).float()
 
-        yield ParameterState(name, view(flat), {key: view(value) for key, value in moments.items()}, dict(scalars))
-        start += size
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        key: torch.cat([part[key].flatten() for part in parts if key in part]) for key in (parts[0] if parts else ())
+    }
 
 
 def _stage_1_2(
     checkpoint: DeepSpeedCheckpoint, is_trained: Mapping[str, bool], shapes: Shapes
 ) -> Iterator[ParameterState]:
     for number, group in enumerate(checkpoint.groups):
-        held = [split(_base(optimizer, 2)["state"].get(number, {}), _FLAT) for optimizer in checkpoint.optimizers]
-        if any(
-            padding
-            for optimizer in checkpoint.optimizers
-            for padding in (optimizer.get("param_alignment_paddings") or [[]])[number]
-        ):
-            raise CheckpointError(
-                f"{checkpoint.path}: parameters are padded one by one, which dsframe does not support"
-            )
-        flat = torch.cat(
-            [optimizer["single_partition_of_fp32_groups"][number].flatten() for optimizer in checkpoint.optimizers]
-        )
-        # Weights are saved without the padding at the end of a group, moments with it.
-        moments = {
-            key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts])[: flat.numel()]
-            for key in held[0][0]
-        }
-        yield from _cut(list(group), group, flat, moments, held[0][1])
+        parts = []
+        for optimizer in checkpoint.optimizers:
+            if any((optimizer.get("param_alignment_paddings") or [[]])[number]):
+                message = "parameters are padded one by one, which dsframe does not support"
+                raise CheckpointError(f"{checkpoint.path}: {message}")
+            moments, scalars = split(_base(optimizer, 2)["state"].get(number, {}), _FLAT)
+            parts.append({_WEIGHT: optimizer["single_partition_of_fp32_groups"][number], **moments})
+        yield from _cut(group, [_joined(parts)], scalars)
 
 
 def _stage_3(
     checkpoint: DeepSpeedCheckpoint, is_trained: Mapping[str, bool], shapes: Shapes
 ) -> Iterator[ParameterState]:
-    ranks = len(checkpoint.optimizers)
-    weights = [
-        torch.cat([flat.flatten() for flat in optimizer["fp32_flat_groups"]]) for optimizer in checkpoint.optimizers
-    ]
-    held = [
-        [split(state, _FLAT) for _, state in sorted(_base(optimizer, 3)["state"].items())]
-        for optimizer in checkpoint.optimizers
-    ]
-    keys = sorted({key for moments, _ in held[0] for key in moments})
-    of_rank = [{key: torch.cat([moments[key].flatten() for moments, _ in states]) for key in keys} for states in held]
-    scalars = held[0][0][1] if held[0] else {}
-    start = 0
-    for group in checkpoint.groups:
-        for name, shape in group.items():
-            size = math.prod(shape)
-            share = -(-size // ranks)
-            if start + share > weights[0].numel() or any(
-                tensors[key].numel() != weights[0].numel() for tensors in of_rank for key in keys
-            ):
-                raise CheckpointError(
-                    f"{checkpoint.path}: the flat tensors end before {name}; is part of them on NVMe?"
-                )
-
-            def whole(parts: Sequence[Tensor], start: int = start, share: int = share, size: int = size) -> Tensor:
-                return torch.cat([part[start : start + share] for part in parts])[:size]
-
-            yield ParameterState(
-                name,
-                whole(weights).view(*shape).float(),
-                {key: whole([tensors[key] for tensors in of_rank]).view(*shape).float() for key in keys},
-                dict(scalars),
-            )
-            start += share
+    of_ranks, scalars = [], {}
+    for optimizer in checkpoint.optimizers:
+        states = [split(state, _FLAT) for _, state in sorted(_base(optimizer, 3)["state"].items())]
+        weights = torch.cat([flat.flatten() for flat in optimizer["fp32_flat_groups"]])
+        of_ranks.append({_WEIGHT: weights, **_joined([moments for moments, _ in states])})
+        scalars = states[0][1] if states else {}
+    yield from _cut(checkpoint.shapes, of_ranks, scalars)

@@ -7,16 +7,13 @@ and is reported here.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +23,7 @@ from typing import Any
 import psutil
 
 from dsframe.engines import TABLE
-from dsframe.host import processes
-from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
+from dsframe.host.leftovers import stale_locks, unused_buffers
 from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
 from dsframe.tools.launch import devices
@@ -128,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine(libraries["torch"]),
         "engines": engines(libraries),
         "launchers": launchers(),
-        "operators that DeepSpeed compiles when a configuration asks for them": operators(),
         "left by old runs": leftovers(clean=options.clean),
     }
     broken = False
@@ -167,7 +162,7 @@ def probe(name: str) -> Library | None:
 
 
 def machine(torch: Library | None) -> Iterator[Finding]:
-    """Hardware and the system; GPUs as ``nvidia-smi topo -m`` has them."""
+    """Hardware and the system."""
     memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.machine()}"
@@ -183,10 +178,6 @@ def machine(torch: Library | None) -> Iterator[Finding]:
     gpus = torch.facts.get("gpus", []) if torch else []
     for name, size in gpus:
         yield Finding("ok", f"GPU {name}, {_gib(size)} GiB")
-    topology = processes.output_of(["nvidia-smi", "topo", "-m"], 20) or ""
-    for line in topology.partition("Legend:")[0].splitlines():
-        if plain := re.sub(r"\x1b\[[0-9;]*m", "", line.expandtabs()).rstrip():
-            yield Finding("note", plain)
     if torch and not torch.broken and not gpus:
         why = "this torch is a build for CPUs" if torch.facts["cuda"] is None else "torch finds none"
         has_one = devices.installed() > 0
@@ -215,27 +206,8 @@ def launchers() -> Iterator[Finding]:
         yield Finding("ok", f"{name}: {path}{hint}")
 
 
-def operators() -> Iterator[Finding]:
-    """Yields what compiling DeepSpeed's operators needs. The default configuration needs none."""
-    ninja = shutil.which("ninja", path=search_path()) or importlib.util.find_spec("ninja")
-    folders = ("/usr/include", "/usr/local/include")
-    needs = {
-        "CPU optimizers": (
-            ("g++ (apt-get install g++)", shutil.which("c++") or shutil.which("g++")),
-            ("ninja (pip install ninja)", ninja),
-        ),
-        "offload to NVMe": (
-            ("libaio (apt-get install libaio-dev)", any(Path(f, "libaio.h").exists() for f in folders)),
-        ),
-        "GPU operators": (("nvcc (install the CUDA toolkit)", shutil.which("nvcc")),),
-    }
-    for use, parts in needs.items():
-        lacking = [name for name, there in parts if not there]
-        yield Finding("absent" if lacking else "ok", f"{use}{': no ' * bool(lacking)}{', '.join(lacking)}")
-
-
 def leftovers(*, clean: bool) -> Iterator[Finding]:
-    """Locks, buffers and swapped state without a living owner; removed where ``clean`` says so."""
+    """Locks and buffers without a living owner; removed where ``clean`` says so."""
     from dsframe.engines.deepspeed.jit import extensions_directory
 
     plain = Path.home() / ".cache" / "torch_extensions"  # torch's own, with one folder per Python
@@ -245,29 +217,15 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
             {lock for cache in caches for lock in stale_locks(cache)}
         ),
         "buffer of a killed run": unused_buffers(),
-        "offloaded state of a killed run": [path for place in swap_folders() for path in unused_swap(place)],
     }
     for what, paths in kinds.items():
         for path in paths:
-            if clean and path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif clean:
+            if clean:
                 path.unlink(missing_ok=True)
             done = f"removed the {what}: {path}" if clean else f"{what}: {path}; dsframe doctor --clean"
             yield Finding("ok" if clean else "broken", done)
     if not any(kinds.values()):
         yield Finding("ok", "nothing")
-
-
-def swap_folders() -> list[Path]:
-    """Folders of offloaded state: ``nvme_path`` of every file here and in ds_configs/, and the
-    temporary folder."""
-    folders = {Path(tempfile.gettempdir())}
-    for file in [*Path().glob("*.json"), *Path("ds_configs").glob("*.json")]:
-        with contextlib.suppress(OSError):
-            text = file.read_text(encoding="utf-8", errors="replace")
-            folders |= {Path(path) for path in re.findall(r'"nvme_path"\s*:\s*"([^"]+)"', text)}
-    return sorted(folders)
 
 
 def _gib(size: float) -> str:

@@ -10,7 +10,7 @@ import argparse
 import atexit
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -62,7 +62,6 @@ def _parser(what: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
-    add("--data", metavar="NAME", help="one set alone, where the task's data has several")
     add("--config", help="the file, which says engine, task and data (default: that of the run)")
     add_overrides(parser, "one key of it")
     add("--engine", help="short for --set dsframe.engine=...")
@@ -115,9 +114,9 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
         from dsframe import inference
 
         path = store.complete(options.checkpoint, best=options.best)
-        read, task = run.data, run.task
-        run = replace(run, data=cache(lambda: _data(read, task, options.data, predicts=what == "predict")))
         if what == "predict":
+            read, task = run.data, run.task
+            run = replace(run, data=cache(lambda: (read()[0], _to_predict(task))))
             rows = inference.predict(run, world, path, options.out, averages=options.average)
             if world.is_main:
                 print(f"dsframe: {rows:,} rows of {path}: {options.out}", file=sys.stderr)
@@ -130,22 +129,14 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
             options.out.write_text(line + "\n", encoding="utf-8")
 
 
-def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None, *, predicts: bool) -> tuple[Any, Any]:
-    """The data for training, and those that are asked for. Raises TaskError where there is no set of this ``name``, and for
-    predictions of several."""
-    training, chosen = read()
-    if predicts:
-        from dsframe.tasks.given import given
+def _to_predict(task: Task) -> Any:
+    """The data that predictions are made for. Raises TaskError where there are several sets."""
+    from dsframe.tasks.given import given
 
-        chosen = given(task, "predict_data")
-    several = list(chosen) if isinstance(chosen, dict) else []
-    if name is not None and name not in several:
-        raise TaskError(f"--data {name}: {type(task).__name__} has {', '.join(several) or 'one set, without a name'}")
-    if name is None and predicts and several:
-        raise TaskError(f"predict: {type(task).__name__} has several sets; write --data {' or --data '.join(several)}")
-    if name is not None:
-        chosen = chosen[name] if predicts else {name: chosen[name]}
-    return training, chosen
+    chosen = given(task, "predict_data")
+    if isinstance(chosen, dict):
+        raise TaskError(f"predict: {type(task).__name__} has several sets; return one from predict_data()")
+    return chosen
 
 
 def _refuse_script(directory: Path) -> None:

@@ -12,8 +12,14 @@ import torch
 from dsframe.tools import export
 from tests.engines.test_round_trips import BF16, CPU, PIPELINE, also_long, configuration, zero
 from tests.processes import run_ranks, warm
-from tests.unit.test_generate import TASKS
 
+TEXT = {"context": 32, "corpus": "synthetic", "samples": 200}
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+TASKS: dict[str, dict[str, Any]] = {
+    "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32, **TEXT},
+    "llama": {"name": "causal-language-model", "model": LLAMA, **TEXT},
+}
 SETUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero1": (2, "deepspeed", zero(1)),
     "zero2-bf16": (2, "deepspeed", {**zero(2), **BF16}),

@@ -21,7 +21,7 @@ from dsframe import run
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
-from dsframe.run_dir import lock, output
+from dsframe.run_dir import lock
 from dsframe.run_dir.lock import RunLock
 from dsframe.tools import convert, deepspeed_files
 from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
@@ -91,29 +91,6 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
         run.execute(load(file), task=Odd(), world=World(), quiet=True)
         run.execute(load(file), task=Odd(), world=World(), quiet=True)  # twice in one process
     assert not partial.exists()
-
-
-def test_another_ranks_log_begins_anew_only_where_the_run_has_the_directory(tmp_path: Path) -> None:
-    """Rank 1 opens its file before rank 0 has claimed the directory."""
-    file = one_step_in(tmp_path)
-    log = tmp_path / "output" / "rank1.log"
-    log.parent.mkdir()
-    log.write_text("of the first\n")
-
-    def start(word: str, *, append: bool = False) -> None:
-        with output.rank_output(World(1, 2, 1, 2), "files", tmp_path, append=append):
-            os.write(1, f"{word}\n".encode())
-            run.execute(load(file), task=Odd(), world=World(), quiet=True)
-            os.write(2, f"end of {word}\n".encode())
-
-    with held(tmp_path), pytest.raises(WorldError):
-        start("a second")
-    assert log.read_text() == "of the first\na second\n"
-    start("a third")
-    assert log.read_text() == "a third\nend of a third\n"
-    assert log.with_name("rank1.log.1").read_text() == "of the first\na second\n"
-    start("a fourth", append=True)
-    assert log.read_text() == "a third\nend of a third\na fourth\nend of a fourth\n"
 
 
 def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,8 @@ def test_explain_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_suggests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "unkown-key", "zzzzzz"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        'dsframe: error: no code or key "unkown-key"; did you mean "unknown-key"?',
-        'dsframe: error: no code or key "zzzzzz"; dsframe explain lists all codes',
+        'dsframe: error: no code "unkown-key"; did you mean "unknown-key"?',
+        'dsframe: error: no code "zzzzzz"; dsframe explain lists all codes',
     ]
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -426,24 +425,6 @@ def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, to
     assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
 
 
-def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = launchers.Job(processes=2, program=("train.py",), arguments=("--config", "x.json"))
-    launch = launchers.plan("deepspeed", job)
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr("dsframe.tools.launch.devices.accelerators", lambda: False)
-    quiet = launchers.quietly(launch)
-    assert quiet.command == ("deepspeed", "--quiet", *launch.command[1:])
-    assert quiet.environment == {"DS_ACCELERATOR": "cpu", **launch.environment}
-    monkeypatch.setattr("dsframe.tools.launch.devices.accelerators", lambda: True)
-    assert "DS_ACCELERATOR" not in launchers.quietly(launch).environment
-    other = launchers.quietly(launchers.plan("torchrun", job))
-    assert other.command[1:3] == ("-m", "dsframe.tools.launch.torchrun")
-    assert launchers.quietly(launchers.plan("mpirun", job)).command[:2] == ("mpirun", "--quiet")
-    assert launchers.quietly(launchers.plan("horovodrun", job)).command[:2] == ("horovodrun", "--mpi-args=--quiet")
-    other = launchers.plan("srun", job)
-    assert launchers.quietly(other) is other
-
-
 def test_deepspeed_reads_a_host_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,27 +436,6 @@ def test_deepspeed_reads_a_host_file(
     for words in (["-H", "node1:2,node2:2"], ["--hostfile", str(file), "-np", "3"]):
         with pytest.raises(WorldError, match="name it with --hostfile, without -np"):
             command.main(["--print", "--config", "zero3.json", *words, "--launcher", "deepspeed"])
-
-
-def test_some_of_the_hosts_and_other_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("me@node1 slots=2\nnode2 slots=4\n")
-    typed = f"--config zero3.json --hostfile {file} --launcher deepspeed"
-    meeting = "--master_addr=node1 --master_port=4321"
-    (line,) = shown(capsys, monkeypatch, f"{typed} --exclude=node2:1,3")
-    options = f"--hostfile={file} --exclude=node2:1,3 {meeting}"
-    assert line == f"OMP_NUM_THREADS=3 deepspeed {options} --module{PROGRAM[2:]}"
-    (line,) = shown(capsys, monkeypatch, f"{typed} --include=node2:0,2")
-    assert "--master_addr=node2" in line
-    for words, said in (
-        (["--include=node3"], "node3 is not in the host file"),
-        (["--exclude=node2:9"], "node2 has the slots 0 to 3, not 9"),
-        (["--launcher", "mpirun"], "of DeepSpeed's launcher"),
-    ):
-        with pytest.raises(WorldError, match=said):
-            command.main(["--print", *typed.split(), *words])
 
 
 @pytest.mark.parametrize(
@@ -494,23 +454,6 @@ def test_several_hosts_take_what_is_installed(
     monkeypatch.setattr(launchers.shutil, "which", lambda name, path: name if name in installed else None)
     job = launchers.Job(4, ("-m", "dsframe.train"), (), hosts=TWO, hostfile=Path("hosts"))
     assert launchers.natural(engine, job) == launcher
-
-
-def test_the_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = sys.modules["dsframe.config.load"]
-
-    texts: list[str] = []
-    monkeypatch.setattr(loading, "read", lambda text, read=loading.read: (texts.append(text), read(text))[1])
-    monkeypatch.setattr(command, "_run", lambda request, options: 0)
-    monkeypatch.setattr(command.streams, "survive", lambda: None)
-    (tmp_path / "a.json").write_text(
-        json.dumps({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-    )
-    for engine in ("ddp", "deepspeed"):
-        texts.clear()
-        assert command.main(["--config", str(tmp_path / "a.json"), "-np", "2", "--engine", engine]) == 0
-        assert len(texts) == 1
-    assert command.main(["--config", str(tmp_path / "a.json"), "-np", "3", "--engine", "ddp"]) == 2
 
 
 def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:

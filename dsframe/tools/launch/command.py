@@ -76,10 +76,6 @@ def parser() -> argparse.ArgumentParser:
     where = result.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts, and the processes on each")
     where.add_argument("--hostfile", metavar="FILE", type=Path, help="the same, from a file")
-    choice = result.add_mutually_exclusive_group()
-    some = 'of --hostfile, as for deepspeed: "node1@node2:0,2"'
-    choice.add_argument("--include", metavar="HOSTS", default="", help=f"use only these {some}")
-    choice.add_argument("--exclude", metavar="HOSTS", default="", help=f"use none of these {some}")
     default = "default: the engine's own; srun in Slurm"
     add("--launcher", choices=("auto", *launchers.NAMES), default="auto", help=default)
     interface = "network interface to the other hosts (default: the one that leads there)"
@@ -138,18 +134,13 @@ def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) 
         given = hosts.parse(options.hosts.split(","), f"-H {options.hosts}")
     elif options.hostfile:
         given = hosts.read_file(options.hostfile)
-    if options.include or options.exclude:
-        if not options.hostfile:
-            raise WorldError("--include and --exclude choose among the hosts of --hostfile; name it")
-        given = hosts.chosen(given, options.include, options.exclude)
-    selected = (("--include", options.include), ("--exclude", options.exclude))
     allocation = bool(given) and given is allocated
     slots = sum(host.slots for host in given)
     processes = options.processes or slots
     if slots and processes > slots:
         remedy = "raise slots or lower -np"
         raise WorldError(f"{processes} processes, but the hosts have {slots} slots: {hosts.show(given)}; {remedy}")
-    address = given[0].address if given else "127.0.0.1"
+    address = given[0].name if given else "127.0.0.1"
     if len(given) == 1 and given[0].is_here and not allocation:
         given, address = (), "127.0.0.1"
     gpus = devices.visible(os.environ)
@@ -162,14 +153,13 @@ def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) 
             f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more "
             "GPUs there, or hide all of them (CUDA_VISIBLE_DEVICES= ... --launcher torchrun) to train on the CPU"
         )
-    others = [host.address for host in given if not host.is_here][:1]
+    others = [host.name for host in given if not host.is_here][:1]
     return Job(
         processes=processes,
         program=(options.script,) if options.script else ("-m", "dsframe.train"),
         arguments=tuple(arguments),
         hosts=given,
         hostfile=options.hostfile,
-        selection=tuple(f"{name}={hosts_}" for name, hosts_ in selected if hosts_),
         gpus=() if mask is None else gpus[:processes],
         threads=_threads(config, max((host.slots for host in given), default=processes), allocation=allocation),
         address=address,

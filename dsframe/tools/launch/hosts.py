@@ -16,9 +16,7 @@ from dsframe.cluster.rendezvous import addresses
 from dsframe.cluster.world import slurm_hosts, slurm_tasks
 from dsframe.errors import WorldError
 
-_HOST = re.compile(
-    r"((?:[A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?"
-)
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 
 
 @dataclass(frozen=True)
@@ -26,23 +24,18 @@ class Host:
     """One machine of the run."""
 
     name: str
-    """A name or an address, with ``user@`` before it where a host file has that."""
+    """A name or an address."""
     slots: int
     """Processes that may run there; GPUs, where there are any."""
-
-    @property
-    def address(self) -> str:
-        """The name without a user."""
-        return self.name.rpartition("@")[2]
 
     @property
     def is_here(self) -> bool:
         """True if it is this machine, by name or by an address of its own."""
         name = socket.gethostname()
-        if self.address in ("localhost", "127.0.0.1", name, name.partition(".")[0]):
+        if self.name in ("localhost", "127.0.0.1", name, name.partition(".")[0]):
             return True
         try:
-            entries = socket.getaddrinfo(self.address, None)
+            entries = socket.getaddrinfo(self.name, None)
         except OSError:
             return False
         mine = {address for address, _ in addresses()}
@@ -69,25 +62,6 @@ def read_file(path: Path) -> tuple[Host, ...]:
         return parse(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), str(path))
     except OSError as error:
         raise WorldError(f"the host file {path} cannot be read: {error.strerror}") from None
-
-
-def chosen(given: tuple[Host, ...], include: str, exclude: str) -> tuple[Host, ...]:
-    """The hosts that DeepSpeed's ``--include`` or ``--exclude`` leave, with so many slots. Raises WorldError."""
-    named = {}
-    for part in (include or exclude).split("@"):
-        name, _, slots = part.partition(":")
-        host = next((host for host in given if host.name == name), None)
-        if host is None:
-            raise WorldError(f"--include or --exclude: {name} is not in the host file")
-        wanted = {*slots.split(",")} if slots else {*map(str, range(host.slots))}
-        if not wanted <= {*map(str, range(host.slots))}:
-            raise WorldError(f"--include or --exclude: {name} has the slots 0 to {host.slots - 1}, not {slots}")
-        named[name] = len(wanted)
-    counts = {host: named.get(host.name, 0) if include else host.slots - named.get(host.name, 0) for host in given}
-    left = tuple(Host(host.name, count) for host, count in counts.items() if count)
-    if not left:
-        raise WorldError("--include or --exclude leaves no host")
-    return left
 
 
 def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:

@@ -36,8 +36,6 @@ class Job:
     """Hosts with the slots of each; empty: this machine only."""
     hostfile: Path | None = None
     """The file that names them; None: the command line does, or Slurm."""
-    selection: tuple[str, ...] = ()
-    """``--include`` or ``--exclude`` of DeepSpeed's launcher."""
     gpus: tuple[str, ...] = ()
     """GPUs out of CUDA_VISIBLE_DEVICES for this machine's processes; empty: all that they see."""
     threads: int = 1
@@ -71,12 +69,6 @@ class Launch:
 
 def plan(launcher: str, job: Job) -> Launch:
     """The command of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
-    of_deepspeed = job.selection or any("@" in host.name for host in job.hosts)
-    if of_deepspeed and launcher != "deepspeed":
-        message = "--include, --exclude and user@host are of DeepSpeed's launcher"
-        raise WorldError(
-            f"{message}; name it with --launcher deepspeed, or write a host file of what {launcher} shall use"
-        )
     launch = _PLANS[launcher](job)
     return replace(launch, environment={"OMP_NUM_THREADS": str(job.threads), **launch.environment})
 
@@ -130,7 +122,7 @@ def _deepspeed(job: Job) -> Launch:
             message = 'deepspeed starts what a file says: a line "name slots=4" for each host'
             raise WorldError(f"{message}; name it with --hostfile, without -np")
         meeting = (f"--master_addr={job.address}", f"--master_port={job.port}")
-        return Launch(("deepspeed", f"--hostfile={job.hostfile}", *job.selection, *meeting, *words))
+        return Launch(("deepspeed", f"--hostfile={job.hostfile}", *meeting, *words))
     # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, maybe other people's.
     mask = ",".join(job.gpus)
     if devices.hidden(os.environ) or (not mask.replace(",", "0").isdecimal() and mask):

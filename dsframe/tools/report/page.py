@@ -12,7 +12,7 @@ from pathlib import Path
 from dsframe.data.files import replacing
 from dsframe.text import printable
 from dsframe.tools.commands import command
-from dsframe.tools.report.pictures import MISSING, Axis, Chart, Line, available, ink, inline
+from dsframe.tools.report.pictures import MISSING, Chart, Line, available, ink, inline
 from dsframe.tools.report.runs import Run, names, read_run, rows, understood
 
 _STYLE = """
@@ -33,9 +33,9 @@ svg{display:block;width:100%;min-width:320px;max-width:760px;height:auto}svg tex
 .mark{display:inline-block;width:.8em;height:.8em;border:1px solid var(--paper)}
 """
 _CURVES = (
-    ("Gradient norm", "gradient_norm", Axis("L2 norm before clipping", log=True)),
-    ("Learning rate", "learning_rate", Axis("per update")),
-    ("Speed during training", "rate", Axis("samples or tokens a second, all ranks", log=True)),
+    ("Gradient norm", "gradient_norm", "L2 norm before clipping", True),
+    ("Learning rate", "learning_rate", "per update", False),
+    ("Speed during training", "rate", "samples or tokens a second, all ranks", True),
 )
 _FILES = (
     "In its directory: <code>run.json</code> (the above), <code>config.json</code> (the file that ran, "
@@ -88,32 +88,31 @@ def page(runs: Sequence[Run]) -> str:
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """The curves that have been recorded."""
-    steps = Axis("optimizer step")
     recorded = (record.get("evaluation", {}) for run in runs for record in run.records)
     metrics = sorted({name for evaluation in recorded for name in evaluation})
-    samples = Axis("over all validation samples")
-    others = [name for name in metrics if name.rpartition("/")[2] != "loss"]
-    wanted = [*_CURVES, *((f"Evaluation: {name}", f"evaluation.{name}", samples) for name in others)]
-    panels = _losses(runs, [name for name in metrics if name.rpartition("/")[2] == "loss"])
-    for title, key, axis in wanted:
-        lines = [Line(run.name, run.curve(key)) for run in runs]
-        if any(len(line.points) > 1 for line in lines):  # one point is in the table
-            panels.append(Chart(title, steps, axis, lines))
-    return panels
+    validation = [name for name in metrics if name.rpartition("/")[2] == "loss"]
+    panels = [_losses(runs, validation)]
+    wanted = [*_CURVES]
+    for name in metrics:
+        if name not in validation:
+            wanted.append((f"Evaluation: {name}", f"evaluation.{name}", "over all validation samples", False))
+    for title, key, label, log in wanted:
+        lines = [Line(run.name, run.curve(key), index) for index, run in enumerate(runs)]
+        panels.append(Chart(title, label, lines, log))
+    # One point is in the table.
+    return [panel for panel in panels if any(len(line.points) > 1 for line in panel.lines)]
 
 
-def _losses(runs: Sequence[Run], validation: Sequence[str]) -> list[Chart]:
+def _losses(runs: Sequence[Run], validation: Sequence[str]) -> Chart:
     """Training and validation loss in one chart; the latter dashed, in the run's colour where there are several runs."""
     alone = len(runs) == 1
     lines = [Line("training" if alone else run.name, run.curve("loss"), index) for index, run in enumerate(runs)]
-    label = "mean over the global batch"
     for number, name in enumerate(validation, 1):
-        title = f"validation {name.rpartition('/')[0]}".strip() if alone else ""
+        title = f"validation {name.rpartition('/')[0]}".strip()
         for index, run in enumerate(runs):
-            points, label = run.curve(f"evaluation.{name}"), "solid: training, dashed: validation"
-            lines.append(Line(title, points, number if alone else index, dashed=True))
-    drawn = any(len(line.points) > 1 for line in lines)
-    return [Chart("Loss", Axis("optimizer step"), Axis(label), lines)] if drawn else []
+            points = run.curve(f"evaluation.{name}")
+            lines.append(Line(title if alone else "_", points, number if alone else index, dashed=True))
+    return Chart("Loss", "solid: training, dashed: validation", lines)
 
 
 def _table(runs: Sequence[Run], cells: Sequence[Sequence[str]]) -> str:
