@@ -45,7 +45,7 @@ portability: setup-test ## save under every engine, go on under others (10 minut
 kill-test: setup-test ## kills a random rank at a random moment, 100 times, and compares what comes out (half an hour)
 	python -m tests.kill
 
-attack: setup-test ## attacks disks, clocks and ports of trainings for half an hour: the table of docs/attacks.md
+attack: setup-test ## attacks trainings, disks, clocks, ports and files for half an hour: the table of docs/attacks.md
 	python -m tests.attack
 
 gpu-check: setup-test ## every engine and launcher on this machine's GPUs in short trainings: a table, a verdict, a file (10 minutes)

@@ -10,7 +10,7 @@ import pytest
 from tests.attack import ATTACKS
 from tests.attack.arena import UntriedError
 
-OFTEN = {"renames that come late", "clock jumps"}
+OFTEN = {"another's run directory", "another's tokenizer", "killed reader", "renames that come late", "clock jumps"}
 SEED = 20261123
 
 

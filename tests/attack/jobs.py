@@ -1,0 +1,174 @@
+"""Processes that are killed, and signals to those who wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from dsframe.errors import StoppedError
+from tests.attack.arena import EVERY, Running, UntriedError, goes_on, held, needs_root, told, train, whole
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _in_training(running: Running, chance: random.Random) -> None:
+    first = chance.choice(["step-00000004", "step-00000008", "step-00000012"])
+    running.wait_for(lambda: first in running.output, timeout_seconds=60, what=first)
+    time.sleep(chance.random() * 0.5)
+
+
+def kill(folder: Path, chance: random.Random, **settings: object) -> str:
+    """SIGKILL to one of two ranks, as the kernel does where memory is short."""
+    rank = chance.randrange(2)
+
+    def strike(running: Running) -> None:
+        _in_training(running, chance)
+        running.ranks()[rank].kill()
+
+    finished = train(folder, ranks=2, during=strike, env={"STEP_SECONDS": "0.1"}, **settings)
+    held(finished.returncode, "exit code 0", finished)
+    goes_on(folder, 2, **settings)
+    return f"rank {rank} of 2 killed: exit code {finished.returncode}"
+
+
+def kill_stateful(folder: Path, chance: random.Random) -> str:
+    """The same, of a model that keeps more than weights and moments from step to step."""
+    kind = chance.choice(["Centre", "Codebook", "Limited", "Dropping"])
+    settings = {"task": {"name": f"tests.attack.stateful_tasks:{kind}"}, "engine": chance.choice(["ddp", "deepspeed"])}
+    settings |= chance.choice([{}, {"ema": {"decay": 0.9}}])
+    settings["checkpoints"] = {"every_steps": EVERY, "keep_last": 9, "asynchronous": chance.choice([True, False])}
+    return (
+        f"{settings['engine']}, {kind}, {'' if 'ema' in settings else 'no '}average: {kill(folder, chance, **settings)}"
+    )
+
+
+@contextlib.contextmanager
+def _short_of_memory(limit: str) -> Iterator[Path]:
+    """A control group with a limit that the kernel keeps to, which is tried first."""
+    needs_root()
+    old = CGROUPS / "memory"
+    group = (old if old.is_dir() else CGROUPS) / f"dsframe-attack-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(limit)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise UntriedError(f"no control group for memory: {error.strerror}") from None
+    try:
+        enter = f"echo $$ > {group}/cgroup.procs; exec"
+        tried = subprocess.run(["sh", "-c", f"{enter} python -c 'bytearray(1 << 28)'"], check=False, timeout=60)
+        if tried.returncode != -signal.SIGKILL:
+            raise UntriedError("the kernel does not keep to a control group's limit of memory here")
+        yield group
+    finally:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def out_of_memory(folder: Path, chance: random.Random) -> str:
+    """One rank is in a control group whose memory ends; the kernel kills it."""
+    with _short_of_memory("64M") as group:
+
+        def strike(running: Running) -> None:
+            _in_training(running, chance)
+            (group / "cgroup.procs").write_text(str(running.ranks()[1].pid))
+
+        task = {"name": "tests.faults.slow_task:GrowingTask"}
+        finished = train(folder, ranks=2, during=strike, env={"STEP_SECONDS": "0.1"}, task=task)
+    held(finished.returncode, "exit code 0", finished)
+    goes_on(folder, 2, task=task)
+    return f"one rank out of memory: exit code {finished.returncode}"
+
+
+def launcher_signals(folder: Path, chance: random.Random) -> str:
+    """Signals to ``dsframe launch --restarts``, once or twice, in any order, at any moment."""
+    signals = [
+        chance.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+        for _ in range(chance.randint(1, 3))
+    ]
+    gap = chance.choice([0.0, 0.2, 6.0])
+
+    def strike(running: Running) -> None:
+        if chance.random() < 0.7:
+            _in_training(running, chance)
+        else:
+            time.sleep(chance.random() * 4)
+        for number in signals:
+            with contextlib.suppress(ProcessLookupError):
+                running.process.send_signal(number)
+            time.sleep(gap)
+
+    launch = ("--restarts", "3", "--restart-wait", "0.1")
+    finished = train(folder, ranks=2, launch=launch, during=strike, env={"STEP_SECONDS": "0.1"}, seconds=200)
+    names = ", ".join(number.name for number in signals)
+    if finished.returncode:
+        told(finished)
+        if set(signals) == {signal.SIGUSR1}:
+            held(finished.returncode == StoppedError.exit_code, names, finished)
+        goes_on(folder, 2)
+    else:
+        whole(folder, 2)
+    return f"{names} to the launcher, {gap} s apart: exit code {finished.returncode}"
+
+
+def double_interrupt(folder: Path, chance: random.Random) -> str:
+    """Ctrl-C twice, as a terminal does it: to the whole foreground group."""
+    gap = chance.choice([0.05, 0.5, 2.0])
+    by = chance.choice(["python", "launch"])
+
+    def strike(running: Running) -> None:
+        _in_training(running, chance)
+        for _ in range(2):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGINT)
+            time.sleep(gap)
+
+    launch = ("--restarts", "3", "--restart-wait", "0.1") if by == "launch" else ()
+    ranks = 2 if launch else 1
+    finished = train(folder, ranks=ranks, launch=launch, during=strike, env={"STEP_SECONDS": "0.1"})
+    told(finished)
+    goes_on(folder, ranks)
+    return f"Ctrl-C twice, {gap} s apart, to {by}: exit code {finished.returncode}"
+
+
+def reader(folder: Path, chance: random.Random) -> str:
+    """A process that reads data is killed, or stopped."""
+    number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+
+    def strike(running: Running) -> None:
+        _in_training(running, chance)
+        rank = running.ranks().get(0) or psutil.Process(running.process.pid)
+        readers = [one for one in rank.children(recursive=True) if "resource_tracker" not in " ".join(one.cmdline())]
+        if readers:
+            chance.choice(readers).send_signal(number)
+
+    task = {"name": "tests.faults.slow_task:ReadingTask"}
+    finished = train(folder, during=strike, env={"STEP_SECONDS": "0.1"}, task=task)
+    if finished.returncode:
+        told(finished)
+        goes_on(folder, task=task)
+    else:
+        whole(folder)
+    return f"{number.name} to a reader: exit code {finished.returncode}"
+
+
+ATTACKS = {
+    "killed rank": kill,
+    "killed rank, stateful model": kill_stateful,
+    "out of memory": out_of_memory,
+    "signals to the launcher": launcher_signals,
+    "double Ctrl-C": double_interrupt,
+    "killed reader": reader,
+}
