@@ -27,7 +27,7 @@ from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError, TaskError, TrainingError
-from dsframe.events import Listener, RunSchedule
+from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import phases
@@ -35,11 +35,12 @@ from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules
 from dsframe.model.followers import EarlyStop
 from dsframe.model.plan import Plan
+from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.results import Summary
 from dsframe.run_dir import blocks, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
-from dsframe.run_dir.record import Record, finished, read_metrics
+from dsframe.run_dir.record import MakeLoggers, Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
 from dsframe.text import keys
 from dsframe.trainer import Outputs, Trainer, Work
@@ -88,6 +89,7 @@ class Run:
     host: HostResources
     model_files: ModelFiles
     """Makes what lies beside the weights in checkpoints, for other programs."""
+    loggers: MakeLoggers
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ def train(run: Run, world: World) -> Summary:
     done = start.step if start.in_place else 0
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
-    profiler = _profiler(job, start.step)
+    observers = Observers(ObserverContext(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
     keeps = world.is_main and not complete
-    record = Record(job.plan, facts, done, say=job.say) if keeps else None
+    record = Record(job.plan, facts, done, loggers=run.loggers, say=job.say) if keeps else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
     reset_peak(job.plan.device)
     with _ending(job, engine, outputs), watchdog:
-        summary = Trainer(engine, job.work, outputs, watchdog, profiler).fit(start)
+        summary = Trainer(engine, job.work, outputs, watchdog, observers).fit(start)
     _finish(job, engine, record, summary)
     if complete and world.is_main:
         job.say(
@@ -134,15 +136,6 @@ def train(run: Run, world: World) -> Summary:
             f"raise {'dsframe.stop.patience' if summary.stopped else 'steps or epochs'} to train on"
         )
     return summary
-
-
-def _profiler(job: Job, done: int) -> Listener | None:
-    """What the file has profiled, imported only then. ``done``: steps taken before this process's first one."""
-    if job.plan.config.settings.profile is None:
-        return None
-    from dsframe.observe.traces import Traces
-
-    return Traces(job.plan, done, job.progress.say)
 
 
 def prepare(run: Run, world: World) -> Job:

@@ -193,8 +193,8 @@ def prepared(
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
             named = "" if ours else _name(task)
-            beside = pretrained.beside_weights
-            yield job.Run(config, task, named, engine, data, called, lines, options, host, beside)
+            more = pretrained.beside_weights, loggers.Loggers
+            yield job.Run(config, task, named, engine, data, called, lines, options, host, *more)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

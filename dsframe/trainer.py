@@ -18,13 +18,14 @@ from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.events import Events, Listener, RunSchedule, Training, UserHooks
+from dsframe.events import Events, RunSchedule, Training, UserHooks
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
 from dsframe.model.micro_batch import MicroBatch
+from dsframe.observe.observer import Observers
 from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
@@ -70,7 +71,7 @@ class Trainer:
         work: Work,
         outputs: Outputs,
         watchdog: Watchdog,
-        profiler: Listener | None,
+        observers: Observers,
     ) -> None:
         """``watchdog``: entered by the caller."""
         self.engine, self.loader = engine, work.loader
@@ -79,6 +80,8 @@ class Trainer:
         self._weights, self._trial = LossWeights(engine), LossTrial(engine, work.loader)
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
         self.training.copy_model = partial(running_model.copy_of, engine)
+        if outputs.record:
+            self.training.image_logger = outputs.record.log_image
         hooks = UserHooks(outputs.hooks)
         self.evaluation = None
         if work.evaluation:
@@ -94,7 +97,7 @@ class Trainer:
         listeners = [
             finite,
             StepLog(events, finite),
-            profiler,
+            observers if observers.are_on else None,  # before what is written: they add to log entries
             RunLog(outputs.record),
             hooks,
             self._first_step,
@@ -222,7 +225,7 @@ class Trainer:
         units_per_step = plan.batch.train_batch_size * plan.task.units_per_sample
         units = units_per_step * max(steps - training.first_step, 0)
         rate = units / max(ended - first_done - training.paused_seconds, 1e-9)
-        memory = self._peak_memory()  # before the profiler takes some
+        memory = self._peak_memory()  # before observers take some
         return Summary(
             steps=steps,
             seconds=ended - began - training.paused_seconds,

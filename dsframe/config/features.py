@@ -13,10 +13,12 @@ from dsframe.config.schema.conditions import Row, holds, matches, value_at
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 
-LOGGERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
+LOGGERS: Mapping[str, str | None]
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": None, "comet": "comet_ml"}
 """DeepSpeed's sections that say where metrics are written, and the packages that they need: the same on every engine."""
-WATCHING = frozenset({*LOGGERS, "csv_monitor", "comet", "flops_profiler", "comms_logger"})
-"""Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them."""
+WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
+"""Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
+engine."""
 
 MADE_HERE = frozenset({"optimizer", "scheduler"})
 """Sections from which dsframe makes what trains, the same on every engine; unknown keys are not forwarded."""
@@ -25,7 +27,7 @@ MADE_HERE = frozenset({"optimizer", "scheduler"})
 def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
     """The keys that need a package, and its module."""
     for section, package in LOGGERS.items():
-        if file.on(section):
+        if package and file.on(section):
             yield (section, "enabled"), package
 
 

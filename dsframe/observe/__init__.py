@@ -1,1 +1,1 @@
-"""Traces of a profiler, and models without memory."""
+"""Observers that a file switches on: profiler traces, FLOPs, bytes sent."""

@@ -76,6 +76,7 @@ def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
     and ends. ``quiet``: loggers' packages say nothing either."""
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if profile is not None:

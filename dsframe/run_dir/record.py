@@ -23,20 +23,22 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
 from dsframe.data.files import replacing
-from dsframe.errors import DataError
+from dsframe.errors import DataError, TaskError
 from dsframe.host import processes
-from dsframe.run_dir.loggers import LOGGER_ID, TENSORBOARD, Loggers
+from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
+    from dsframe.config.value import Config
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
 
@@ -49,6 +51,23 @@ _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
 """The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
+
+
+class Loggers(Protocol):
+    """Where metrics go beside the run's directory (``run_dir.loggers``)."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A record of ``metrics.jsonl``."""
+
+    def log_image(self, name: str, step: int, pixels: Any) -> None:
+        """``pixels``: a uint8 array ``[height, width, channels]``."""
+
+    def close(self, *, finished: bool = True) -> None:
+        """Sends what is still held."""
+
+
+MakeLoggers = Callable[["Config", Mapping[str, Any], Path, int, int], Loggers]
+"""Of the file, what the record says of the run, its directory, the global batch, and steps of an earlier run."""
 
 
 def provenance() -> dict[str, Any]:
@@ -130,6 +149,7 @@ class Record:
         about: Mapping[str, Any],
         done_steps: int = 0,
         *,
+        loggers: MakeLoggers,
         say: Callable[[str], None],
     ) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
@@ -157,7 +177,7 @@ class Record:
         self._partial, self._begun = directory / f"{_METRICS}.partial", False
         """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
         self._waiting = "".join(before).encode()
-        self._loggers = Loggers(
+        self._loggers = loggers(
             plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
         )
         self.write({"run": self._about})
@@ -167,6 +187,17 @@ class Record:
         clean = _clean(record)
         self._add(clean)
         self._loggers.write(clean)
+
+    def log_image(self, name: str, step: int, image: Tensor) -> None:
+        """Sends ``image`` (``[channels, height, width]``, uint8 or floating point from 0 to 1) to the
+        loggers that take images. Raises TaskError for anything else."""
+        if image.ndim != 3 or image.shape[0] not in (1, 3):
+            shape = list(image.shape)
+            raise TaskError(f"log_image {name!r}: shape {shape} is not [1 or 3, height, width]")
+        image = image.detach().cpu()
+        if image.is_floating_point():
+            image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+        self._loggers.log_image(name, step, image.movedim(0, -1).contiguous().numpy())
 
     def started(self, phases: Mapping[str, float]) -> None:
         """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
@@ -228,7 +259,7 @@ def _set_aside(directory: Path) -> Path | None:
         return None
     target = numbered(directory / "earlier")
     target.mkdir()
-    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, LOGGER_ID):
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, CSV, LOGGER_ID):
         if (directory / name).exists():
             (directory / name).rename(target / name)
     return target

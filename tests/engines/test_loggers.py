@@ -1,12 +1,14 @@
-"""TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine; and the
+"""TensorBoard, CSV, Weights & Biases and Comet write what the run's own record has, on every kind of engine; and the
 run's directory says where it comes from."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
 import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,11 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
         "wandb": {"enabled": True, "project": "tests"},
+        "comet": {"enabled": True, "online": False, "api_key": SECRET, "samples_log_interval": 1},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(folder / "flops.txt")},
+        "comms_logger": {"enabled": True},
         "dsframe": section,
     }
     path = folder / "file.json"
@@ -62,7 +68,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
     command = launch(2, ["-m", "dsframe.train", "--config", str(path), "--set", f"comet.api_key={SECRET}"])
-    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE_DIRECTORY": str(tmp_path / "run")}
     finished = run_ranks(command, timeout_seconds=300, env=offline).check()
     run = read_run(tmp_path / "run")
     wanted = {name: run.curve(key) for name, key in NAMES.items()}
@@ -71,16 +77,17 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     wanted = {name: curve for name, curve in wanted.items() if curve}
     assert set(wanted) == set(NAMES)
     for found in (
+        from_csv(tmp_path / "csv" / "job"),
         from_tensorboard(tmp_path / "board" / "job"),
         from_wandb(tmp_path / "run"),
     ):
         assert {name: found[name] for name in wanted} == {
             name: [(at, pytest.approx(value, rel=1e-6)) for at, value in curve] for name, curve in wanted.items()
         }
-    check_profiles(tmp_path)
+    check_profiles(case, tmp_path, run.summary)
     labelled = r"dsframe \d|(^|<stderr>:)  ([a-z]+ {2,}| {12})"  # the blocks at the beginning and at the end
     progress = r"dsframe: |: note: |step +\d|^saved |<stderr>:saved "
-    expected = rf"{labelled}|{progress}|wandb|(^|:)\s*$"
+    expected = rf"{labelled}|{progress}|wandb|COMET|comet upload|(^|:)\s*$"
     noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
     assert noise == []
     # the directory explains itself, and its file is the same training again
@@ -104,11 +111,12 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in finished.output
+    assert SECRET not in text_of_comet(tmp_path / "run") + finished.output
 
 
-def check_profiles(folder: Path) -> None:
-    """Traces of every rank."""
+def check_profiles(case: str, folder: Path, summary: dict[str, Any] | None) -> None:
+    """What watched the same run: traces of every rank, counts of bytes and of operations."""
+    assert summary is not None
     run = folder / "run"
     for rank in (0, 1):
         with gzip.open(run / "profile" / f"rank{rank}-steps-2-3.trace.json.gz", "rt") as trace:
@@ -116,9 +124,18 @@ def check_profiles(folder: Path) -> None:
         assert {"aten::mm", "[memory]"} <= names
         assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
         assert "Self CPU" in (run / "profile" / f"rank{rank}-steps-2-3.txt").read_text()
+    sent = json.loads((run / "communication.json").read_text())
+    assert sent["steps"] == STEPS
+    counted = [sum(kind["sent_bytes"] for kind in rank.values()) / STEPS for rank in sent["ranks"]]
+    assert max(counted) == pytest.approx(SENT[case], rel=0.05)  # and a few numbers beside
+    text = (folder / "flops.txt").read_text()
+    found = re.search(r"a step of +2 micro-batches ([\d.]+) MFLOP", text)
+    assert found, text
+    assert float(found[1]) > 0
 
 
 NAMES = {
+    "train/sent_bytes": "sent_bytes",
     "train/loss": "loss",
     "train/learning_rate": "learning_rate",
     "train/gradient_norm": "gradient_norm",
@@ -126,7 +143,27 @@ NAMES = {
     "train/memory_bytes": "memory_bytes",
     "eval/accuracy": "evaluation.accuracy",
 }
+WEIGHTS, VOCABULARY, ROW = 34_176, 256 * 32, 16 * 32
+SENT = {
+    "zero2": 4 * WEIGHTS * 2.5,  # all-reduced after each of two micro-batches, and half of them gathered, on two ranks
+    "pipeline": 4 * (VOCABULARY + BATCH * ROW),  # the tied weight's gradient, and activations or their gradients
+    "horovod": 4 * WEIGHTS,
+}
+"""Bytes of the busiest rank in a step."""
 Curves = dict[str, list[tuple[float, Any]]]
+
+
+def from_csv(folder: Path) -> Curves:
+    found: Curves = {}
+    for name in NAMES:
+        path = folder / f"{name.replace('/', '_')}.csv"
+        if not path.exists():
+            continue
+        with path.open() as lines:
+            head, *rows = csv.reader(lines)
+        assert head == ["step", name.rpartition("/")[2]]
+        found[name] = [(int(at), float(value)) for at, value in rows]
+    return found
 
 
 def from_tensorboard(folder: Path) -> Curves:
@@ -135,6 +172,13 @@ def from_tensorboard(folder: Path) -> Curves:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def text_of_comet(directory: Path) -> str:
+    """What an offline experiment would send: a zip file with JSON lines."""
+    (archive,) = directory.glob("*.zip")
+    with zipfile.ZipFile(archive) as files:
+        return "".join(files.read(name).decode(errors="replace") for name in files.namelist())
 
 
 def from_wandb(directory: Path) -> Curves:

@@ -19,6 +19,7 @@ from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.results import Summary
 from dsframe.run_dir import record as record_module
+from dsframe.run_dir.loggers import Loggers
 from dsframe.run_dir.record import Record, read_metrics, read_summary
 from tests.engines.odd_task import Odd
 
@@ -30,7 +31,7 @@ def record(directory: Path, said: list[str], done_steps: int = 0) -> Record:
     device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
     plan: Any = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
     about = {"engine": "single", "description": "PyTorch, one process", "start_seconds": 1.0}
-    return Record(plan, about, done_steps, say=said.append)
+    return Record(plan, about, done_steps, loggers=Loggers, say=said.append)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.results import Summary
+from dsframe.run_dir.loggers import Loggers
 from dsframe.run_dir.record import Record
 from dsframe.tools.report.runs import numbers, read_run
 
@@ -34,7 +35,7 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
         batch=SimpleNamespace(train_batch_size=4),
     )
     about = {"engine": "single", "start_seconds": 1.0}
-    record = Record(plan, about, say=print)  # type: ignore[arg-type]
+    record = Record(plan, about, loggers=Loggers, say=print)  # type: ignore[arg-type]
     record.write({"step": 1, "loss": nan, "evaluation": {"loss": nan, "accuracy": 0.5, "worst": [float("inf")]}})
     summary = Summary(
         steps=1,

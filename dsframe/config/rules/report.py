@@ -59,8 +59,12 @@ def check_world(
     file: DeepSpeed, settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings
 ) -> None:
     """Report profiles of ranks and steps that the run does not have."""
-    profile = settings.profile
+    profile, profiler = settings.profile, file.flops_profiler
     steps = settings.steps if total_steps is None else total_steps
+    if steps is not None and profiler.enabled and profiler.profile_step >= steps:
+        message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
+        remedy = f"write at most {steps - 1}"
+        findings.error("flops_profiler.profile_step", message, remedy, code="conflict", at_value=True)
     if profile is not None and steps is not None and profile.steps > steps:
         parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
         message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"

@@ -11,7 +11,7 @@ from dsframe.config import Config, default_config
 from dsframe.config import load as load_config
 from dsframe.config.read import secrets
 from dsframe.config.resolve import memory
-from dsframe.text import columns
+from dsframe.text import amount, columns
 from dsframe.tools.commands import add_overrides, command
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned.append((choose.plan(config, model, of_rank, count, recomputed), of_rank))
     if options.format == "json":
         worlds = [_json(plan) for plan, _ in planned]
-        about = {"file": str(config.path), "parameters": model.parameters}
-        print(json.dumps({**about, "worlds": worlds}, indent=2))
+        print(json.dumps({"file": str(config.path), **_about(model), "worlds": worlds}, indent=2))
     else:
-        print(f"{config.path}: {memory.count(model.parameters)} parameters")
+        parameters, flops = _about(model).values()
+        print(f"{config.path}: {memory.count(parameters)} parameters, {amount(flops, 3)}FLOP a sample")
         if not options.parameters and (note := of_no_task(config)):
             print(f"{config.path}: {note}")
         for plan, of_rank in planned:
@@ -106,6 +106,10 @@ def _models(config: Config, parameters: float | None) -> tuple[Model, Model | No
         return model, traced(changed, tasks.build(settings.task, settings.seed))
     except ConfigError:  # a model without blocks has none to recompute
         return model, None
+
+
+def _about(model: Model) -> dict[str, float]:
+    return {"parameters": model.parameters, "flops_per_sample": model.flops.at(1)}
 
 
 def _json(plan: Plan) -> dict[str, object]:

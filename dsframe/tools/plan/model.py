@@ -1,7 +1,7 @@
 """What one step of a model computes and keeps, by running it on torch's meta device: shapes without
 memory.
 
-Bytes are affine in the number of samples of a micro-batch (weights are there once,
+Operations and bytes are affine in the number of samples of a micro-batch (weights are there once,
 activations once a sample), so two runs, of 2 and of 4 samples, give every size.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.engines import precision
 from dsframe.model import switches
 from dsframe.model.forward import call
+from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, model_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
@@ -63,6 +63,8 @@ class Model:
     heads: int = 0
     """Of an attention; 0 without any."""
     buffer_bytes: int = 0
+    flops: Affine = field(default_factory=Affine)
+    """Floating-point operations of a forward and a backward pass."""
     saved: Affine = field(default_factory=Affine)
     """Kept for the backward pass, parameters left out."""
     saved_wide: Affine = field(default_factory=Affine)
@@ -117,18 +119,15 @@ def _chosen(module: nn.Module, config: Config | None) -> list[str]:
     return []
 
 
-class _LargestResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the bytes of the largest result of an operation that is no view."""
+class _Operations(OperationCounter):  # type: ignore[no-untyped-call]
+    """Counts FLOPs, and the bytes of the largest result that is no view."""
 
-    bytes = 0
+    largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs ``func``."""
-        out = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
         if not func.is_view:
             sizes = (leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-            self.bytes = max(self.bytes, *sizes, 0)
-        return out
+            self.largest = max(self.largest, *sizes, 0)
 
 
 def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen: Sequence[str]) -> dict[str, float]:
@@ -154,7 +153,7 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen:
             kept.setdefault(storage._cdata, (storage, storage.nbytes(), wide, bool(open_parts)))
         return tensor
 
-    with Attention() as attention, _LargestResult() as largest, ExitStack() as hooks:  # type: ignore[no-untyped-call]
+    with Attention() as attention, _Operations() as operations, ExitStack() as hooks:
         for name in chosen:
             part = module.get_submodule(name)
             hooks.callback(part.register_forward_pre_hook(enter).remove)
@@ -166,11 +165,12 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen:
     for parameter in module.parameters():
         parameter.grad = None
     return {
+        "flops": operations.forward + operations.backward,
         "saved": sum(size for _, size, _, inside in kept.values() if not inside),
         "saved_wide": sum(size for _, size, wide, inside in kept.values() if wide and not inside),
         "inside": sum(size for _, size, _, inside in kept.values() if inside),
         "part_inputs": part_inputs[0],
-        "scratch": largest.bytes,
+        "scratch": operations.largest,
         "blocks": attention.calls,
         "heads": attention.heads,
     }
@@ -207,6 +207,7 @@ def _model(
         blocks=blocks,
         heads=int(runs[0]["heads"]),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        flops=sizes["flops"],
         saved=saved,
         saved_wide=wide,
         transient=Affine(inside.fixed / parts, inside.each / parts) if parts else Affine(),

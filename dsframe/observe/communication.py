@@ -1,0 +1,184 @@
+"""What a rank sends: every collective of a stretch of code, counted where PyTorch and Horovod hand it to the network.
+
+    with Communication() as sent:
+        engine.train_step(batches)
+    print(sent.bytes_sent, sent.by_kind)
+
+Libraries call torch.distributed from Python and from C++ (DDP's reducer does), but every call passes torch's dispatcher, as an
+operator of the namespace ``c10d`` or ``_c10d_functional`` with its tensors and its process group as arguments: there it is
+counted, whoever made it. Not seen are collectives that a callback starts on a thread of its own, such as the second round of
+DDP's PowerSGD hook. Horovod does not use torch.distributed: what is handed to its background thread is counted instead.
+
+Counted are the bytes of the tensors, turned into bytes sent by the ring algorithms (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002; Thakur et al. 2005, doi:10.1177/1094342005051521), the mean over the ranks where they differ.
+A library may do otherwise: Gloo in torch 2.13 makes an all-reduce of every reduce-scatter, which sends twice as much.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass
+class Traffic:
+    """All collectives of one kind, as this rank saw them."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    """Of the whole tensors: what each rank begins with (reduce-scatter, all-to-all) or ends with (the others)."""
+    sent_bytes: float = 0.0
+
+
+_RING: Mapping[str, float] = {
+    "all-reduce": 2.0,
+    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter"), 1.0),
+}
+"""Each rank sends so many times (N - 1) / N of the payload."""
+
+_SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
+# Operator -> kind, and the number of the argument that is the payload.
+_OPERATORS: Mapping[str, tuple[str, int]] = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "allgather_coalesced_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all-to-all", 1),
+    "alltoall_": ("all-to-all", 1),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+}
+_PIECES: Mapping[str, tuple[str, int]] = {"gather_": ("gather", 1), "scatter_": ("scatter", 0)}
+"""These have every rank's piece on the root alone: the piece that each rank has is counted, times the ranks."""
+_FUNCTIONAL: Mapping[str, str] = {
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "all_reduce_coalesced_": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "reduce_scatter_tensor_out": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+"""Functional collectives: the first argument is what goes in, the last the group's name (but for ``out``)."""
+_HOROVOD: Mapping[str, str] = {
+    "_allreduce_async": "all-reduce",
+    "_grouped_allreduce_async": "all-reduce",
+    "_broadcast_async": "broadcast",
+}
+"""Functions of ``horovod.torch.mpi_ops`` that hand tensors over, the first argument being these."""
+
+
+class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered. Every operator takes a detour through Python meanwhile, so do not take times."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by_kind: dict[str, Traffic] = {}
+        self._patches = ExitStack()
+
+    @property
+    def bytes_sent(self) -> float:
+        """By this rank; of collectives the mean over its group."""
+        return sum(traffic.sent_bytes for traffic in self.by_kind.values())
+
+    def add(self, kind: str, payload: int, ranks: int) -> None:
+        """One collective of ``ranks`` ranks with so many bytes of payload."""
+        traffic = self.by_kind.setdefault(kind, Traffic())
+        traffic.calls += 1
+        traffic.payload_bytes += payload
+        if kind in _RING:
+            traffic.sent_bytes += _RING[kind] * payload * (ranks - 1) / ranks
+        elif kind == "send":
+            traffic.sent_bytes += payload
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Counts ``operator`` where it is a collective, and runs it."""
+        name = operator.overloadpacket.__name__
+        if operator.namespace == "c10d" and name not in _SILENT:
+            self._count_c10d(name, args)
+        elif operator.namespace == "_c10d_functional" and name not in _SILENT:
+            self._count_functional(name, args, kwargs or {})
+        return operator(*args, **(kwargs or {}))
+
+    def _count_c10d(self, name: str, args: tuple[Any, ...]) -> None:
+        group = next(group for group in map(_group, args) if group is not None)
+        if name in _PIECES:
+            kind, position = _PIECES[name]
+            self.add(kind, _bytes(args[position]) * group.size(), group.size())
+            return
+        if name not in _OPERATORS:
+            raise NotImplementedError(f"c10d::{name} is a collective that dsframe cannot count yet")
+        kind, position = _OPERATORS[name]
+        self.add(kind, _bytes(args[position]), group.size())
+
+    def _count_functional(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if name not in _FUNCTIONAL:
+            raise NotImplementedError(f"_c10d_functional::{name} is a collective that dsframe cannot count yet")
+        label = next(value for value in reversed(args) if isinstance(value, str))
+        group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        ranks = group(label).size()
+        pieces = ranks if _FUNCTIONAL[name] == "all-gather" else 1
+        self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces, ranks)
+
+    def __enter__(self) -> Self:
+        horovod = sys.modules.get("horovod.torch.mpi_ops")
+        # Imported is not started: a library's module may be there without a job of its own.
+        for name, kind in _HOROVOD.items() if horovod and horovod.is_initialized() else ():
+            watched = self._watched(getattr(horovod, name), kind, horovod.size())  # type: ignore[union-attr]
+            self._patches.enter_context(mock.patch.object(horovod, name, watched))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _watched(self, function: Callable[..., Any], kind: str, ranks: int) -> Callable[..., Any]:
+        def counting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self.add(kind, _bytes(tensors), ranks)
+            return function(tensors, *args, **kwargs)
+
+        return counting
+
+
+def _bytes(tensors: Tensor | Iterable[Any]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except (RuntimeError, TypeError):  # a ReduceOp
+            return None
+    return None

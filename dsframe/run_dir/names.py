@@ -1,0 +1,6 @@
+"""Names in a run's directory that several files use. Imports nothing: torch waits until the number of threads is settled."""
+
+from __future__ import annotations
+
+TENSORBOARD, CSV, LOGGER_ID = "tensorboard", "csv", "logger-id"
+"""What loggers leave there, unless the file names other folders."""
