@@ -19,6 +19,7 @@ from dsframe.tools.commands import command
 from dsframe.tools.conversion import Conversion
 from dsframe.tools.convert_settings import accelerate, trainer
 
+_TAG = "tag:yaml.org,2002:"
 TASK = "my_module:MyTask"
 """What the file has in the place of the user's own task."""
 KINDS = ("taken", "changed", "to do", "nothing to do")
@@ -111,16 +112,34 @@ def _parsed(suffix: str, text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """YAML by PyYAML, but 1e-3 is a number. Raises ValueError with the line."""
+    """YAML 1.1 as far as JSON has its values, but 1e-3 is a number. Raises ValueError with the line."""
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
 
-    number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+    def examine(node: Any) -> None:
+        kind = node.tag.removeprefix(_TAG)
+        if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
+            raise ValueError(f"line {node.start_mark.line + 1}: {kind} is no value of JSON; quote it if it is text")
+        names = set[str]()
+        for part in node.value if kind in ("map", "seq") else ():
+            key, value = part if kind == "map" else (None, part)
+            if key is not None and key.value in names:
+                raise ValueError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
+            names.update([key.value] if key is not None else [])
+            examine(value)
+
     try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has aliases (*name), which can grow without end; write the values out")
+        if (root := yaml.compose(text, Loader)) is not None:
+            examine(root)
         return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 

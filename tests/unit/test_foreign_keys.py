@@ -93,7 +93,7 @@ def test_what_is_assumed_is_checked_and_no_second_error() -> None:
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "toml"])
 def test_other_forms_are_refused_in_one_line(suffix: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """... that names the command which makes JSON of them."""
+    """... that names the command which makes JSON of them; aliases, which can grow without end, are refused there."""
     from dsframe.tools import check, convert_config
 
     texts = {"toml": 'train_batch_size = 8\n[optimizer]\ntype = "AdamW"\n[optimizer.params]\nlr = 0.1\n'}
@@ -105,3 +105,7 @@ def test_other_forms_are_refused_in_one_line(suffix: str, tmp_path: Any, capsys:
     assert convert_config.main([str(path), "--out", str(tmp_path / "ds.json")]) == 0
     made = json.loads((tmp_path / "ds.json").read_text())
     assert made == {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    if suffix != "toml":
+        path.write_text("a: &a [x, x]\nb: [*a, *a]\n")
+        with pytest.raises(Exception, match="aliases"):
+            convert_config.main([str(path)])
