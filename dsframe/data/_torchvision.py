@@ -74,12 +74,7 @@ class Classifier(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(three_channels(images))  # type: ignore[no-any-return]
-
-
-def three_channels(images: Tensor) -> Tensor:
-    """Grey images as coloured ones, without a copy."""
-    return images.expand(-1, 3, -1, -1)
+        return self.network(images.expand(-1, 3, -1, -1))  # type: ignore[no-any-return]
 
 
 def classifier(name: str, classes: int) -> nn.Module:

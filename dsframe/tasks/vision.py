@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
-from dsframe.tasks import cuts
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Say, Sum, Task, accuracy
 
@@ -47,9 +46,6 @@ class VisionTask(Task):
 
     def example(self) -> tuple[Tensor, Tensor]:
         return self.images.example()
-
-    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
-        return super().cut(model) if self.settings.model == "cnn" else cuts.classifier(model)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)

@@ -13,7 +13,7 @@ from torch import nn
 from dsframe.config.schema.settings import VisionTask as Settings
 from dsframe.data import _torchvision
 from dsframe.errors import TaskError
-from dsframe.tasks import build, cuts
+from dsframe.tasks import build
 from dsframe.tasks.layers import assemble
 from dsframe.tasks.vision import VisionTask, cnn
 
@@ -100,60 +100,5 @@ def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPa
         task(model="resnet18")
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5", "shufflenet_v2_x0_5"]
-)
-def test_the_layers_of_a_classifier_compose_to_it(name: str) -> None:
-    torch.manual_seed(0)
-    network = _torchvision.classifier(name, 5).eval()
-    layers = cuts.classifier(network)
-    assert layers is not None
-    images = torch.randn(2, 1, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(nn.Sequential(*layers)(images), network(images))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "alexnet",
-        "vgg11_bn",
-        "densenet121",
-        "efficientnet_b0",
-        "convnext_tiny",
-        "swin_t",
-        "swin_v2_t",
-        "maxvit_t",
-        "vit_b_32",
-    ],
-)
-def test_a_large_classifiers_layers_are_all_of_it(name: str) -> None:
-    with torch.device("meta"):
-        network = _torchvision.classifier(name, 5).eval()
-        layers = cuts.classifier(network)
-        assert layers is not None
-        whole = nn.Sequential(*layers)
-        images = torch.empty(2, 1, 224, 224)
-        assert whole(images).shape == network(images).shape
-    for held in ("parameters", "buffers"):
-        assert {id(one) for one in getattr(whole, held)()} == {id(one) for one in getattr(network, held)()}
-    assert len(layers) > 10
-
-
-def test_a_vision_transformers_layers_compose_to_it() -> None:
-    models = _torchvision.torchvision().models
-    torch.manual_seed(0)
-    network = models.VisionTransformer(
-        image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3
-    )
-    nn.init.normal_(network.heads.head.weight)
-    layers = cuts.cut(network)
-    assert layers is not None
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(nn.Sequential(*layers)(images), network(images))
-
-
 def test_what_is_no_chain_has_no_layers() -> None:
-    with torch.device("meta"):
-        assert cuts.classifier(_torchvision.classifier("googlenet", 5)) is None
     assert task().cut(nn.Linear(2, 2)) is None
