@@ -90,7 +90,6 @@ from torchvision import datasets, models, transforms
 
 
 def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsframe.data import _torchvision
 
     monkeypatch.setattr(_torchvision.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(_torchvision, "torchvision", _torchvision.torchvision.__wrapped__)
