@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config.features import Feature, features
-from dsframe.config.read import overrides as overriding
 from dsframe.config.read import secrets
 from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.reader import Document, keys
@@ -128,12 +127,6 @@ class Config:
     def written(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self.raw)
-
-    def given(self) -> dict[str, Any]:
-        """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
-        raw: dict[str, Any] = copy.deepcopy(self.findings.document.root)
-        overriding.apply(raw, self.overrides, self.findings.empty_copy())
-        return raw
 
     def shown(self) -> dict[str, Any]:
         """A copy to be kept or printed: without passwords and keys of accounts."""

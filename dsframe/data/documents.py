@@ -5,18 +5,11 @@ They are read in order and a few at a time: memory does not depend on the size o
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import glob
-import gzip
-import io
 import json
 import os
-import re
-import tempfile
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +18,6 @@ from xxhash import xxh3_128
 
 from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
-from dsframe.text import reason
 
 PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
@@ -33,8 +25,6 @@ _ROWS = 256
 """Rows of parquet and of saved data sets that are in memory at once."""
 _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
-HUB = "hub:"
-"""Begins the name of a data set of the Hugging Face hub."""
 _RECENT_NANOSECONDS = 2_000_000_000
 """A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
 
@@ -51,10 +41,8 @@ class Row:
     """False if the document continues in the next row."""
 
 
-def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
-    """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
-
-    ``kinds``: the files to look for, by suffix; by default those that hold documents, and saved folders.
+def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
+    """The files and saved folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
 
     Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
     """
@@ -63,15 +51,12 @@ def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = (
         expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
         names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
         if not names:
-            raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
+            hint = "; datasets.load_dataset(NAME).save_to_disk(FOLDER) makes a folder" * pattern.startswith("hub:")
+            raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()}){hint}")
         for path in names:
-            if path.is_dir() and len(names) > 1 and (kinds or not (path / _SAVED[0]).is_file()):
+            if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
                 continue  # "**" finds folders too
-            if kinds and (path.is_dir() or not kind_of(path, kinds)):
-                others = "datasets.load_dataset gives data sets of others"
-                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read; {others}")
-            if not kinds:
-                _check_kind(path, key)
+            _check_kind(path, key)
             if path in pattern_of:
                 raise DataError(
                     f"{key}: {path} is named twice, by {pattern_of[path]} and {pattern}; remove one of them"
@@ -91,13 +76,8 @@ def _check_kind(path: Path, key: str) -> None:
             raise DataError(
                 f'{key}: {path} is a folder, but none that datasets.save_to_disk wrote; name its files: "{path}/**/*.jsonl"'
             )
-    elif not kind_of(path, _READERS):
+    elif path.suffix not in _READERS:
         raise DataError(f"{key}: {path}: files of {', '.join(_READERS)} are read, and folders of datasets.save_to_disk")
-
-
-def kind_of(path: Path, kinds: Iterable[str]) -> str:
-    """Which of ``kinds``, suffixes such as ``.jsonl.zst``, the file is of by its name; empty for none."""
-    return max((suffix for suffix in kinds if path.name.endswith(suffix)), key=len, default="")
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -106,39 +86,20 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         yield from _saved(path)
     else:
         try:
-            yield from _READERS[kind_of(path, _READERS)](path, columns)
+            yield from _READERS[path.suffix](path, columns)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    with opened(path) as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 source = f"{path}:{number}"
-                yield Row(source, parsed(line, source))
+                yield Row(source, _parsed(line, source))
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's bytes, unpacked where its name ends in ``.gz`` or ``.zst``. Raises DataError where they cannot be."""
-    try:
-        if path.suffix == ".zst":
-            arrow = _arrow(path)
-            with arrow.input_stream(str(path), compression="zstd") as file:
-                yield io.BufferedReader(file)
-        else:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                yield file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or damaged ({error})") from None
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise DataError(f"{path}: truncated or damaged ({' '.join(str(error).split())})") from None
-
-
-def parsed(line: bytes, source: str) -> dict[str, Any]:
+def _parsed(line: bytes, source: str) -> dict[str, Any]:
     """A line of JSON, read from ``source``. Raises DataError where it is no object."""
     try:
         value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
@@ -185,90 +146,37 @@ def _decoded(content: bytes, path: Path, done: int) -> str:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 
 
-def _arrow(path: Path) -> Any:
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     try:
         import pyarrow
+        from pyarrow import parquet
     except ImportError:
         raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
-    return pyarrow
-
-
-@contextlib.contextmanager
-def parquet_file(path: Path) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile``. Raises DataError where it cannot be read, also within the block."""
-    arrow = _arrow(path)
-    from pyarrow import parquet
-
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            yield file
-    except arrow.ArrowException as error:
+            there = [name for name in file.schema_arrow.names if name in columns]
+            if not there:
+                raise DataError(missing(str(path), columns, file.schema_arrow.names))
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=there):
+                for value in batch.to_pylist():
+                    yield Row(f"{path}, row {number}", _without_nulls(value))
+                    number += 1
+    except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    with parquet_file(path) as file:
-        there = [name for name in file.schema_arrow.names if name in columns]
-        if not there:
-            raise DataError(missing(str(path), columns, file.schema_arrow.names))
-        number = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=there):
-            for value in batch.to_pylist():
-                yield Row(f"{path}, row {number}", _of_arrow(value))
-                number += 1
-
-
-def _datasets(what: Path | str) -> Any:
+def _saved(path: Path) -> Iterator[Row]:
     try:
         import datasets
     except ImportError:
-        raise DataError(f'{what}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
-    return datasets
-
-
-def local(pattern: str, data_dir: str | None) -> str:
-    """The pattern itself; of a data set of the Hugging Face hub, ``hub:NAME:CONFIG@SPLIT``, the folder that has it.
-
-    It is downloaded where that is not there, by any number of processes at once. Raises DataError.
-    """
-    if not pattern.startswith(HUB):
-        return pattern
-    name, _, split = pattern.removeprefix(HUB).partition("@")
-    name, _, config = name.partition(":")
-    folder = data_root(data_dir) / "hub" / re.sub(r"[^\w.-]+", "--", f"{name}--{config}--{split or 'train'}")
-    if not (folder / _SAVED[0]).is_file():
-        datasets = _datasets(pattern)
-        try:
-            dataset = datasets.load_dataset(name, config or None, split=split or "train")
-        except Exception as error:  # of the network, of the library
-            raise DataError(
-                f"{pattern}: cannot be downloaded ({reason(error, 400)}); without a network, name a folder that "
-                "datasets.save_to_disk wrote"
-            ) from error
-        with writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
-                dataset.save_to_disk(f"{partial}/whole")
-                try:
-                    Path(partial, "whole").rename(folder)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
-                        raise
-    return glob.escape(str(folder))
-
-
-def _saved(path: Path) -> Iterator[Row]:
-    datasets = _datasets(path)
+        raise DataError(f'{path}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, of JSON, of the library
         raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
     for number, value in enumerate(dataset.with_format(None)):
-        yield Row(f"{path}, row {number}", _of_arrow(value))
-
-
-def _of_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _without_nulls(value) for name, value in row.items()}
+        yield Row(f"{path}, row {number}", _without_nulls(value))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -285,11 +193,7 @@ def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     return f'{source}: no column {named}; it has {has}; name the column of the text in "field"'
 
 
-_READERS = {
-    **dict.fromkeys((".jsonl", ".jsonl.zst", ".jsonl.gz"), _jsonl),
-    ".parquet": _parquet,
-    ".txt": _text,
-}
+_READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
 
 
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:

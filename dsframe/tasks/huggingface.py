@@ -12,16 +12,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dsframe.data import encoders, text, tokens
+from dsframe.data import encoders, text
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
-from dsframe.errors import TaskError
+from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
@@ -179,15 +178,15 @@ class CausalLanguageModelTask(Task):
         if self._sources is None:
             s = self.settings
             encode = self._encode if self.tokenizer is not None else None
-            self._sources = text.sources(s.corpus, s.data_dir, s.context, s.samples, self.seed, encode)
+            self._sources = text.sources(s.corpus, s.context, s.samples, self.seed, encode)
         return self._sources
 
     def _encode(self, content: Tensor) -> Tensor:
-        def tokenize(piece: str) -> list[int]:
-            return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
-
-        digest = f"{self._digest} {_transformers.transformers().__version__} {version('tokenizers')}"
-        return tokens.encoded(content, tokenize, digest, self.settings.data_dir)
+        try:  # some editors write a mark at the beginning
+            words = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
+        return torch.tensor(self.tokenizer(words, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 
 def _ends(config: Mapping[str, Any], generation: str | None) -> list[int]:
@@ -341,7 +340,7 @@ class ImageClassificationTask(Task):
             "image_mean": list(facts.mean),
             "image_std": list(facts.std),
         }
-        if self.settings.dataset == "image-folder":  # as dsframe.data.folder.Look evaluates
+        if self.settings.dataset == "image-folder":  # as dsframe.data.folder evaluates
             look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
             look |= {"do_center_crop": True, "crop_size": sides}
         return {

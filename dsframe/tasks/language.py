@@ -89,7 +89,7 @@ class LanguageTask(Task):
     def _data(self) -> tuple[text.TextSource, text.TextSource]:
         if self._sources is None:
             s = self.settings
-            self._sources = text.sources(s.corpus, s.data_dir, s.context, s.samples, self.seed)
+            self._sources = text.sources(s.corpus, s.context, s.samples, self.seed)
         return self._sources
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsframe.config.schema.settings import VisionTask
-from dsframe.data import Loader, fetch, text, vision
+from dsframe.data import Loader, fetch, vision
 from dsframe.data._torchvision import torchvision
 from dsframe.data.files import read_idx, replacing
 from dsframe.data.folder import ImageFolder
@@ -310,14 +310,3 @@ def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart() -> Non
     centres = torch.stack([train._images[train._labels == label].float().mean(0) for label in range(3)])
     distances = ((test._images[:, None] - centres) ** 2).flatten(2).sum(-1)
     assert torch.equal(distances.argmin(1), test._labels)
-
-
-def test_a_text_that_is_copied_with_its_time_is_read_again(tmp_path: Path) -> None:
-    """``cp -p`` and rsync keep the time of the content: of the same size, the old text was trained on."""
-    corpus = f"{tmp_path}/*.txt"
-    for name, letter in (("a", "a"), ("b", "b"), ("a", "x")):
-        (tmp_path / f"{name}.txt").write_text(letter * 4)
-        os.utime(tmp_path / f"{name}.txt", (1e9, 1e9))
-        if letter != "a":
-            joined = bytes(text.read_corpus(corpus, None).numpy())
-            assert joined == (b"xxxxbbbb" if letter == "x" else b"aaaabbbb")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -123,31 +122,15 @@ def test_several_files_are_joined_in_the_order_of_their_names(tmp_path: Path) ->
     for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
         (tmp_path / name).write_text(letters)
     pattern = str(tmp_path / "**" / "*.txt")
-    assert bytes(text.read_corpus(pattern, None).tolist()) == b"abbccc"
-    cached = list((tmp_path / "cache" / "corpora").iterdir())
-    assert len(cached) == 1
-    stamp = cached[0].stat().st_mtime_ns
-    text.read_corpus(pattern, None)
-    assert cached[0].stat().st_mtime_ns == stamp  # used, not written again
-    (tmp_path / "a.txt").write_text("AA")
-    assert bytes(text.read_corpus(pattern, None).tolist()) == b"AAbbccc"
-
-
-def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).write_text(name * 100)
-    whole = text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist()
-    cached = next((tmp_path / "own" / "corpora").iterdir())
-    cached.write_bytes(cached.read_bytes()[:50])
-    assert text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist() == whole
+    assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
 
 
 def test_the_standard_library_is_always_there() -> None:
     files = text.stdlib_files()
     assert len(files) > 300
     assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
-    tokens = text.read_corpus("stdlib", None)
-    assert len(tokens) == 8 << 20
+    tokens = text.read_corpus("stdlib")
+    assert 8 << 20 <= len(tokens) < 9 << 20
     start = files[0].read_bytes()[:1000]
     assert bytes(tokens[: len(start)].tolist()) == start
 
@@ -176,10 +159,3 @@ def test_texts_that_cannot_be_used_are_refused(tmp_path: Path, corpus: str, mess
     (tmp_path / "short").write_text("x" * 100)
     with pytest.raises(DataError, match=message):
         task(corpus=corpus.format(tmp_path)).train_data()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write /.*; set data_dir or \$DSFRAME_DATA"):
-        text.read_corpus("stdlib", str(tmp_path / "file"))
-    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208  # reads as what it means
