@@ -28,7 +28,6 @@ from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
 from dsframe.tools import export
-from dsframe.training.predictions import rows_of
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
 
@@ -642,18 +641,6 @@ def test_names_of_shared_parameters_are_theirs_too(tied: bool) -> None:
     names = {name for name, _ in made(task).named_parameters(remove_duplicate=False)}
     assert _transformers.parameter_names(config) == names
     assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
-
-
-def test_the_cache_of_a_model_is_no_prediction() -> None:
-    library = _transformers.transformers()
-    output = library.modeling_outputs.CausalLMOutputWithPast
-    cache = library.DynamicCache()
-    cache.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
-    for kept in (cache, ((torch.ones(2, 1, 3, 4),),)):
-        outputs = output(logits=torch.tensor([[1.0], [2.0]]), past_key_values=kept)
-        wanted = [{"logits": [1.0]}, {"logits": [2.0]}]
-        assert rows_of(dsframe.Task(), outputs, None, 2) == wanted
-        assert rows_of(dsframe.Task(), {"decoder": outputs}, None, 2) == [{"decoder": row} for row in wanted]
 
 
 def test_a_program_finds_transformers_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
