@@ -477,9 +477,3 @@ def test_what_plain_deepspeed_lacks_is_said_where_deepspeed_trains() -> None:
         for name in ("ddp", "auto")
     }
     assert ["portability" in found for found in codes.values()] == [False, True]
-
-
-def test_a_metric_of_a_schedule_is_one_of_the_task() -> None:
-    schedule = {"type": "ReduceLROnPlateau", "params": {"metric": "f1"}}
-    with pytest.raises(ConfigError, match="no metric f1; choose one of loss, accuracy"):
-        load(ADAM | {"scheduler": schedule, "dsframe": {"task": {"name": "vision"}}})
