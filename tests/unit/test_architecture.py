@@ -87,7 +87,6 @@ LIGHT = (
     "host/supervise.py",
     "tools/launch",
     "run_dir/outcome.py",
-    "data/fetch.py",
     "host/phases.py",
 )
 """What imports no torch when it is imported: torch takes a second, and thread counts are settled before it."""

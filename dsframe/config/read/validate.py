@@ -230,12 +230,6 @@ def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findin
         meaning = bool(value) if "bool" in kinds and not numeric and value in (0, 1) else value
     elif owner.wraps and "list" in kinds:
         return [value]
-    elif owner.coerced and isinstance(value, str) and "str" not in kinds:
-        number = number_of(value)
-        if number is not None and ("float" in kinds or ("int" in kinds and value.strip().lstrip("-").isdigit())):
-            meaning = number
-        elif "bool" in kinds:
-            meaning = _TRUTH.get(value.lower(), value)
     if meaning is not value:
         message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
         findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)
