@@ -468,12 +468,3 @@ def test_a_number_of_steps_that_is_known_later_is_not_missing() -> None:
     assert load(document).is_unresolved
     with pytest.raises(ConfigError, match="total_steps is required"):
         load(document | {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.01}}})
-
-
-def test_what_plain_deepspeed_lacks_is_said_where_deepspeed_trains() -> None:
-    document = ADAM | {"scheduler": {"type": "constant", "params": {}}}
-    codes = {
-        name: [each.code for each in load(document | {"dsframe": {"engine": name}}).problems]
-        for name in ("ddp", "auto")
-    }
-    assert ["portability" in found for found in codes.values()] == [False, True]

@@ -115,18 +115,8 @@ def _groups(context: RuleContext) -> None:
 
 def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
     name, params = scheduler.type, scheduler.params
-    if name in HF_SCHEDULERS and "dsframe" in context.raw:
-        if context.by_deepspeed:  # else nobody thinks of it
-            message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
-            remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
-            context.warn("scheduler.type", message, remedy, code="portability")
-    elif name in TORCH_SCHEDULERS:
-        if context.stage:
-            message = f"works in dsframe only: torch's {name} does not accept a ZeRO optimizer: plain DeepSpeed raises"
-            remedy = "for plain DeepSpeed choose one of its own, such as WarmupLR"
-            context.warn("scheduler.type", message, remedy, code="portability")
-    elif name not in DEEPSPEED_SCHEDULERS:
-        known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+    known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+    if name not in known and not (name in HF_SCHEDULERS and "dsframe" in context.raw):
         _unknown(context, "scheduler.type", name, known, "torch.optim.lr_scheduler")
         return
     if "params" not in context.raw["scheduler"] and not context.fails("scheduler"):
