@@ -190,19 +190,14 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def load(
-    data_dir: str,
-    size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    train: bool,
-    augment: bool,
-    names: list[str],
-) -> ImageFolder:
-    """The training or the evaluation images under ``data_dir``; ``names``: the classes by number. Raises DataError."""
+def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
+    """The training or the evaluation images under ``data_dir``, with the ``size``, ``mean`` and ``std`` of ``images``.
+
+    ``names``: the classes by number; else their folders' in the order of the alphabet. Raises DataError.
+    """
     root = Path(data_dir).expanduser()
     folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]
     if not folders:
         raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
-    return ImageFolder(folders[0], names, _look(size, mean, std, augment=augment))
+    look = _look(images.size, images.mean, images.std, augment=augment)
+    return ImageFolder(folders[0], names or class_names(data_dir), look)

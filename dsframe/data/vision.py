@@ -86,9 +86,9 @@ def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str],
 def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
     """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError."""
     if settings.dataset == "image-folder":
-        look, augment = (images.size, images.mean, images.std), train and settings.augment
+        augment = train and settings.augment
         dataset: Any = folder.load(
-            str(settings.data_dir), *look, train=train, augment=augment, names=list(images.names)
+            str(settings.data_dir), images, train=train, augment=augment, names=list(images.names)
         )
         if train and settings.samples is not None:
             # A folder lists its images class by class; the same ones for every seed, as the first ones of a file are.

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.processes import python, run_ranks
 pytest.importorskip("PIL", reason="Pillow is not installed")
 from PIL import ExifTags, Image, ImageOps
 
+FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
 
 
@@ -111,8 +113,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def read(place: Path) -> list[str]:
-    names = folder.class_names(str(place))
-    found = folder.load(str(place), 32, (0.0,) * 3, (1.0,) * 3, train=True, augment=False, names=names)
+    found = folder.load(str(place), FACTS, train=True, augment=False)
     return [str(path.relative_to(place / "train")) for path, _ in found.samples]
 
 
