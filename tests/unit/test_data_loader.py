@@ -39,6 +39,16 @@ def images() -> ImageSource:
     return ImageSource(pixels, torch.arange(13), classes=13, mean=(0.5,), std=(0.5,), padding=2, flip=True, seed=4)
 
 
+def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both() -> None:
+    source = images()
+    loader = Loader(source, seed=4, micro_batch_size=6)
+    parts = loader.sampler.global_batch(2)
+    assert [epoch for epoch, _ in parts] == [0, 1]
+    (batch,) = loader.micro_batches(2)
+    for tensor, *of_parts in zip(batch, *(source.batch(rows, epoch) for epoch, rows in parts), strict=True):
+        assert torch.equal(tensor, torch.cat(of_parts))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_does_not_disturb_the_generators_of_training(workers: int) -> None:
     def states() -> tuple[Any, ...]:
