@@ -1,31 +1,42 @@
-"""A checkpoint's weights: evaluated on any engine and any number of processes, and as a plain module.
+"""A checkpoint's weights on any engine and any number of processes: evaluated, or asked for predictions; and as a plain module.
 
-No optimizer state is read. Evaluations are those of a training: the same code on the same engine.
+No optimizer state is read. Evaluations are those of a training: the same code on the same engine. Predictions are
+in the order of the samples, each sample once, and a file of them has its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import json
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dsframe import tasks
 from dsframe.checkpoint import changes, store
+from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
-from dsframe.errors import CheckpointError, TaskError
+from dsframe.cluster.exchange import failures
+from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.host.restored import restored
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
 from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.given import seeded
+from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
     from dsframe.config.value import Config
-    from dsframe.job import Run
+    from dsframe.data.loader import EvaluationBatch
+    from dsframe.engine import Engine
+    from dsframe.job import Job, Run
     from dsframe.tasks.task import Task
 
 
@@ -56,26 +67,55 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None
 
     ``averages``: of the weights in the place of them; None: what the run evaluated.
     """
-    job = prepare(run, world)
-    if not job.work.evaluation:
-        raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
-    watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
-    engine, _ = make_engine(job, watchdog, trains=False)
-    with watchdog:
-        checkpoint = Checkpoint(path)
-        changes.compare_classes(checkpoint.manifest, run.task.class_names)
-        if engine.built.adapter is not None:
-            changes.compare_adapters(checkpoint.manifest, engine.built.adapter.peft)
-            adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
-        engine.load_state(Weights(checkpoint, averages=averages))
-        checkpoint.close()
+    with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
+        if not job.work.evaluation:
+            raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
+        metrics = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
+        assert metrics is not None
+        return metrics
+
+
+def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | None = None) -> int:
+    """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the number of rows.
+
+    ``out``: a ``.jsonl`` file in a folder that all ranks share. ``averages``: as :func:`evaluate`. Raises DataError where ``out``
+    is there already or cannot be written.
+    """
+    if out.suffix != ".jsonl":
+        raise DataError(f"{out}: predictions are written as .jsonl; choose this ending")
+    with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
+        loader = job.work.evaluation.get("")
+        if job.plan.batch.sequence_parallel_size > 1:
+            raise TaskError(
+                "predict: not possible with sequence parallelism, where a rank has a slice of each row; choose another engine"
+            )
+        if loader is None:
+            raise TaskError(
+                f"{type(run.task).__name__} has neither predict_data nor eval_data, so there are no samples"
+            )
+        loader.limit(len(loader.source))  # "eval_samples" is for evaluations
+        predictions.take_inputs_alone(loader.source)
+        parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
+        _together(engine, lambda: _begin(out) if world.is_main else None)
+        padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        if failures(engine, "padded" if padded else ""):
+            job.say(
+                "note: predicted rows include padding, as much as their batch has; cut them in Task.predictions(outputs, targets), "
+                "for example by targets != -100"
+            )
+
+        def finish() -> None:
+            if missing := [part for part in parts if not part.exists()]:
+                raise DataError(f"{missing[0]} is not on this host; give --out a folder that all hosts share")
+            with contextlib.ExitStack() as files:
+                each = [(json.loads(line) for line in files.enter_context(part.open())) for part in parts]
+                _write_jsonl(out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
+
         try:
-            metrics = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
+            _together(engine, lambda: finish() if world.is_main else None)
         finally:
-            job.progress.close()
-    engine.close()
-    assert metrics is not None
-    return metrics
+            parts[world.rank].unlink(missing_ok=True)
+        return loader.samples
 
 
 @restored()
@@ -140,3 +180,87 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
     adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
     base = set(map(id, adapter.base_of(model).values()))
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in base}
+
+
+@contextlib.contextmanager
+def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Iterator[tuple[Job, Engine, Watchdog]]:
+    """**Collective.** The engine of the run's file, with the weights."""
+    job = prepare(run, world)
+    watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
+    engine, _ = make_engine(job, watchdog, trains=False)
+    with watchdog:
+        checkpoint = Checkpoint(path)
+        changes.compare_classes(checkpoint.manifest, run.task.class_names)
+        if engine.built.adapter is not None:
+            changes.compare_adapters(checkpoint.manifest, engine.built.adapter.peft)
+            adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
+        engine.load_state(Weights(checkpoint, averages=averages))
+        checkpoint.close()
+        try:
+            yield job, engine, watchdog
+        finally:
+            job.progress.close()
+    engine.close()
+
+
+def _together(engine: Engine, action: Any) -> Any:
+    """**Collective.** Calls ``action`` and returns its result. Raises DataError, TaskError on every rank where one rank failed."""
+    result, failure = None, ""
+    kind: type[DataError] | type[TaskError] = DataError
+    try:
+        result = action()
+    except (DataError, TaskError, OSError) as error:
+        kind, failure = (TaskError if isinstance(error, TaskError) else DataError), str(error)
+    if wrong := failures(engine, failure):
+        raise kind("; ".join(wrong))
+    return result
+
+
+def _begin(out: Path) -> None:
+    """Makes sure that ``out`` can be written, and removes what a killed run has left."""
+    if out.exists():
+        raise DataError(f"{out} exists already; remove it, or choose another name")
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: there is no folder {out.parent}")
+    for old in out.parent.glob(f".{out.name}.*partial"):
+        old.unlink()
+
+
+def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool:
+    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Returns whether some of them include
+    padding that the task has not cut. Raises TaskError."""
+    task, padded = engine.plan.task, False
+    with path.open("w", encoding="utf-8") as file:
+
+        def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Any]:
+            nonlocal padded
+            rows = predictions.rows_of(task, outputs, targets, len(batch.samples))
+            padded = padded or predictions.padded(task, batch.batch[0], outputs, targets)
+            for index, row in zip(batch.samples, rows, strict=True):
+                file.write(json.dumps([index, row]) + "\n")
+            return {}
+
+        Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).each("", take)
+        file.flush()
+        os.fsync(file.fileno())
+    return padded
+
+
+def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    with _complete(out) as partial, partial.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _complete(out: Path) -> Iterator[Path]:
+    """Gives a file to write, which becomes ``out`` when it is complete."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        yield partial
+        partial.rename(out)
+        sync_folder(out.parent)
+    finally:
+        partial.unlink(missing_ok=True)

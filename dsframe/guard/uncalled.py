@@ -16,6 +16,7 @@ _NAMES = {
     "train_data": "get_train_data get_train_dataset train_dataloader train_dataset training_data training_dataset train_loader",
     "eval_data": "dev_data evaluate_data evaluation_data eval_dataset get_eval_data test_data val_data val_dataloader "
     "val_dataset val_loader valid_data validation_data validation_dataset",
+    "predict_data": "predict_dataloader predict_dataset prediction_data",
     "optimizer": "configure_optimizers create_optimizer get_optimizer optimizers",
     "collate": "collate_batch collate_fn",
     "on_start": "on_fit_start on_train_begin on_train_start",

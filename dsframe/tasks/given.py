@@ -28,7 +28,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def given(task: Task, name: str) -> Any:
-    """What ``train_data`` or ``eval_data`` of ``task`` gives.
+    """What ``train_data``, ``eval_data`` or ``predict_data`` of ``task`` gives.
 
     What it draws with torch, NumPy and ``random`` follows from the task's seed: the same on every rank and at every start. What is
     evaluated does not depend on what training drew. Raises DataError where it is no data set, though it can be read as one.

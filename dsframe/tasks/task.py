@@ -122,7 +122,7 @@ class Task:
     ``collate(self, rows)``, :class:`dsframe.data.Pad`, or a collator of transformers; it runs where the rows are read. None: rows
     are pairs, or dicts with ``labels``, of one size. Numbers that it draws belong to the micro-batch, not to a sample."""
     eval_collate: Any = None
-    """The same for evaluations, where :attr:`collate` is for training alone, as mixup is. None: :attr:`collate`."""
+    """The same for evaluations and predictions, where :attr:`collate` is for training alone, as mixup is. None: :attr:`collate`."""
     eval_gradients: bool = False
     """True if :meth:`metrics` or :meth:`loss` takes derivatives of the outputs, as for a differential equation: evaluations then
     keep the graph of a batch. Refused in a pipeline."""
@@ -203,7 +203,7 @@ class Task:
 
         Each is trained by an optimizer of its own, with the loss that :meth:`losses` has for it; one without a loss is frozen, as a
         teacher is, stays in evaluation mode, and is in no checkpoint: its function loads its weights at each start. Parameters are
-        named ``NAME.rest``. What is evaluated is the first one that is trained.
+        named ``NAME.rest``. What is evaluated, and asked for predictions, is the first one that is trained.
 
         A model may be the moving average of a trained one (:class:`dsframe.average_of`): in evaluation mode, with that one's
         buffers.
@@ -459,6 +459,19 @@ class Task:
         """Held-out data of the same kind, or None: no evaluation. A dict has several sets by name: their metrics are called
         ``val/loss``, ``clean/accuracy``."""
         return None
+
+    def predict_data(self) -> Source | Dataset[Any] | Mapping[str, Any] | None:
+        """Data for ``dsframe predict``, of the same kind; by default :meth:`eval_data`. Targets may be anything, one each. There
+        may be none: a row is then a tensor, a tuple of one or a dict without labels, and :meth:`predictions` gets zeros."""
+        return self.eval_data()
+
+    def predictions(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
+        """Returns what ``dsframe predict`` writes of a batch: by name a tensor with a row for each sample, a list with an entry
+        for each, or any nesting of these in dicts, tuples and objects.
+
+        By default the outputs: under ``output``, or by their own names where they are a mapping.
+        """
+        return outputs if isinstance(outputs, Mapping) else {"output": outputs}
 
 
 class _OfParts(Task):

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
+    "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
     "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
     "export": ("dsframe.tools.export:main", "a checkpoint's weights for other programs, transformers among them"),
     "convert": (

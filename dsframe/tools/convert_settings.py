@@ -223,5 +223,5 @@ def _best(conversion: Conversion, wanted: dict[str, Any]) -> None:
     changed = "" if name == "loss" else f"{name} has to be a name that metrics() of the task returns"
     conversion.put(", ".join(keys[1:]), _BEST, f"{name}:{better}", changed)
     if keeps:
-        later = "the last weights stay in the model; --best of evaluate and export takes the best"
+        later = "the last weights stay in the model; --best of evaluate, export and predict takes the best"
         conversion.note("changed", "load_best_model_at_end", later)

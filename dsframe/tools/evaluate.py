@@ -1,6 +1,7 @@
-"""``dsframe evaluate``: a checkpoint on its validation data, on any engine.
+"""``dsframe evaluate``, ``dsframe predict``: a checkpoint on its validation data, and its predictions, on any engine.
 
-On several processes under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``.
+On several processes under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``, and ``-m
+dsframe.tools.evaluate predict CHECKPOINT --out FILE``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,9 +33,32 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the metrics as one line of JSON, or writes them to ``--out``, and returns 0. A mistake ends the process."""
+    return _main("evaluate", argv)
+
+
+def predict(argv: Sequence[str] | None = None) -> int:
+    """Writes predictions and returns 0. A mistake ends the process with its exit code."""
+    return _main("predict", argv)
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = command("evaluate", "Evaluate a checkpoint.")
+    """The command line of ``dsframe evaluate``."""
+    return _parser("evaluate")
+
+
+def predict_parser() -> argparse.ArgumentParser:
+    """The command line of ``dsframe predict``."""
+    return _parser("predict")
+
+
+def _parser(what: str) -> argparse.ArgumentParser:
+    known = {
+        "evaluate": "Evaluate a checkpoint.",
+        "predict": "Write a checkpoint's predictions, in the order of the samples.",
+    }
+    parser = command(what, known[what])
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
@@ -42,24 +67,34 @@ def parser() -> argparse.ArgumentParser:
     add_overrides(parser, "one key of it")
     add("--engine", help="short for --set dsframe.engine=...")
     add_average(parser)
-    add("--out", type=Path, help="JSON file for the metrics")
+    needed = "file to write, .jsonl"
+    add(
+        "--out",
+        type=Path,
+        required=what == "predict",
+        help=needed if what == "predict" else "JSON file for the metrics",
+    )
     add("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     add("--quiet", action="store_true", help="say nothing but the result")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the metrics as one line of JSON, or writes them to ``--out``, and returns 0. A mistake ends the process."""
-    options = parser().parse_args(argv)
+def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    options = _parser(what).parse_args(argv)
     if options.engine:
         options.overrides.append(f"dsframe.engine={options.engine}")
+    return options
+
+
+def _main(what: str, argv: Sequence[str] | None) -> int:
+    options = _options(what, argv)
     world = World()
     try:
         world = worlds.here()
         if world.launcher != "python":
             supervise.die_with_parent()
-        _run(options, world)
+        _run(what, options, world)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:
@@ -69,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, world: World) -> None:
+def _run(what: str, options: argparse.Namespace, world: World) -> None:
     from dsframe.checkpoint import store
 
     file = options.config or store.config_of(store.locate(options.checkpoint, best=options.best)[0])
@@ -81,7 +116,12 @@ def _run(options: argparse.Namespace, world: World) -> None:
 
         path = store.complete(options.checkpoint, best=options.best)
         read, task = run.data, run.task
-        run = replace(run, data=cache(lambda: _data(read, task, options.data)))
+        run = replace(run, data=cache(lambda: _data(read, task, options.data, predicts=what == "predict")))
+        if what == "predict":
+            rows = inference.predict(run, world, path, options.out, averages=options.average)
+            if world.is_main:
+                print(f"dsframe: {rows:,} rows of {path}: {options.out}", file=sys.stderr)
+            return
         metrics = inference.evaluate(run, world, path, averages=options.average)
     if world.is_main:
         line = json.dumps({"checkpoint": str(path), "step": store.step_of(path), "metrics": metrics})
@@ -90,13 +130,22 @@ def _run(options: argparse.Namespace, world: World) -> None:
             options.out.write_text(line + "\n", encoding="utf-8")
 
 
-def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None) -> tuple[Any, Any]:
-    """The data for training, and those that are asked for. Raises TaskError where there is no set of this ``name``."""
+def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None, *, predicts: bool) -> tuple[Any, Any]:
+    """The data for training, and those that are asked for. Raises TaskError where there is no set of this ``name``, and for
+    predictions of several."""
     training, chosen = read()
+    if predicts:
+        from dsframe.tasks.given import given
+
+        chosen = given(task, "predict_data")
     several = list(chosen) if isinstance(chosen, dict) else []
     if name is not None and name not in several:
         raise TaskError(f"--data {name}: {type(task).__name__} has {', '.join(several) or 'one set, without a name'}")
-    return training, chosen if name is None else {name: chosen[name]}
+    if name is None and predicts and several:
+        raise TaskError(f"predict: {type(task).__name__} has several sets; write --data {' or --data '.join(several)}")
+    if name is not None:
+        chosen = chosen[name] if predicts else {name: chosen[name]}
+    return training, chosen
 
 
 def _refuse_script(directory: Path) -> None:
@@ -131,6 +180,7 @@ def _fitting(file: Path | str, overrides: Sequence[str], world: World) -> Config
 
 
 if __name__ == "__main__":
-    done = main()
+    wants = sys.argv[1:]
+    done = predict(wants[1:]) if wants[:1] == ["predict"] else main(wants)
     atexit._run_exitfuncs()
     leave_at_once(done)

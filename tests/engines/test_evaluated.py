@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, by_hand
+from dsframe.inference import load_model
+from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
 from tests.processes import Finished, python, run_ranks, warm
 
 SETUPS = [
@@ -61,7 +62,7 @@ def file(task: str, engine: str, **more: Any) -> dict[str, Any]:
     [("zero3", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("fsdp", 3), ("ddp", 2)))],
 )
 def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path) -> None:
-    """And the run's best is found by evaluations on other ranks."""
+    """And the run's best is found by evaluations and predictions on other ranks: rows in order, each once."""
     kept = {"every_steps": 2, "keep_best": "loss:min"}
     document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=kept)
     (tmp_path / "file.json").write_text(json.dumps(document))
@@ -75,6 +76,17 @@ def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path
     line = next(row for row in on(2, words, tmp_path).check().output.splitlines() if '{"checkpoint"' in row)
     told = json.loads(line)
     assert told["metrics"]["loss"] == pytest.approx(own, rel=1e-6)
+    model = load_model(tmp_path / "run", Rated(), averages=True, best=True)
+    rows = []
+    for processes, kind in ((1, "single"), (3, "fsdp")):
+        out = ["--out", f"{processes}.jsonl", "--set", "dsframe.eval_micro_batch_size=2"]
+        words = ["dsframe.tools.evaluate", "predict", "run", "--best", "--average", "--engine", kind, *out]
+        on(processes, words, tmp_path).check()
+        rows.append(read(tmp_path / f"{processes}.jsonl"))
+    for row, other, (image, _) in zip(*rows, Rated().eval_data(), strict=True):
+        expected = model([image])[0]["scores"].tolist()
+        assert row["output"]["scores"] == pytest.approx(expected, rel=1e-5)
+        assert other["output"]["scores"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["kept", "zero3", "fsdp"])
@@ -84,3 +96,13 @@ def test_ranks_may_call_the_model_as_often_as_they_like(engine: str, tmp_path: P
     (tmp_path / "file.json").write_text(json.dumps(document))
     on(2, ["dsframe.train", "--config", "file.json"], tmp_path).check()
     assert "last" in json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+
+
+def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(json.dumps(file("Words", "single")))
+    on(1, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    finished = on(2, ["dsframe.tools.evaluate", "predict", "run", "--engine", "ddp", "--out", "a.jsonl"], tmp_path)
+    assert finished.returncode != 0
+    assert "'output': shape [" in finished.output
+    assert "return a row for each sample from predictions(outputs, targets)" in finished.output
+    assert not (tmp_path / "a.jsonl").exists()

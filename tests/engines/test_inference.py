@@ -1,17 +1,28 @@
-"""One checkpoint evaluated on every engine and on 1, 2 and 3 processes: the same figures."""
+"""One checkpoint evaluated and predicted with on every engine and on 1, 2 and 3 processes: the same figures and rows."""
 
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsframe.run_dir.record import read_summary
-from tests.processes import Finished, horovodrun, run_ranks, warm
+from tests.processes import Finished, Running, horovodrun, python, run_ranks, torchrun, warm
+from tests.unit.test_inference import SAMPLES, Plane
 
 TASK = '{"name": "tests.unit.test_inference:Plane"}'
+
+
+class Slow(Plane):
+    """Waits before each batch of predictions."""
+
+    def predictions(self, outputs: Any, targets: Any) -> Any:
+        time.sleep(20.0)
+        return super().predictions(outputs, targets)
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +57,45 @@ def test_evaluations_are_those_of_the_run(trained: Path) -> None:
     ):
         found = metrics(on(launcher, int(processes), str(trained), *map(str, engine)))
         assert found == pytest.approx(last, rel=1e-6), engine
+
+
+def test_predictions_are_the_same_on_any_number_of_processes(trained: Path, tmp_path: Path) -> None:
+    found = []
+    for launcher, processes, *engine in (
+        (lambda _, words: python(words), 1, "--engine", "single"),
+        (warm, 2, "--engine", "deepspeed"),
+        (warm, 3, "--engine", "ddp"),
+        (warm, 2, "--engine", "deepspeed", "--set", 'pipeline={"stages": 2}', "--set", "zero_optimization.stage=1"),
+    ):
+        out = tmp_path / f"{len(found)}.jsonl"
+        words = [
+            "predict",
+            str(trained),
+            "--out",
+            str(out),
+            *map(str, engine),
+            "--set",
+            "dsframe.eval_micro_batch_size=4",
+        ]
+        on(launcher, int(processes), *words).check()
+        found.append(out.read_text())
+    assert len(found[0].splitlines()) == SAMPLES
+    assert all(text == found[0] for text in found)
+
+
+def test_a_killed_prediction_leaves_nothing_that_looks_complete(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+
+    def kill(running: Running) -> None:
+        running.wait_for(lambda: any(tmp_path.glob(".rows.jsonl.*")), timeout_seconds=60, what="rows were written")
+        for rank in running.ranks().values():
+            rank.send_signal(signal.SIGKILL)
+
+    slow = ("--set", 'dsframe.task={"name": "tests.engines.test_inference:Slow"}')
+    words = ["predict", str(trained), "--out", str(out), "--engine", "ddp", *slow]
+    finished = on(torchrun, 2, *words, while_running=kill)
+    assert finished.returncode != 0
+    assert not out.exists()
+    on(warm, 2, *words[:-2]).check()
+    assert len(out.read_text().splitlines()) == SAMPLES
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]

@@ -230,7 +230,7 @@ def test_an_engine_that_takes_other_numbers_of_processes_says_so(
 
 
 def test_an_engine_of_full_replicas_is_judged_by_itself(folder: Path) -> None:
-    command = ["check", "clean.json", "--set", "pipeline.stages=2", "--set", "dsframe.task.model=resnet18"]
+    command = ["check", "clean.json", "--set", "tensor_parallel.autotp_size=2", "--set", "dsframe.task.model=cnn"]
     assert main(command) == 2
     assert main([*command, "--engine", "ddp"]) == 0
     assert main(["check", "clean.json", "--engine", "reference-model-parallel"]) == 2, "there is one stage"

@@ -135,9 +135,10 @@ class Gives(dsframe.Task):
 def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone() -> None:
     cpu, task = torch.device("cpu"), Gives()
     before = generators.capture(cpu)
-    first, again, held_out = (given(task, f"{name}_data") for name in ("train", "train", "eval"))
+    first, again, held_out, predicted = (given(task, f"{name}_data") for name in ("train", "train", "eval", "predict"))
     assert generators.capture(cpu) == before
     assert first == again
+    assert held_out == predicted
     assert all(one != other for one, other in zip(first, held_out, strict=True))
     task.seed = 1
     assert all(one != other for one, other in zip(first, given(task, "train_data"), strict=True))

@@ -1,4 +1,4 @@
-"""dsframe evaluate and load_model, on one process. On several: tests/engines/test_inference.py."""
+"""dsframe evaluate, dsframe predict and load_model, on one process. On several: tests/engines/test_inference.py."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe import cli, inference
 from dsframe.checkpoint import generators, store
 from dsframe.cluster.world import World
-from dsframe.data import TensorSource
-from dsframe.errors import CheckpointError
+from dsframe.data import Pad, TensorSource
+from dsframe.data.loader import DatasetSource
+from dsframe.errors import CheckpointError, TaskError
 from dsframe.inference import load_model
 from dsframe.job import Run
 from dsframe.run import execute, prepared
+from dsframe.training.predictions import rows_of, take_inputs_alone
 from tests.processes import python, run_ranks
 
 SAMPLES = 37
@@ -48,6 +51,13 @@ class Plane(dsframe.Task):
     def eval_data(self) -> Any:
         numbers = torch.Generator().manual_seed(1)
         return TensorSource(torch.randn(SAMPLES, 3, generator=numbers), torch.randn(SAMPLES, 2, generator=numbers))
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {
+            "output": outputs,
+            "wrong": (outputs - targets).abs().sum(1),
+            "sign": [f"{x:+.0f}" for x in outputs[:, 0].sign()],
+        }
 
 
 def file(run: Path, **more: Any) -> dict[str, Any]:
@@ -85,16 +95,43 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
+def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    write(trained[0], out)
+    wanted = expected(trained[0])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == SAMPLES
+    torch.testing.assert_close(torch.tensor([row["output"] for row in rows]), wanted, rtol=1e-6, atol=1e-6)
+    assert {row["sign"] for row in rows} <= {"+1", "-1"}
+    assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing else is left"
+
+
 @contextmanager
-def prepared_again(run: Path) -> Iterator[tuple[Run, Path]]:
+def prepared_again(run: Path, task: dsframe.Task | None = None) -> Iterator[tuple[Run, Path]]:
     """The run as the commands prepare it, and its newest checkpoint."""
     path = store.complete(run)
-    with prepared(dsframe.load(store.config_of(path)), None, World()) as made:
-        read = cache(lambda: (made.task.train_data(), made.task.eval_data()))
+    with prepared(dsframe.load(store.config_of(path)), task, World()) as made:
+        read = cache(lambda: (made.task.train_data(), made.task.predict_data()))
         yield dataclasses.replace(made, data=read), path
 
 
-def test_what_the_run_evaluated_is_loaded_and_evaluated(tmp_path: Path) -> None:
+def write(run: Path, out: Path, *, averages: bool | None = None, task: dsframe.Task | None = None) -> int:
+    with prepared_again(run, task) as (made, path):
+        return inference.predict(made, World(), path, out, averages=averages)
+
+
+def outputs_in(out: Path) -> Tensor:
+    return torch.tensor([json.loads(line)["output"] for line in out.read_text().splitlines()])
+
+
+def test_averages_are_predicted_on_request(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    write(trained[0], tmp_path / "a.jsonl", averages=True)
+    rows = outputs_in(tmp_path / "a.jsonl")
+    torch.testing.assert_close(rows, expected(trained[0], averages=True), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(rows, expected(trained[0]))
+
+
+def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path: Path) -> None:
     """The averages with "ema": {"evaluate": true}; the weights, too, on request."""
     run = tmp_path / "run"
     summary = execute(dsframe.load(file(run, ema={"decay": 0.8, "evaluate": True})))
@@ -103,11 +140,106 @@ def test_what_the_run_evaluated_is_loaded_and_evaluated(tmp_path: Path) -> None:
         assert inference.evaluate(made, World(), path, averages=False) != dict(summary.metrics)
     assert torch.equal(expected(run), expected(run, averages=True))
     assert not torch.equal(expected(run), expected(run, averages=False))
+    write(run, tmp_path / "a.jsonl")
+    torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), expected(run), rtol=1e-6, atol=1e-6)
+
+
+def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path: Path) -> None:
+    execute(dsframe.load(file(tmp_path / "run", eval_samples=5)))
+    assert write(tmp_path / "run", tmp_path / "a.jsonl") == SAMPLES
+    assert len(outputs_in(tmp_path / "a.jsonl")) == SAMPLES
+
+
+class InputsAlone(Plane):
+    predictions = dsframe.Task.predictions
+
+    def __init__(self, data: Any) -> None:
+        self.predict_data = lambda: data  # type: ignore[method-assign]
+
+
+INPUTS = torch.arange(15.0).view(5, 3) / 10
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TensorDataset(INPUTS),
+        list(INPUTS),
+        [{"input": row} for row in INPUTS],
+        [{"input": row.tolist()} for row in INPUTS],
+    ],
+)
+def test_predictions_need_no_targets(trained: tuple[Path, dsframe.Summary], tmp_path: Path, data: Any) -> None:
+    assert write(trained[0], tmp_path / "a.jsonl", task=InputsAlone(data)) == len(INPUTS)
+    with torch.no_grad():
+        wanted = load_model(trained[0])(INPUTS)
+    torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_collate_need_not_give_targets_for_predictions() -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    source: Any = DatasetSource(rows, 0, Pad())  # type: ignore[arg-type]
+    take_inputs_alone(source)
+    inputs, targets = source.batch(torch.arange(2), 0)
+    assert inputs["input_ids"].tolist() == [[1, 2], [3, 0]]
+    assert targets.tolist() == [0, 0]
+    labelled: Any = DatasetSource([{**row, "labels": 1} for row in rows], 0, Pad())  # type: ignore[arg-type]
+    take_inputs_alone(labelled)
+    assert isinstance(labelled.collate, Pad)
+
+
+class Ragged(dsframe.Task):
+    """A class for each position of rows of several lengths."""
+
+    collate = Pad()
+
+    def model(self) -> nn.Module:
+        return Positions()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != -100).sum()
+
+    def train_data(self) -> Any:
+        return [
+            {"input_ids": torch.arange(size), "labels": torch.zeros(size, dtype=torch.int64)} for size in (2, 5) * 8
+        ]
+
+    eval_data = train_data
+
+
+class Cut(Ragged):
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {"output": [row[kept] for row, kept in zip(outputs, targets != -100, strict=True)]}
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return self.table(input_ids)
+
+
+@pytest.mark.parametrize("task", [Ragged, Cut])
+def test_padding_in_predicted_rows_is_said_once(
+    task: type[Ragged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute(dsframe.load(file(tmp_path / "run", task={"name": f"{__name__}:{task.__name__}"})))
+    capsys.readouterr()
+    write(tmp_path / "run", tmp_path / "a.jsonl")
+    assert capsys.readouterr().err.count("predicted rows include padding") == (task is Ragged)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["predict", "RUN", "--out", "OUT/x.txt"], "predictions are written as .jsonl"),
+        (["predict", "RUN", "--out", "OUT/none/x.jsonl"], "there is no folder"),
+        (["predict", "RUN", "--out", "OUT/there.jsonl"], "exists already"),
         (["evaluate", "OUT"], "is neither a checkpoint nor a folder that holds one"),
         (["evaluate", "RUN", "--config", "none.json"], "none.json"),
     ],
@@ -115,11 +247,60 @@ def test_what_the_run_evaluated_is_loaded_and_evaluated(tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_line(
     trained: tuple[Path, dsframe.Summary], tmp_path: Path, words: list[str], message: str
 ) -> None:
+    (tmp_path / "there.jsonl").touch()
     given = [word.replace("RUN", str(trained[0])).replace("OUT", str(tmp_path)) for word in words]
     finished = run_ranks(python(["-m", "dsframe.cli", *given]), timeout_seconds=100)
     assert finished.returncode != 0
     assert message in finished.output
     assert "Traceback" not in finished.output
+
+
+@dataclasses.dataclass
+class Found:
+    boxes: Tensor
+    step: int = 3
+
+
+BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4), "name": ""}]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "rows"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [{"output": [1.0, 2.0]}, {"output": [3.0, 4.0]}]),
+        (BOXES, [{"output": {"boxes": [[1.0] * 4] * 2, "name": "cat"}}, {"output": {"boxes": [], "name": ""}}]),
+        ({"a": {"b": torch.tensor([1, 2])}, "c": ["x", "y"]}, [{"a": {"b": 1}, "c": "x"}, {"a": {"b": 2}, "c": "y"}]),
+        (Found(torch.tensor([5, 6])), [{"output": {"boxes": 5, "step": 3}}, {"output": {"boxes": 6, "step": 3}}]),
+        ((torch.tensor([1, 2]), torch.tensor([3, 4])), [{"output": [1, 3]}, {"output": [2, 4]}]),
+        ([torch.ones(2), torch.ones(2), torch.zeros(2)], [{"output": [1.0, 1.0, 0.0]}] * 2),
+        ([torch.ones(3), torch.ones(1)], [{"output": [1.0] * 3}, {"output": [1.0]}]),
+        (torch.tensor([1 + 2j, 3]), [{"output": [1.0, 2.0]}, {"output": [3.0, 0.0]}]),
+    ],
+)
+def test_a_prediction_has_a_row_for_each_sample(outputs: Any, rows: list[Any]) -> None:
+    assert rows_of(dsframe.Task(), outputs, None, 2) == rows
+
+
+class Odd(Plane):
+    def predictions(self, outputs: Any, targets: Any) -> Any:
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "returned int"),
+        ({"a": 3}, "'a': int for a batch of 2 samples"),
+        ({"a": torch.tensor(3.0)}, r"'a': shape \[\] for a batch of 2 samples"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, r"'b': shape \[3\] for a batch of 2 samples; return a row for each"),
+        ({"a": ["x", "y", "z"]}, "'a': a list of 3 for a batch of 2 samples"),
+        ({"a": [torch.ones(2), torch.ones(2)]}, "its entries or its rows may be the samples"),
+        ({"a": [object(), object()]}, "'a': object is nothing that can be written"),
+    ],
+)
+def test_predictions_without_a_row_for_each_sample_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        rows_of(Odd(), given, None, 2)
 
 
 def test_load_model_names_another_model(trained: tuple[Path, dsframe.Summary]) -> None:

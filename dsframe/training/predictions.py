@@ -1,0 +1,155 @@
+"""What a model gives for a batch, as rows of plain values: one for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, view_as_real
+from torch.utils._pytree import tree_leaves
+
+from dsframe.data.collate import LABELS, Collate, collated
+from dsframe.data.loader import DatasetSource
+from dsframe.errors import TaskError
+from dsframe.model.output_classes import attributes
+from dsframe.tasks.task import Task
+
+
+def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
+    """Returns what the task predicts for a batch of so many ``samples``, a dict for each, as JSON has it. Raises TaskError."""
+    whose = f"{type(task).__name__}.predictions"
+    predicted = task.predictions(outputs, targets)
+    if not isinstance(predicted, Mapping):
+        raise TaskError(
+            f"{whose} returned {type(predicted).__name__}; return tensors or lists by name, a row for each sample"
+        )
+    parts = _parts(predicted) or {}
+    return _dicts({name: _rows(value, samples, f"{whose}: {name!r}") for name, value in parts.items()})
+
+
+def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
+    """True where ``outputs`` have an entry for each position ``[rows, positions]`` of a batch, some of which are masked, and the
+    task has no :meth:`Task.predictions` of its own to cut them. The mask: ``attention_mask``, else targets that are not -100."""
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if mask is None and isinstance(targets, Tensor) and targets.ndim > 1:
+        mask = targets != -100
+    if type(task).predictions is not Task.predictions or not isinstance(mask, Tensor) or bool(mask.all()):
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape[:2] for leaf in tree_leaves(outputs))
+
+
+@dataclass(frozen=True)
+class Untargeted:
+    """A ``collate`` of rows without a target. Targets are zeros, int64 ``[rows]``, where ``collate`` makes none."""
+
+    collate: Collate | None
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The batch. Raises DataError where rows do not fit each other."""
+        if self.collate is None:
+            return collated(list(enumerate(map(_paired, rows))))
+        batch = self.collate(rows)
+        complete = not isinstance(batch, Mapping) or any(name in batch for name in LABELS)
+        return batch if complete else (batch, torch.zeros(len(rows), dtype=torch.int64))
+
+
+def take_inputs_alone(source: Any) -> None:
+    """Lets ``source`` have rows without a target, if its first one has none: a tensor, a tuple of one or a dict without labels;
+    with a ``collate`` anything but a pair."""
+    if not isinstance(source, DatasetSource):
+        return
+    row = source.dataset[0]
+    labelled = isinstance(row, Mapping) and any(name in row for name in LABELS)
+    pair = isinstance(row, (tuple, list)) and len(row) == 2
+    if not (labelled or pair) and (source.collate or _paired(row) is not row):
+        source.collate = Untargeted(source.collate)
+
+
+def _paired(row: Any) -> Any:
+    """A row of inputs alone with 0 for a target; another one as it is."""
+    if isinstance(row, Mapping):
+        return {**row, LABELS[0]: 0}
+    if isinstance(row, (tuple, list)):
+        return (row[0], 0) if len(row) == 1 else row
+    return (row, 0) if isinstance(row, (Tensor, np.ndarray)) else row
+
+
+def _dicts(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _rows(value: Any, samples: int, what: str) -> list[Any]:
+    """``value`` by samples. A tensor has a row for each and a list an entry; anything else is made of such."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.ndim and len(value) == samples:
+            return list(plain(value, what))
+        raise _refused(what, f"shape {list(value.shape)}", samples)
+    parts = _parts(value)
+    if parts is not None:
+        return _dicts({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
+    if not isinstance(value, (tuple, list)):
+        raise _refused(what, type(value).__name__, samples)
+    tensors = bool(value) and all(isinstance(array, (Tensor, np.ndarray)) and array.ndim for array in value)
+    by_part = tensors and all(len(array) == samples for array in value)
+    if by_part and isinstance(value, list) and len(value) == samples > 1:
+        raise TaskError(
+            f"{what}: a list of {samples} tensors of {samples} rows each: its entries or its rows may be the samples; return them "
+            "by names from predictions(outputs, targets)"
+        )
+    if by_part or (isinstance(value, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
+        each = [_constant(part, samples, f"{what}, part {number}") for number, part in enumerate(value)]
+        return [list(row) for row in zip(*each, strict=True)]
+    if len(value) == samples:
+        return [plain(array, what) for array in value]
+    raise _refused(what, f"a {type(value).__name__} of {len(value)}", samples)
+
+
+def _constant(value: Any, samples: int, what: str) -> list[Any]:
+    """``value`` by samples, where it may also be one value for all of them: a field of an object that is no result."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return [value] * samples
+    return _rows(value, samples, what)
+
+
+def _refused(what: str, shape: str, samples: int) -> TaskError:
+    return TaskError(
+        f"{what}: {shape} for a batch of {samples} samples; return a row for each sample from predictions(outputs, targets)"
+    )
+
+
+def _parts(value: Any) -> Mapping[str, Any] | None:
+    """The named parts of a dict, a named tuple, a dataclass or an object of a model's own class; None of anything else."""
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    return None if isinstance(value, (tuple, list, set)) else attributes(value) or None
+
+
+def _is_cache(name: str, part: Any, whole: Any) -> bool:
+    """True of keys and values of earlier positions, which models of transformers return for the next call: no result."""
+    kept = name == "past_key_values" and type(whole).__module__.startswith("transformers.")
+    return kept or any(
+        kind.__module__.startswith("transformers.") and kind.__name__.endswith("Cache") for kind in type(part).__mro__
+    )
+
+
+def plain(value: Any, what: str) -> Any:
+    """``value`` as JSON has it. Raises TaskError for what JSON has not."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        return (view_as_real(value) if value.is_complex() else value).detach().cpu().tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_asdict"):
+        return [plain(item, what) for item in value]
+    parts = _parts(value)
+    if parts is None:
+        raise TaskError(
+            f"{what}: {type(value).__name__} is nothing that can be written; return tensors, numbers or texts"
+        )
+    return {name: plain(part, what) for name, part in parts.items()}
