@@ -5,9 +5,12 @@ They are read in order and a few at a time: memory does not depend on the size o
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
+import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from xxhash import xxh3_128
 
 from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
@@ -25,6 +29,8 @@ _ROWS = 256
 """Rows of parquet and of saved data sets that are in memory at once."""
 _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
+HUB = "hub:"
+"""Begins the name of a data set of the Hugging Face hub."""
 _RECENT_NANOSECONDS = 2_000_000_000
 """A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
 
@@ -51,8 +57,7 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
         expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
         names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
         if not names:
-            hint = "; datasets.load_dataset(NAME).save_to_disk(FOLDER) makes a folder" * pattern.startswith("hub:")
-            raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()}){hint}")
+            raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
         for path in names:
             if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
                 continue  # "**" finds folders too
@@ -166,11 +171,47 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
 
 
-def _saved(path: Path) -> Iterator[Row]:
+def _datasets(what: Path | str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f'{path}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+        raise DataError(f'{what}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+    return datasets
+
+
+def local(pattern: str, data_dir: str | None) -> str:
+    """The pattern itself; of a data set of the Hugging Face hub, ``hub:NAME:CONFIG@SPLIT``, the folder that has it.
+
+    It is downloaded where that is not there, by any number of processes at once. Raises DataError.
+    """
+    if not pattern.startswith(HUB):
+        return pattern
+    name, _, split = pattern.removeprefix(HUB).partition("@")
+    name, _, config = name.partition(":")
+    folder = data_root(data_dir) / "hub" / re.sub(r"[^\w.-]+", "--", f"{name}--{config}--{split or 'train'}")
+    if not (folder / _SAVED[0]).is_file():
+        datasets = _datasets(pattern)
+        try:
+            dataset = datasets.load_dataset(name, config or None, split=split or "train")
+        except Exception as error:  # of the network, of the library
+            raise DataError(
+                f"{pattern}: cannot be downloaded ({reason(error, 400)}); without a network, name a folder that "
+                "datasets.save_to_disk wrote"
+            ) from error
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
+                dataset.save_to_disk(f"{partial}/whole")
+                try:
+                    Path(partial, "whole").rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                        raise
+    return glob.escape(str(folder))
+
+
+def _saved(path: Path) -> Iterator[Row]:
+    datasets = _datasets(path)
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, of JSON, of the library

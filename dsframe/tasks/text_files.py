@@ -72,9 +72,11 @@ class WindowsTask(CausalLanguageModelTask):
                 if files.format == "conversations"
                 else encoders.TextEncoder(self.tokenizer, files.field)
             )
+            listed = [patterns] if isinstance(patterns, str) else patterns
+            places = [documents.local(pattern, self.settings.data_dir) for pattern in listed]
             dated = [encoders.NO_DATE] if encoder.dated else []  # older tokens have some day's
             recipes[name] = Recipe(
-                tuple(documents.find_files(patterns, f"task.data.{name}")),
+                tuple(documents.find_files(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
                 self.settings.context,
