@@ -31,7 +31,7 @@ from typing import Any
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
@@ -90,7 +90,7 @@ def main() -> int:
     from dsframe.model.plan import Plan
 
     task, batch, device = tasks.build(config.settings.task, 0), config.batch(world.size), device_of(world)
-    config = resolve(config, Facts(world_size=world.size, total_steps=9))
+    config = config.resolve(Facts(world_size=world.size, total_steps=9))
     optimizer = optimizers.read(config)
     plan = Plan(config, world, task, optimizer, schedules.constant(1e-4), batch, device)
     engine = engines.load(engines.choose(config, world.launcher).name, config)(plan)

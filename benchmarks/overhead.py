@@ -30,7 +30,7 @@ import dsframe
 from benchmarks import processes
 from dsframe import engines
 from dsframe.cluster import process_group, world
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.model import optimizers, schedules
@@ -79,7 +79,7 @@ def engine_of(name: str, task: dsframe.Task, document: dict[str, Any]) -> tuple[
     replicas = not name.startswith("zero")
     if not replicas:
         document = {"zero_optimization": {"stage": int(name[-1])}, **document}
-    config = resolve(load(document), Facts(here.size, 1000, None, replicas=replicas))
+    config = load(document).resolve(Facts(here.size, 1000, None, replicas=replicas))
     batch, rate = config.batch(here.size, replicas=replicas), schedules.constant(1e-3)
     plan = Plan(config, here, task, optimizers.read(config), rate, batch, process_group.device_of(here))
     engine = engines.load(name if replicas else "deepspeed", config)(plan)

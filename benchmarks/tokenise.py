@@ -30,7 +30,7 @@ def corpus(path: Path, megabytes: int) -> None:
     """Documents of 1 to 40 lines of the Python standard library."""
     from dsframe.data.text import read_corpus
 
-    lines = bytes(read_corpus("stdlib", None).numpy()).decode(errors="replace").splitlines()
+    lines = bytes(read_corpus("stdlib").numpy()).decode(errors="replace").splitlines()
     numbers, size = random.Random(0), 0
     with path.open("w", encoding="utf-8") as out:
         while size < megabytes << 20:

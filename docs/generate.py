@@ -93,7 +93,10 @@ def api() -> Iterator[str]:
         if inspect.isclass(value) or inspect.isfunction(value):
             yield from _documented(name, value)
     yield "\n## dsframe.data\n\nWhat data sets and loaders are made of.\n\n| name | what it is |\n|---|---|"
-    for name in sorted(set(dsframe.data.__all__) - set(dsframe.__all__)):
+    for name in sorted(
+        {name for name, value in vars(dsframe.data).items() if name[0] != "_" and not inspect.ismodule(value)}
+        - set(dsframe.__all__)
+    ):
         value = getattr(dsframe.data, name)
         if inspect.isclass(value) or inspect.isfunction(value):
             yield _row(name, value, paragraphs=1)

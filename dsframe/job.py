@@ -21,8 +21,9 @@ from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
-from dsframe.config import Config, Facts, resolve
 from dsframe.config.resolve import epochs, inherit
+from dsframe.config.resolve.facts import Facts
+from dsframe.config.value import Config
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
@@ -153,7 +154,7 @@ def prepare(run: Run, world: World) -> Job:
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
-    config = resolve(config, Facts(world.size, schedule.total_steps, epoch_steps, entry.replicas))
+    config = config.resolve(Facts(world.size, schedule.total_steps, epoch_steps, entry.replicas))
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate)

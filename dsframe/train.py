@@ -11,10 +11,9 @@ import atexit
 import os
 import re
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.arguments import Parser
@@ -22,7 +21,7 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import default_config, load
 from dsframe.errors import ConfigError, DataError, DsframeError, StoppedError, TaskError, TrainingError
-from dsframe.host import source_files, streams, supervise
+from dsframe.host import streams, supervise
 from dsframe.run_dir import outcome, output
 from dsframe.text import shown
 
@@ -130,24 +129,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         leave(TaskError(f"{ended}. Raise an error instead, or leave out the call"), world, verbose=options.verbose)
     except Exception as error:
         crash(error, world, verbose=options.verbose)
-    # A script ends as Python does; python -m dsframe.train leaves at once.
-    for line in _lingering() if task is not None else ():
-        print(f"[rank {world.rank}] dsframe: note: {line}", file=sys.stderr, flush=True)
     return 0
-
-
-def _lingering() -> Iterator[str]:
-    """Yields a line for each thread that Python will wait for."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread is threading.current_thread() or thread.daemon:
-            continue
-        stack = traceback.extract_stack(frames.get(thread.ident or 0))
-        here = next((frame for frame in reversed(stack) if not source_files.in_library(frame.filename)), None)
-        where = f" ({here.filename}:{here.lineno}, {here.name})" if here else ""
-        yield (
-            f"training is complete, but the thread {thread.name}{where} keeps this process alive; end it, or make it a daemon"
-        )
 
 
 def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:

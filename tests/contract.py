@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dsframe import engines, tasks
 from dsframe.cluster import world
 from dsframe.cluster.process_group import device_of
-from dsframe.config import Config, Facts, load, resolve
+from dsframe.config import Config, Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, StepResult
 from dsframe.engines import evaluating
@@ -231,7 +231,7 @@ def make(file: dict[str, Any] | str, name: str) -> Engine:
     own = "task" in config.settings.model_fields_set
     task, optimizer = sentences(config) if own else Blobs(), optimizers.read(config)
     schedule = schedules.constant(optimizer.learning_rate)
-    config = resolve(config, Facts(here.size, replicas=engines.TABLE[name].replicas))
+    config = config.resolve(Facts(here.size, replicas=engines.TABLE[name].replicas))
     plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here))
     return engines.load(name, config)(plan)
 

@@ -11,7 +11,6 @@ from dsframe.config.features import features as features
 from dsframe.config.load import default_config as default_config
 from dsframe.config.load import find as find
 from dsframe.config.load import load as load
-from dsframe.config.load import resolve as resolve
 from dsframe.config.resolve.batch import Batch as Batch
 from dsframe.config.resolve.facts import Facts as Facts
 from dsframe.config.schema.deepspeed import DeepSpeed as DeepSpeed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from dsframe.config.read.findings import Findings
 from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean, near_path
-from dsframe.config.resolve import auto, batch, epochs, inherit
-from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
+from dsframe.config.resolve import auto, epochs, inherit
+from dsframe.config.resolve.batch import MICRO, TRAIN
 from dsframe.config.resolve.facts import Facts
-from dsframe.config.rules import report
+from dsframe.config.resolve.facts import check as check_facts
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.settings import Settings
 from dsframe.config.value import Config, Examined
 from dsframe.errors import ConfigError, Problem
 
@@ -46,29 +43,6 @@ def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), fa
     if problem:
         raise ConfigError([problem])
     return examine(text, str(path), overrides, facts, path).accepted
-
-
-def resolve(config: Config, facts: Facts) -> Config:
-    """Return the same file, resolved with what is known now of the model and the data.
-
-    It is validated once more only where values or rules depend on what is known now.
-
-    Raises:
-        ConfigError: what is known now contradicts the file.
-    """
-    known = replace(config.facts, **{key: value for key, value in vars(facts).items() if value is not None})
-    if config.is_unresolved or known.engine != config.facts.engine or config.facts.world_size is not None:
-        return examine_again(config, known).accepted
-    findings = config.findings.empty_copy()
-    findings.problems.extend(config.problems)
-    _check_facts(config.deepspeed, config.settings, known, findings)
-    problems = findings.sorted()
-    return Examined(problems, replace(config, facts=known, problems=problems)).accepted
-
-
-def examine_again(config: Config, facts: Facts) -> Examined:
-    """The same file checked once more, for these facts. It is not parsed again."""
-    return _validate(Findings(config.findings.document, config.findings.file), config.overrides, facts, config.path)
 
 
 def _as_json(value: Any) -> Any:
@@ -157,13 +131,14 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
     epochs.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
     rules.check(RuleContext(file, raw, findings, facts.engine or file.dsframe.engine, facts.world_size))
-    _check_facts(file, file.dsframe, facts, findings)
+    check_facts(file, file.dsframe, facts, findings)
     for name in passed:
         _restore(raw, written, name)
     problems = findings.sorted()
     harmless = tuple(problem for problem in problems if problem.severity != "error")
     resolved = tuple(findings.resolved)
-    config = Config(path, file, file.dsframe, harmless, resolved, facts, raw, tuple(overriding), findings, inherited)
+    given = tuple(overriding)
+    config = Config(path, file, file.dsframe, harmless, resolved, facts, raw, given, findings, inherited, _validate)
     return Examined(problems, config)
 
 
@@ -181,17 +156,6 @@ def _is_ours(root: Any, findings: Findings) -> bool:
         findings.error((), message, "docs/configuration.md lists the keys", code="other-tool")
         return False
     return True
-
-
-def _check_facts(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings) -> None:
-    """Checks what the file alone does not decide: its batch and schedules for this number of processes and steps."""
-    report.check_world(file, settings, facts.world_size, facts.total_steps, findings)
-    if any(findings.fails(key) for key in (TRAIN, MICRO, STEPS)):
-        return
-    if facts.world_size is None:
-        batch.check(file, findings)
-    elif batch.solve(file, facts.world_size, findings, bool(facts.replicas)):
-        batch.check_groups(file, facts.world_size, findings)
 
 
 def _restore(raw: dict[str, Any], written: dict[str, Any], name: str) -> None:

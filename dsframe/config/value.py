@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsframe.config.features import Feature, features
-from dsframe.config.read import overrides as overriding
 from dsframe.config.read import secrets
 from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.reader import Document, keys
 from dsframe.config.resolve import batch
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
 from dsframe.config.resolve.facts import Facts
+from dsframe.config.resolve.facts import check as check_facts
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
-_NOTHING = Facts()
+Check = Callable[[Findings, Sequence[str], Facts, Path | None], "Examined"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +45,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Immutable; :func:`dsframe.config.resolve` makes a new one."""
+    """A checked configuration. Immutable; :meth:`resolve` makes a new one."""
 
     path: Path | None
     """The file it came from."""
@@ -54,23 +55,48 @@ class Config:
     """The ``dsframe`` section."""
     problems: tuple[Problem, ...]
     """Warnings and notes."""
-    resolved: tuple[Resolved, ...] = ()
+    resolved: tuple[Resolved, ...]
     """The values of ``"auto"`` and of ``{"epochs": n}``, and why."""
-    facts: Facts = _NOTHING
+    facts: Facts
     """The facts by which they were resolved."""
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    raw: dict[str, Any] = field(repr=False)
     """What the user wrote, with overrides and what was repaired or resolved. Not to be changed."""
-    overrides: tuple[str, ...] = field(default=(), repr=False)
+    overrides: tuple[str, ...] = field(repr=False)
     """``dotted.key=value`` of the command line."""
-    findings: Findings = field(default_factory=lambda: Findings(Document("", None, {}), ""), repr=False, compare=False)
+    findings: Findings = field(repr=False, compare=False)
     """The problems of the file, with the file itself: it is parsed once."""
-    inherited: tuple[Resolved, ...] = ()
+    inherited: tuple[Resolved, ...]
     """Defaults of consequence that train because the file does not name them."""
+    check: Check = field(repr=False, compare=False)
+    """Says everything about what was parsed, for other facts."""
 
     @cached_property
     def features(self) -> tuple[Feature, ...]:
         """Everything that the file switches on."""
         return features(self.deepspeed, self.position)
+
+    def resolve(self, facts: Facts) -> Config:
+        """Return the same file, resolved with what is known now of the model and the data.
+
+        It is checked once more only where values or rules depend on what is known now. Raises ConfigError where that contradicts
+        the file.
+        """
+        known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
+        if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
+            return self.examine(known).accepted
+        findings = self.findings.empty_copy()
+        findings.problems.extend(self.problems)
+        check_facts(self.deepspeed, self.settings, known, findings)
+        problems = findings.sorted()
+        return Examined(problems, replace(self, facts=known, problems=problems)).accepted
+
+    def examine(self, facts: Facts) -> Examined:
+        """The same file checked once more, for these facts. It is not parsed again."""
+        return self.check(Findings(self.findings.document, self.findings.file), self.overrides, facts, self.path)
+
+    def with_content(self, raw: dict[str, Any]) -> Config:
+        """Another file, for the same facts. Raises ConfigError."""
+        return self.check(Findings(Document("", raw, {}), ""), (), self.facts, None).accepted
 
     def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.
@@ -101,12 +127,6 @@ class Config:
     def written(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self.raw)
-
-    def given(self) -> dict[str, Any]:
-        """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
-        raw: dict[str, Any] = copy.deepcopy(self.findings.document.root)
-        overriding.apply(raw, self.overrides, self.findings.empty_copy())
-        return raw
 
     def shown(self) -> dict[str, Any]:
         """A copy to be kept or printed: without passwords and keys of accounts."""

@@ -5,18 +5,14 @@ They are read in order and a few at a time: memory does not depend on the size o
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
-import gzip
-import io
 import json
 import os
 import re
 import tempfile
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +47,8 @@ class Row:
     """False if the document continues in the next row."""
 
 
-def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
-    """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
-
-    ``kinds``: the files to look for, by suffix; by default those that hold documents, and saved folders.
+def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
+    """The files and saved folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
 
     Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
     """
@@ -65,13 +59,9 @@ def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = (
         if not names:
             raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
         for path in names:
-            if path.is_dir() and len(names) > 1 and (kinds or not (path / _SAVED[0]).is_file()):
+            if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
                 continue  # "**" finds folders too
-            if kinds and (path.is_dir() or not kind_of(path, kinds)):
-                others = "datasets.load_dataset gives data sets of others"
-                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read; {others}")
-            if not kinds:
-                _check_kind(path, key)
+            _check_kind(path, key)
             if path in pattern_of:
                 raise DataError(
                     f"{key}: {path} is named twice, by {pattern_of[path]} and {pattern}; remove one of them"
@@ -91,13 +81,8 @@ def _check_kind(path: Path, key: str) -> None:
             raise DataError(
                 f'{key}: {path} is a folder, but none that datasets.save_to_disk wrote; name its files: "{path}/**/*.jsonl"'
             )
-    elif not kind_of(path, _READERS):
+    elif path.suffix not in _READERS:
         raise DataError(f"{key}: {path}: files of {', '.join(_READERS)} are read, and folders of datasets.save_to_disk")
-
-
-def kind_of(path: Path, kinds: Iterable[str]) -> str:
-    """Which of ``kinds``, suffixes such as ``.jsonl.zst``, the file is of by its name; empty for none."""
-    return max((suffix for suffix in kinds if path.name.endswith(suffix)), key=len, default="")
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -106,39 +91,20 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         yield from _saved(path)
     else:
         try:
-            yield from _READERS[kind_of(path, _READERS)](path, columns)
+            yield from _READERS[path.suffix](path, columns)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    with opened(path) as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 source = f"{path}:{number}"
-                yield Row(source, parsed(line, source))
+                yield Row(source, _parsed(line, source))
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's bytes, unpacked where its name ends in ``.gz`` or ``.zst``. Raises DataError where they cannot be."""
-    try:
-        if path.suffix == ".zst":
-            arrow = _arrow(path)
-            with arrow.input_stream(str(path), compression="zstd") as file:
-                yield io.BufferedReader(file)
-        else:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                yield file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or damaged ({error})") from None
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise DataError(f"{path}: truncated or damaged ({' '.join(str(error).split())})") from None
-
-
-def parsed(line: bytes, source: str) -> dict[str, Any]:
+def _parsed(line: bytes, source: str) -> dict[str, Any]:
     """A line of JSON, read from ``source``. Raises DataError where it is no object."""
     try:
         value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
@@ -185,37 +151,24 @@ def _decoded(content: bytes, path: Path, done: int) -> str:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 
 
-def _arrow(path: Path) -> Any:
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     try:
         import pyarrow
+        from pyarrow import parquet
     except ImportError:
         raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
-    return pyarrow
-
-
-@contextlib.contextmanager
-def parquet_file(path: Path) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile``. Raises DataError where it cannot be read, also within the block."""
-    arrow = _arrow(path)
-    from pyarrow import parquet
-
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            yield file
-    except arrow.ArrowException as error:
+            there = [name for name in file.schema_arrow.names if name in columns]
+            if not there:
+                raise DataError(missing(str(path), columns, file.schema_arrow.names))
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=there):
+                for value in batch.to_pylist():
+                    yield Row(f"{path}, row {number}", _without_nulls(value))
+                    number += 1
+    except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
-
-
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    with parquet_file(path) as file:
-        there = [name for name in file.schema_arrow.names if name in columns]
-        if not there:
-            raise DataError(missing(str(path), columns, file.schema_arrow.names))
-        number = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=there):
-            for value in batch.to_pylist():
-                yield Row(f"{path}, row {number}", _of_arrow(value))
-                number += 1
 
 
 def _datasets(what: Path | str) -> Any:
@@ -264,11 +217,7 @@ def _saved(path: Path) -> Iterator[Row]:
     except Exception as error:  # of pyarrow, of JSON, of the library
         raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
     for number, value in enumerate(dataset.with_format(None)):
-        yield Row(f"{path}, row {number}", _of_arrow(value))
-
-
-def _of_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _without_nulls(value) for name, value in row.items()}
+        yield Row(f"{path}, row {number}", _without_nulls(value))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -285,11 +234,7 @@ def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     return f'{source}: no column {named}; it has {has}; name the column of the text in "field"'
 
 
-_READERS = {
-    **dict.fromkeys((".jsonl", ".jsonl.zst", ".jsonl.gz"), _jsonl),
-    ".parquet": _parquet,
-    ".txt": _text,
-}
+_READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
 
 
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:

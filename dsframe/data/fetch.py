@@ -17,16 +17,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from dsframe.data import vision
+from dsframe.data._torchvision import torchvision
+from dsframe.data.files import data_root, read_bytes, read_idx, replacing
 from dsframe.errors import DataError, DsframeError, exit_code_of
 
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
-_MNIST_BYTES = {
-    "train-images-idx3-ubyte": 47_040_016,
-    "train-labels-idx1-ubyte": 60_008,
-    "t10k-images-idx3-ubyte": 7_840_016,
-    "t10k-labels-idx1-ubyte": 10_008,
-}
-"""Sizes of the four files, decompressed: enough to see at once, without torch, that there is nothing to do."""
 _COMMAND_SECONDS = 300
 _CONNECTION_SECONDS = 30
 
@@ -37,8 +33,6 @@ def fetch(name: str, to: str | None = None, report: Callable[[str], None] = prin
     ``to``: by default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``. ``report`` is told in one line what was done.
     Raises DataError with everything that was tried.
     """
-    from dsframe.data.files import data_root
-
     root = data_root(to)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -59,16 +53,6 @@ def fetch(name: str, to: str | None = None, report: Callable[[str], None] = prin
     raise DataError(f"{name} could not be fetched to {root}; tried:\n  " + "\n  ".join(tried))
 
 
-def _nothing_to_do(name: str, to: str | None) -> Path | None:
-    """The folder when all of ``name`` is there, only by the files' sizes; training reads and checks them anyway."""
-    layout = {"fashion-mnist": "FashionMNIST/raw", "mnist": "MNIST/raw"}.get(name)
-    if layout is None:
-        return None
-    folder = Path(to or os.environ.get("DSFRAME_DATA") or "~/.cache/dsframe/data").expanduser()
-    files = [(folder / layout / file, size) for file, size in _MNIST_BYTES.items()]
-    return folder if all(path.is_file() and path.stat().st_size == size for path, size in files) else None
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         lines = (error.stderr or error.stdout or "").strip().splitlines()
@@ -78,9 +62,6 @@ def _reason(error: Exception) -> str:
 
 def _check(name: str, folder: str) -> None:
     """Reads all of the data set in ``folder``. Raises DataError when something is missing or damaged."""
-    from dsframe.data import vision
-    from dsframe.data.files import read_idx
-
     if name == "cifar10":
         vision.read_cifar(folder, train=True)
         vision.read_cifar(folder, train=False)
@@ -96,8 +77,6 @@ def _present(name: str, root: Path, scratch: Path) -> str:
 
 def _local(name: str, root: Path, scratch: Path) -> str:
     """A copy elsewhere on this machine."""
-    from dsframe.data import vision
-
     files = vision.find_mnist(name, None)
     _store(files, name, root)
     return f"copied from {next(iter(files.values())).parent}"
@@ -105,8 +84,6 @@ def _local(name: str, root: Path, scratch: Path) -> str:
 
 def _debian(name: str, root: Path, scratch: Path) -> str:
     """Debian's package, downloaded by apt and unpacked into ``scratch``. Needs no root and installs nothing."""
-    from dsframe.data import vision
-
     apt, dpkg = shutil.which("apt-get"), shutil.which("dpkg-deb")
     if apt is None or dpkg is None:
         raise DataError("no apt-get on this machine")
@@ -142,9 +119,6 @@ def _debian(name: str, root: Path, scratch: Path) -> str:
 
 def _download(name: str, root: Path, scratch: Path) -> str:
     """torchvision's own download, which checks the files' MD5 sums."""
-    from dsframe.data import vision
-    from dsframe.data._torchvision import torchvision
-
     datasets = torchvision().datasets
     folder = scratch / "torchvision"
     if name == "cifar10":
@@ -161,9 +135,6 @@ def _download(name: str, root: Path, scratch: Path) -> str:
 
 def _store(files: dict[str, Path], name: str, root: Path) -> None:
     """Writes the four files, checked and decompressed, in torchvision's layout under ``root``."""
-    from dsframe.data import vision
-    from dsframe.data.files import read_bytes, read_idx, replacing
-
     target = root / vision.TORCHVISION_FOLDER[name]
     target.mkdir(parents=True, exist_ok=True)
     for file, path in files.items():
@@ -185,9 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", choices=["fashion-mnist", "mnist", "cifar10"])
     parser.add_argument("--to", metavar="DIR", help="folder (default: $DSFRAME_DATA, else ~/.cache/dsframe/data)")
     options = parser.parse_args(arguments)
-    if folder := _nothing_to_do(options.name, options.to):
-        print(f"{options.name}: complete in {folder}")
-        return 0
     socket.setdefaulttimeout(_CONNECTION_SECONDS)  # torchvision's download sets none and could hang
 
     def command() -> None:

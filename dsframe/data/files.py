@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import math
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -60,25 +59,6 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
         except BaseException:
             Path(out.name).unlink()
             raise
-
-
-def cached(folder: Path, name: str, files: Sequence[Path], size: int, write: Callable[[IO[bytes]], None]) -> Path:
-    """A file of ``size`` bytes in ``folder`` that ``write`` has made of ``files``, made again where one of them has changed.
-
-    Raises DataError where it cannot be written. Several processes may do so at once.
-    """
-    facts = [
-        # A copy may keep the time of its content (cp -p, rsync); nothing sets that of the inode.
-        (str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for file in files
-        for status in [file.stat()]
-    ]
-    key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
-    path = folder / f"{name}-{key}.bytes"
-    if not (path.is_file() and path.stat().st_size == size):
-        with writing(path), replacing(path) as out:
-            write(out)
-    return path
 
 
 def mapped(path: Path, size: int, offset: int = 0) -> Tensor:

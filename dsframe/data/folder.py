@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dsframe.data._torchvision import torchvision
 from dsframe.errors import DataError
 from dsframe.text import reason
 
@@ -32,17 +30,6 @@ _TAIL = 1 << 16
 _TEST_FOLDERS = ("val", "test", "eval")
 
 
-class Normalisation(Protocol):
-    """The part of :class:`dsframe.data.vision.Images` that is needed here."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def mean(self) -> tuple[float, ...]: ...
-    @property
-    def std(self) -> tuple[float, ...]: ...
-
-
 def class_names(data_dir: str | None) -> list[str]:
     """The classes: the names of the folders in ``<data_dir>/train``, sorted. Raises DataError."""
     if not data_dir:
@@ -56,43 +43,22 @@ def class_names(data_dir: str | None) -> list[str]:
     return names
 
 
-def test_folder(data_dir: str, dataset: str) -> Path:
-    """``val``, ``test`` or ``eval`` next to ``train``, whichever comes first. Raises DataError where there is none."""
-    root = Path(data_dir).expanduser()
-    for name in _TEST_FOLDERS:
-        if (root / name).is_dir():
-            return root / name
-    raise DataError(f"{dataset}: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
-
-
-class Look:
+def _look(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bool) -> Any:
     """Makes float32 ``[3, size, size]``, normalised, of an RGB image of Pillow's.
 
-    With ``augment``: a random part of the image (8 % to 100 % of its area, aspect ratio 3:4 to 4:3), resized, and
-    mirrored half of the time: the usual augmentation for ImageNet. Else: the shorter side resized to 8/7 of ``size``,
-    then the centre.
+    With ``augment``: a random part of the image, resized, and mirrored half of the time: the usual augmentation for ImageNet. Else:
+    the shorter side resized to 8/7 of ``size``, then the centre.
     """
-
-    def __init__(self, images: Normalisation, *, augment: bool) -> None:
-        self._size, self._augment = images.size, augment
-        self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
-
-    def __call__(self, image: Any) -> Tensor:
-        """The image as the model sees it. Draws random numbers where it augments."""
-        from PIL import Image
-
-        box = _random_box(*image.size) if self._augment else _centre_box(*image.size)
-        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box=box)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if self._augment and torch.rand(()) < 0.5:
-            pixels = pixels.flip(-1)
-        return (pixels / 255 - self._mean) / self._std
+    made = torchvision().transforms
+    random = [made.RandomResizedCrop(size), made.RandomHorizontalFlip()]
+    part = random if augment else [made.Resize(round(size * 8 / 7)), made.CenterCrop(size)]
+    return made.Compose([*part, made.ToTensor(), made.Normalize(mean, std)])
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Decoded as they are asked for: what :class:`Look` makes of an image, and the class's number."""
+    """Decoded as they are asked for: what ``look`` makes of an image, and the class's number."""
 
-    def __init__(self, folder: Path, classes: list[str], look: Look) -> None:
+    def __init__(self, folder: Path, classes: list[str], look: Callable[[Any], Tensor]) -> None:
         self._look = look
         unknown = sorted({entry.name for entry in _folders(folder)} - set(classes))
         if unknown:
@@ -115,9 +81,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, (path, label) = pillow(), self.samples[index]
+        from PIL import Image
+
+        path, label = self.samples[index]
         try:
-            with images.open(path) as file:
+            with Image.open(path) as file:
                 image = rgb(file)
         except Exception as error:  # of Pillow's readers, which raise what they like
             raise DataError(f"{path}: cannot be read as an image ({reason(error)})") from error
@@ -146,6 +114,7 @@ def _is_above(link: Path, parent: str) -> bool:
 
 def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:
     """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
+    torchvision()  # says what is not installed
     root = Path(data_dir).expanduser()
     places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
     files = [file for place in places for name in classes for file in _files(place / name)]
@@ -160,31 +129,20 @@ def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None
     if len(paths) > MOST_CHECKED:
         say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
         return
-    refuse_damaged((str(path), partial(_opened, path)) for path in paths)
-
-
-def _opened(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-def refuse_damaged(pictures: Iterable[tuple[str, Callable[[], IO[bytes]]]]) -> None:
-    """Raises DataError that names all of ``pictures``, each with what opens it, which are no whole images."""
-    pillow()
-    pictures = list(pictures)
     with ThreadPoolExecutor(8) as pool:
-        reasons = pool.map(lambda picture: _damage(picture[1]), pictures)
-        damaged = [f"{name} ({why})" for (name, _), why in zip(pictures, reasons, strict=True) if why]
+        damaged = [f"{path} ({why})" for path, why in zip(paths, pool.map(_damage, paths), strict=True) if why]
     if damaged:
         more = f" and {len(damaged) - 10} more" if len(damaged) > 10 else ""
         raise DataError(f"{len(damaged)} files cannot be read as images: {'; '.join(damaged[:10])}{more}")
 
 
-def _damage(opened: Callable[[], IO[bytes]]) -> str:
+def _damage(path: Path) -> str:
     """What is wrong with a picture; "" for nothing that its head and its end show."""
-    images = pillow()
+    from PIL import Image
+
     try:
-        with opened() as file:
-            with images.open(file) as image:
+        with path.open("rb") as file:
+            with Image.open(file) as image:
                 refuse_unshown(image)
                 image_format = image.format
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -196,7 +154,7 @@ def _damage(opened: Callable[[], IO[bytes]]) -> str:
                 image_format == "JPEG" and tail.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
             ):
                 file.seek(0)
-                images.open(file).load()
+                Image.open(file).load()
     except Exception as error:  # of Pillow's readers, which raise what they like
         return reason(error)
     return ""
@@ -232,36 +190,14 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def pillow() -> Any:
-    """Pillow's ``Image``. Raises DataError where it is not installed."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError('reading image files needs Pillow; pip install "dsframe[vision]"') from error
-    return Image
-
-
-def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    for _ in range(10):
-        area = width * height * float(torch.empty(()).uniform_(0.08, 1))
-        ratio = math.exp(float(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3))))
-        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if w <= width and h <= height:
-            left, top = float(torch.rand(())) * (width - w), float(torch.rand(())) * (height - h)
-            return left, top, left + w, top + h
-    return _centre_box(width, height)
-
-
-def _centre_box(width: int, height: int) -> tuple[float, float, float, float]:
-    side = min(width, height) * 7 / 8
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
 def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
-    """The training or the evaluation images under ``data_dir``. Raises DataError.
+    """The training or the evaluation images under ``data_dir``, with the ``size``, ``mean`` and ``std`` of ``images``.
 
-    ``names``: the classes by number; else their folders' in the order of the alphabet.
+    ``names``: the classes by number; else their folders' in the order of the alphabet. Raises DataError.
     """
-    folder = Path(data_dir).expanduser() / "train" if train else test_folder(data_dir, "image-folder")
-    return ImageFolder(folder, names or class_names(data_dir), Look(images, augment=augment))
+    root = Path(data_dir).expanduser()
+    folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]
+    if not folders:
+        raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
+    look = _look(images.size, images.mean, images.std, augment=augment)
+    return ImageFolder(folders[0], names or class_names(data_dir), look)

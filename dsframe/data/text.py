@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsframe.data.files import cached, data_root, mapped
+from dsframe.data.files import mapped
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
 
@@ -53,12 +51,7 @@ class TextSource:
 
 
 def sources(
-    corpus: str,
-    data_dir: str | None,
-    context: int,
-    samples: int | None,
-    seed: int,
-    encode: Callable[[Tensor], Tensor] | None = None,
+    corpus: str, context: int, samples: int | None, seed: int, encode: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[TextSource, TextSource]:
     """Training and evaluation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text files.
 
@@ -66,16 +59,13 @@ def sources(
     tokens. The last twentieth, at most 65,536 tokens, is for validation. ``samples`` keeps only the first windows for training.
     Raises DataError.
     """
-    tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus, data_dir)
-    if encode is not None:
-        try:
-            tokens = encode(_whole(tokens) if corpus == "stdlib" else tokens)
-        except DataError as error:
-            raise DataError(f"corpus {corpus}: {error}") from error
-    validation_tokens = min(len(tokens) // 20, _EVALUATION_TOKENS)
-    training = tokens[: len(tokens) - validation_tokens]
-    evaluation = tokens[len(tokens) - validation_tokens :]
+    tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus)
     try:
+        if encode is not None:
+            tokens = encode(tokens)
+        validation_tokens = min(len(tokens) // 20, _EVALUATION_TOKENS)
+        training = tokens[: len(tokens) - validation_tokens]
+        evaluation = tokens[len(tokens) - validation_tokens :]
         if samples is not None:
             training = training[: samples * context + context]
         return TextSource(training, context, seed=seed, shifted=True), TextSource(evaluation, context)
@@ -83,42 +73,20 @@ def sources(
         raise DataError(f"corpus {corpus}: {error} (a twentieth of it is kept for validation)") from error
 
 
-def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
-    """The text's bytes, uint8 ``[bytes]``, memory mapped: processes on one machine share one copy of it.
+def read_corpus(corpus: str) -> Tensor:
+    """The text's bytes, uint8 ``[bytes]``. One file is memory mapped: processes on one machine share one copy of it.
 
-    One file is mapped as it is. Several are joined, in the order of their names, in a cache file under ``data_dir``,
-    made again when a file changes.
+    Several are joined in memory, in the order of their names. Raises DataError.
     """
     files = stdlib_files() if corpus == "stdlib" else _matching(corpus)
-    limit = _STDLIB_BYTES if corpus == "stdlib" else None
-    if len(files) == 1 and limit is None:
+    if len(files) == 1:
         return mapped(files[0], files[0].stat().st_size)
-    marks = [len(BOM_UTF8) * (_head(file) == BOM_UTF8) for file in files]
-    total = sum(file.stat().st_size for file in files) - sum(marks)
-    size = total if limit is None else min(total, limit)
-
-    def join(out: IO[bytes]) -> None:
-        for file, mark in zip(files, marks, strict=True):
-            with file.open("rb") as text:
-                text.seek(mark)
-                shutil.copyfileobj(text, out)
-        out.truncate(size)
-
-    name = "stdlib" if corpus == "stdlib" else "text"
-    return mapped(cached(data_root(data_dir) / "corpora", name, files, size, join), size)
-
-
-def _whole(text: Tensor) -> Tensor:
-    """Without a character of which the limit has left the beginning at the end."""
-    for back, byte in enumerate(reversed(text[-3:].tolist()), start=1):
-        if byte >= 0xC0:  # begins a character of 2, 3 or 4 bytes
-            return text if back >= 2 + (byte >= 0xE0) + (byte >= 0xF0) else text[:-back]
-    return text
-
-
-def _head(file: Path) -> bytes:
-    with file.open("rb") as text:
-        return text.read(len(BOM_UTF8))
+    content = bytearray()
+    for file in files:
+        content += file.read_bytes().removeprefix(BOM_UTF8)
+        if corpus == "stdlib" and len(content) >= _STDLIB_BYTES:
+            break
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def stdlib_files() -> list[Path]:

@@ -86,8 +86,9 @@ def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str],
 def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
     """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError."""
     if settings.dataset == "image-folder":
+        augment = train and settings.augment
         dataset: Any = folder.load(
-            str(settings.data_dir), images, train=train, augment=train and settings.augment, names=list(images.names)
+            str(settings.data_dir), images, train=train, augment=augment, names=list(images.names)
         )
         if train and settings.samples is not None:
             # A folder lists its images class by class; the same ones for every seed, as the first ones of a file are.
@@ -129,20 +130,12 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
     folders = [root, root / TORCHVISION_FOLDER[name], root / name]
     if not data_dir:
         folders = folders[1:] + ([DEBIAN_FASHION_MNIST] if name == "fashion-mnist" else [])
-    incomplete = []
     for candidate in folders:
-        paths = {
-            file: path
-            for file in MNIST_FILES
-            for path in (candidate / f"{file}.gz", candidate / file)
-            if path.is_file()
-        }
+        found = {file: [candidate / f"{file}.gz", candidate / file] for file in MNIST_FILES}
+        paths = {file: path for file, places in found.items() for path in places if path.is_file()}
         if len(paths) == len(MNIST_FILES):
             return paths
-        if paths:
-            missing = [file for file in MNIST_FILES if file not in paths]
-            incomplete.append(f"{candidate} lacks {', '.join(missing)}")
-    raise _not_found(name, data_dir, root, folders, incomplete)
+    raise _not_found(name, data_dir, folders)
 
 
 def read_cifar(data_dir: str | None, *, train: bool) -> tuple[Tensor, Tensor]:
@@ -151,19 +144,14 @@ def read_cifar(data_dir: str | None, *, train: bool) -> tuple[Tensor, Tensor]:
     try:
         dataset = torchvision().datasets.CIFAR10(root, train=train)
     except RuntimeError:
-        raise _not_found("cifar10", data_dir, root, [root / "cifar-10-batches-py"], []) from None
+        raise _not_found("cifar10", data_dir, [root / "cifar-10-batches-py"]) from None
     return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
 
 
-def _not_found(name: str, data_dir: str | None, root: Path, folders: list[Path], incomplete: list[str]) -> DataError:
-    if data_dir and not root.is_dir():
-        reason = f"{name}: the data folder {root} does not exist"
-    elif incomplete:
-        reason = f"{name}: {'; '.join(incomplete)}"
-    else:
-        reason = f"{name}: not found in {', '.join(map(str, folders))}"
-    to = f" --to {root}" if data_dir else ""
-    return DataError(f'{reason}; run "python -m dsframe.data.fetch {name}{to}"')
+def _not_found(name: str, data_dir: str | None, folders: list[Path]) -> DataError:
+    to = f" --to {data_root(data_dir)}" if data_dir else ""
+    places = ", ".join(map(str, folders))
+    return DataError(f'{name}: not complete in {places}; run "python -m dsframe.data.fetch {name}{to}"')
 
 
 def _read_mnist(name: str, data_dir: str | None, train: bool) -> tuple[Tensor, Tensor]:

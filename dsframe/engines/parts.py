@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
-from dsframe.config import Config, load
+from dsframe.config.value import Config
 from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
@@ -477,7 +477,7 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
     if groups and not frozen:
         section["parameter_groups"] = groups
     try:
-        loaded = load(raw, facts=config.facts)
+        loaded = config.with_content(raw)
     except ConfigError as error:
         whose = f"with dsframe.optimizers.{name}: "
         raise ConfigError([replace(problem, message=whose + problem.message) for problem in error.problems]) from None

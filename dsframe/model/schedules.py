@@ -261,7 +261,7 @@ def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
         single = {key: value[0] if isinstance(value, list) else value for key, value in params.items()}
         single.pop("last_batch_iteration", None)
         return _SCHEDULES[name](base, **single)
-    except (TypeError, ValueError, AttributeError, ImportError) as error:
+    except (TypeError, ValueError, AttributeError, ImportError, ZeroDivisionError) as error:
         raise _wrong("params", f"{name}: {error}") from None
 
 

@@ -54,11 +54,6 @@ def _no_data_set(data: Any) -> str:
     if not (hasattr(data, "__getitem__") or isinstance(data, Source)):
         what = f"a {kind}, which can be read once" if isinstance(data, Iterator) else f"{kind}, which is no data set"
         return f"{what}; return a list, a torch Dataset or an IterableDataset"
-    if kind == "DataFrame":
-        return (
-            "a DataFrame, whose rows are not read by number; return TensorDataset(torch.tensor(frame[INPUTS].values), "
-            "torch.tensor(frame[TARGET].values)), or datasets.Dataset.from_pandas(frame)"
-        )
     if isinstance(data, Mapping) and 0 not in data:
         names = [repr(name) for name in data] or ["no names"]
         if all(isinstance(part, Dataset) or hasattr(part, "column_names") for part in data.values()):
@@ -66,9 +61,7 @@ def _no_data_set(data: Any) -> str:
                 f"a {kind} of several data sets ({', '.join(names)}); return one of them, such as its split {names[0]}"
             )
         return f"a {kind} with {', '.join(names[:5])}, and not samples by number; return TensorDataset(inputs, targets)"
-    if isinstance(data, (tuple, list)) and len(data) == 2:
-        if all(isinstance(part, Dataset) for part in data):
-            return f"a {kind} of two data sets; return one of them"
-        if hasattr(data[0], "shape") and hasattr(data[1], "__len__") and not isinstance(data[0], Dataset):
-            return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
+    arrays = isinstance(data, (tuple, list)) and len(data) == 2 and hasattr(data[0], "shape")
+    if arrays and hasattr(data[1], "__len__"):
+        return f"a {kind} of two {type(data[0]).__name__}s, which is read as two samples; return TensorDataset(inputs, targets)"
     return ""

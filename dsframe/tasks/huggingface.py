@@ -12,16 +12,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dsframe.data import encoders, text, tokens
+from dsframe.data import encoders, text
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
-from dsframe.errors import TaskError
+from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
@@ -179,15 +178,15 @@ class CausalLanguageModelTask(Task):
         if self._sources is None:
             s = self.settings
             encode = self._encode if self.tokenizer is not None else None
-            self._sources = text.sources(s.corpus, s.data_dir, s.context, s.samples, self.seed, encode)
+            self._sources = text.sources(s.corpus, s.context, s.samples, self.seed, encode)
         return self._sources
 
     def _encode(self, content: Tensor) -> Tensor:
-        def tokenize(piece: str) -> list[int]:
-            return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
-
-        digest = f"{self._digest} {_transformers.transformers().__version__} {version('tokenizers')}"
-        return tokens.encoded(content, tokenize, digest, self.settings.data_dir)
+        try:  # some editors write a mark at the beginning
+            words = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
+        return torch.tensor(self.tokenizer(words, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 
 def _ends(config: Mapping[str, Any], generation: str | None) -> list[int]:
@@ -275,25 +274,6 @@ class ImageClassificationTask(Task):
         self.class_names = self.images.names
         self.hidden_size = getattr(config, "hidden_size", None)
         self._criterion = _transformers.loss("ForImageClassification")
-        self._probe()
-
-    def _probe(self) -> None:
-        """Tries the model, without memory, on the shape of one batch; finds BatchNorm."""
-        facts = self.images
-        with torch.device("meta"):
-            model = _transformers.build("AutoModelForImageClassification", self.pretrained_config, None)
-            try:
-                scores = model.eval()(torch.empty(2, facts.channels, facts.size, facts.size)).logits
-            except (RuntimeError, ValueError, AssertionError) as error:
-                size = f"{facts.channels} x {facts.size} x {facts.size}"
-                raise TaskError(
-                    f"task.model: cannot take images of {size} (channels, height, width): {' '.join(str(error).split())}"
-                ) from error
-        if scores.shape != (2, facts.classes):
-            raise TaskError(
-                f"task.model: gives {list(scores.shape)}, not one score for each of {facts.classes} classes"
-            )
-        self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
     def _unlike(self) -> list[str]:
         """What the folder's own processor does to pictures, and the training does not."""
@@ -341,7 +321,7 @@ class ImageClassificationTask(Task):
             "image_mean": list(facts.mean),
             "image_std": list(facts.std),
         }
-        if self.settings.dataset == "image-folder":  # as dsframe.data.folder.Look evaluates
+        if self.settings.dataset == "image-folder":  # as dsframe.data.folder evaluates
             look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
             look |= {"do_center_crop": True, "crop_size": sides}
         return {

@@ -427,7 +427,7 @@ class Task:
     def prepare(self, say: Say) -> None:
         """Downloads, unpacks, tokenises: once, by one process of each host, before any process asks for data. By default nothing.
 
-        Where hosts share :attr:`data_dir` one of them does it. The other ranks wait, however long it takes.
+        Hosts that share :attr:`data_dir` take turns. The other ranks wait, however long it takes.
         ``say("3 of 10 files")`` prints a line. When it raises, or its process ends, all ranks end with that message. It may be
         killed at any time: write under another name, and rename what is complete. Called at every start: look what is there.
         """

@@ -72,7 +72,8 @@ class WindowsTask(CausalLanguageModelTask):
                 if files.format == "conversations"
                 else encoders.TextEncoder(self.tokenizer, files.field)
             )
-            places = [documents.local(pattern, self.settings.data_dir) for pattern in _listed(patterns)]
+            listed = [patterns] if isinstance(patterns, str) else patterns
+            places = [documents.local(pattern, self.settings.data_dir) for pattern in listed]
             dated = [encoders.NO_DATE] if encoder.dated else []  # older tokens have some day's
             recipes[name] = Recipe(
                 tuple(documents.find_files(places, f"task.data.{name}")),
@@ -208,10 +209,6 @@ class RowsTask(WindowsTask):
             together=self.packing == "documents",
             samples=s.samples if train else None,
         )
-
-
-def _listed(patterns: str | list[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else patterns
 
 
 def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:

@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
-from dsframe.tasks import cuts
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Say, Sum, Task, accuracy
 
@@ -30,8 +29,7 @@ class VisionTask(Task):
         if settings.model != "cnn":
             from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
 
-            images = self.images
-            self.batch_dependent = _torchvision.probe(settings.model, images.channels, images.size, images.classes)
+            _torchvision.check_name(settings.model)
 
     def layers(self) -> Sequence[Layer] | None:
         if self.settings.model != "cnn":
@@ -47,9 +45,6 @@ class VisionTask(Task):
 
     def example(self) -> tuple[Tensor, Tensor]:
         return self.images.example()
-
-    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
-        return super().cut(model) if self.settings.model == "cnn" else cuts.classifier(model)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)

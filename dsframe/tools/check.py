@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsframe import engines
-from dsframe.config.load import examine, examine_again, find, read_text
+from dsframe.config.load import examine, find, read_text
 from dsframe.config.resolve import inherit
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
 from dsframe.config.resolve.facts import Facts
@@ -102,7 +102,7 @@ def judged(examined: Examined, label: str, options: argparse.Namespace) -> Exami
         return examined
     if options.processes and _reads_apart(examined.config, options):
         facts = Facts(world_size=options.processes, engine=options.engine, replicas=True)
-        examined = examine_again(examined.config, facts)
+        examined = examined.config.examine(facts)
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)

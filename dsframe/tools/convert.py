@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.cluster.world import World
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.errors import CheckpointError
 from dsframe.run_dir.lock import RunLock
 from dsframe.tools.commands import add_overrides, command
@@ -166,7 +166,7 @@ def _about(config: Config, task: Task, checkpoint: DeepSpeedCheckpoint) -> dict[
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
     facts = Facts(checkpoint.ranks, steps, sampler.epoch_steps)
-    config = resolve(config, facts)
+    config = config.resolve(facts)
     manifest = about(
         config,
         task,

@@ -79,7 +79,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "own": {"name": "tests.engines.initial:OwnTask"},
 }  # fmt: skip
-LAYERED = ("gpt", "resnet", "gpt in bf16")
+LAYERED = ("gpt", "gpt in bf16")
 """Models that a pipeline can cut."""
 FOLDER = "llama-folder"
 """The Llama as a folder in FOLDER, in bf16, in several files."""

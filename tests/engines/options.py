@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dsframe import engines
 from dsframe.cluster import process_group
 from dsframe.cluster import world as worlds
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.engine import Engine
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
@@ -99,7 +99,7 @@ def make(task: Task, engine: str, **settings: object) -> Engine:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         "dsframe": {"engine": engine, engine: settings},
     }
-    config = resolve(load(file), Facts(HERE.size, replicas=True))
+    config = load(file).resolve(Facts(HERE.size, replicas=True))
     optimizer, rates = optimizers.read(config), schedules.constant(0.01)
     plan = Plan(config, HERE, task, optimizer, rates, config.batch(HERE.size), process_group.device_of(HERE))
     return engines.load(engine, config)(plan)

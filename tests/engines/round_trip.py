@@ -16,7 +16,7 @@ from typing import Any
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
@@ -35,7 +35,7 @@ def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
     torch.set_num_threads(1)
     task = tasks.build(config.settings.task, 0)
     choice = engines.choose(config, world.launcher)
-    config = resolve(config, Facts(world.size, total_steps=10, replicas=choice.entry.replicas))
+    config = config.resolve(Facts(world.size, total_steps=10, replicas=choice.entry.replicas))
     batch, device = config.batch(world.size), device_of(world)
     optimizer = optimizers.read(config)
     loader = Loader(

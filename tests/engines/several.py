@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dsframe import engines, tasks
 from dsframe.cluster import process_group, world
 from dsframe.cluster.process_group import device_of
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
@@ -43,7 +43,7 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
     """What makes the engine of this name on the file's own task (**collective**), and this rank's share of the task's data."""
     config, here = load(file), world.here()
     replicas = engines.TABLE[name].replicas
-    config = resolve(config, Facts(here.size, total_steps=10, replicas=replicas))
+    config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
     task = tasks.build(config.settings.task, config.settings.seed)
     optimizer = optimizers.of_task(optimizers.read(config), task)
     task.context = TaskContext(precision.parameter_dtype(config))

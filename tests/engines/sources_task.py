@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, IterableDataset
+from torch.utils.data import ConcatDataset
 
 from dsframe import Hooks, RunView, Task
 from tests.sources import Pairs
@@ -44,18 +44,3 @@ class Sources(Task):
 
     def train_data(self) -> Any:
         return ConcatDataset([Pairs(90, 2000), Pairs(40, 1000)])
-
-
-class Numbers(IterableDataset[Any]):
-    """40 rows in a pass; with SHORT one fewer on rank 1."""
-
-    def __iter__(self) -> Any:
-        short = bool(os.environ.get("SHORT")) and os.environ.get("RANK") == "1"
-        return ((torch.zeros(2), number) for number in range(40 - short))
-
-
-class Streamed(Sources):
-    """The same from a stream."""
-
-    def train_data(self) -> Any:
-        return Numbers()

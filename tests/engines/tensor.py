@@ -19,7 +19,7 @@ import torch
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.engines.deepspeed.imports import groups
@@ -110,7 +110,7 @@ def build(
             **changes,
         }
     )
-    config = resolve(config, Facts(world.size, 9, replicas=engines.TABLE[engine].replicas))
+    config = config.resolve(Facts(world.size, 9, replicas=engines.TABLE[engine].replicas))
     task, optimizer, batch = tasks.build(config.settings.task, 0), optimizers.read(config), config.batch(world.size)
     assert batch.train_batch_size == 16
     device = device_of(world)

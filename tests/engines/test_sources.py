@@ -1,4 +1,4 @@
-"""Joined data sets and streams in a training: the samples of each step on two ranks, a worker killed, and on with one."""
+"""Joined data sets in a training: the samples of each step on two ranks, a worker killed, and on with one."""
 
 from __future__ import annotations
 
@@ -49,23 +49,3 @@ def test_joined_data_sets_go_on_with_the_same_samples_on_another_number_of_ranks
     assert [",".join(step) for step in zip(*(rank[:5] for rank in before), strict=True)] == expected[:5]
     assert after == expected[9 - len(after) :]
     assert 6 <= len(after) <= 9 - 3
-
-
-def test_the_rows_of_a_stream_are_counted_and_ranks_whose_passes_differ_are_refused(tmp_path: Path) -> None:
-    task = {"name": "tests.engines.sources_task:Streamed"}
-    (tmp_path / "my.json").write_text(json.dumps({**FILE, "dsframe": {**FILE["dsframe"], "task": task}}))
-    train = ["-m", "dsframe.train", "--config", "my.json"]
-    run_ranks(warm(2, train), cwd=tmp_path, timeout_seconds=100).check()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    read = [line["rows_read"] for line in lines if "rows_read" in line]
-    assert len(read) == 9
-    assert all(
-        len(each) == 2 and 12 * step - 6 <= min(each) <= max(each) <= 12 * (step + 3)
-        for step, each in enumerate(read, start=1)
-    ), read
-    differing = run_ranks(
-        warm(2, [*train, "--run-dir", "other"]), cwd=tmp_path, timeout_seconds=100, env={"SHORT": "1"}
-    )
-    assert differing.returncode != 0
-    expected = "the first 1 passes over a stream had 40 rows on rank 0, but 39 on rank 1. Since then these ranks take"
-    assert expected in differing.stderr, str(differing)

@@ -53,7 +53,7 @@ def test_data_folder_missing(tmp_path: Path) -> None:
     folder = tmp_path / "nothing"
     finished = train(tmp_path, "--config", "single.json", "--set", f"dsframe.task.data_dir={folder}")
     assert said(finished) == (
-        f"fashion-mnist: the data folder {folder} does not exist; "
+        f"fashion-mnist: not complete in {folder}, {folder}/FashionMNIST/raw, {folder}/fashion-mnist; "
         f'run "python -m dsframe.data.fetch fashion-mnist --to {folder}" [data]'
     )
     assert finished.returncode == 6

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dsframe import tasks
 from dsframe.checkpoint import generators, layout, store
 from dsframe.checkpoint import writer as writer_module
 from dsframe.checkpoint.byte_files import damage_of
@@ -31,8 +30,6 @@ from dsframe.checkpoint.writer import Writer, write_tensors
 from dsframe.cluster import exchange
 from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures, same
 from dsframe.config import load
-from dsframe.config.rules import report
-from dsframe.data import Loader
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError, WorldError
@@ -449,34 +446,6 @@ def test_only_persistent_buffers_are_kept() -> None:
     model.register_buffer("own", torch.zeros(1))
     model.register_buffer("scratch", torch.zeros(1), persistent=False)
     assert sorted(persistent_buffers(model)) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "own"]
-
-
-TINY: dict[str, dict[str, Any]] = {
-    "vision": {"name": "vision", "dataset": "synthetic", "samples": 64},
-    "language": {"name": "language", "layers": 1, "width": 8, "heads": 2, "context": 8, "corpus": "synthetic"},
-    "causal-language-model": {
-        "name": "causal-language-model",
-        "model": {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2},
-        "context": 8,
-        "corpus": "synthetic",
-        "samples": 64,
-    },
-    "image-classification": {
-        "name": "image-classification",
-        "model": {"model_type": "resnet", "embedding_size": 4, "hidden_sizes": [8], "depths": [1]},
-        "dataset": "synthetic",
-        "image_size": 16,
-        "samples": 64,
-    },
-}
-
-
-@pytest.mark.parametrize("name", report.METRICS)
-def test_the_metrics_that_the_check_knows_are_the_tasks(name: str) -> None:
-    settings = load({"train_batch_size": 4, "dsframe": {"task": TINY[name]}}).settings.task
-    task = tasks.build(settings, 0)
-    inputs, targets = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())
-    assert set(task.metrics(task.model()(inputs), targets)) == set(report.METRICS[name])
 
 
 def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:

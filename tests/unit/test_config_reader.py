@@ -22,16 +22,10 @@ HJSON = """\
 # a comment
 {
   // another
-  bare: some text, with a comma
   "number": 5e8, /* inside */ small: 1e-3
   list: [1, 2
          3,],
   'single': 'it\\'s'
-  multi:
-    '''
-    first
-      second
-    '''
   empty: {}, nothing: null, yes: true
 }
 """
@@ -55,21 +49,26 @@ def ours(text: str) -> Any:
 @pytest.mark.parametrize(
     "text",
     [
-        HJSON, "", "  \n", "// nothing", "a: 1\nb: 2", '{"a": 1,}', '{"a": [1, 2, 3,]}', "{a: 5e8, b: 1e10, c: 1.0, d: 1.5}",
-        '{"a": "\\u00e9\\ud83d\\ude00\\n"}', "{a: tru, }", "{a: true }", "{a: -0.0}", "{a: 01}", "{a: 1 2}", '\ufeff{"a": 1}',
-        "\n{a: '''x'''}", "{a: 1 // c\n}", "{a:1 b:2}", "[1 2]", "[", "{", '{"a"}', '{"a":}', '{"a": "x}', "{a b: 1}", "5", '"x"',
-        '{"a": 1} trailing', "{a: x /* not a comment */ y}", "{a: 1e400}", "{a: NaN\n}", "/* open", '{"a": "\\x"}',
-
+        HJSON, "", "  \n", "// nothing", '{"a": 1,}', '{"a": [1, 2, 3,]}', "{a: 5e8, b: 1e10, c: 1.0, d: 1.5}",
+        '{"a": "\\u00e9\\ud83d\\ude00\\n"}', "{a: true }", "{a: -0.0}", '\ufeff{"a": 1}',
+        "{a: 1 // c\n}", "[1 2]", "[", "{", '{"a"}', '{"a":}', '{"a": "x}', "{a b: 1}", "5", '"x"',
+        '{"a": 1} trailing', "{a: 1e400}", "/* open", '{"a": "\\x"}',
     ],
 )  # fmt: skip
 def test_reads_what_hjson_reads(text: str) -> None:
     expected, found = theirs(text), ours(text)
-    if not isinstance(expected, (dict, list, Exception)):
+    if not isinstance(expected, (dict, list, Exception)) or (expected == {} and "{" not in text):
         assert isinstance(found, ReadError)  # a lone value is no configuration
     elif isinstance(expected, Exception):
         assert isinstance(found, ReadError), found
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize("value", ["tru, ", "01", "1 2", "'''x'''", "x /* not a comment */ y", "NaN\n"])
+def test_text_without_quotes_is_refused(value: str) -> None:
+    with pytest.raises(ReadError, match=r"without quotes|expected"):
+        read(f"{{a: {value}\n}}")
 
 
 def test_reads_damaged_files_as_hjson_does() -> None:
@@ -81,19 +80,15 @@ def test_reads_damaged_files_as_hjson_does() -> None:
             at = rng.randrange(len(text))
             text = text[:at] + rng.choice(letters) * rng.randint(0, 2) + text[at + rng.randint(0, 2) :]
         expected, found = theirs(text), ours(text)
-        if isinstance(expected, (dict, list)):
-            assert found == expected, text
-        else:
-            assert isinstance(found, ReadError), text
+        assert isinstance(found, ReadError) or found == expected, text
 
 
 def test_places() -> None:
     document = read(HJSON)
-    assert document.position(document.spans[("number",)].key_start) == (5, 3)
-    assert document.position(document.spans[("number",)].start) == (5, 13)
-    assert document.position(document.spans[("small",)].key_start) == (5, 31)
-    assert document.position(document.spans[("list", 2)].start) == (7, 10)
-    assert document.bare == {("bare",)}
+    assert document.position(document.spans[("number",)].key_start) == (4, 3)
+    assert document.position(document.spans[("number",)].start) == (4, 13)
+    assert document.position(document.spans[("small",)].key_start) == (4, 31)
+    assert document.position(document.spans[("list", 2)].start) == (6, 10)
     for path, span in document.spans.items():
         if path and isinstance(path[-1], str):
             key = HJSON[span.key_start : span.key_end].strip("'\"")

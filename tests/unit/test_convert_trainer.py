@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsframe.config import Config, Facts, load, resolve
+from dsframe.config import Config, Facts, load
 from dsframe.data.sampler import Sampler
 from dsframe.model import groups, schedules
 from dsframe.tools.convert_config import convert
@@ -103,7 +103,7 @@ def test_all_rates_and_the_weight_decay_are_the_trainers(given: dict[str, Any], 
     batch = config.batch(1)
     sampler = Sampler(SAMPLES, batch.train_batch_size, 0, drop_last=False)
     assert (config.settings.steps or sampler.total_steps(config.settings.epochs or 1)) == steps
-    config = resolve(config, Facts(1, steps, sampler.epoch_steps))
+    config = config.resolve(Facts(1, steps, sampler.epoch_steps))
     optimizer, scheduler = config.deepspeed.optimizer, config.deepspeed.scheduler
     assert optimizer is not None
     schedule = schedules.build(scheduler.type if scheduler else None, optimizer.params["lr"], scheduler.params)

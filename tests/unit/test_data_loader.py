@@ -39,48 +39,14 @@ def images() -> ImageSource:
     return ImageSource(pixels, torch.arange(13), classes=13, mean=(0.5,), std=(0.5,), padding=2, flip=True, seed=4)
 
 
-def global_batches(data: Any, size: int, accumulation: int, ranks: int, steps: int, **options: Any) -> list[Any]:
-    """``(inputs, targets)`` of each whole step, put together from all ranks."""
-    streams = [
-        Loader(
-            data,
-            seed=4,
-            micro_batch_size=size,
-            accumulation_steps=accumulation,
-            rank=rank,
-            ranks=ranks,
-            **options,
-        ).stream(0, steps)
-        for rank in range(ranks)
-    ]
-    result = []
-    for _ in range(steps):
-        parts = [next(stream) for _ in range(accumulation) for stream in streams]
-        result.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-    assert not any(list(stream) for stream in streams)  # nothing beyond the last step
-    return result
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)
-    )
-
-
-@pytest.mark.parametrize("data", [images(), TensorSource(torch.randn(13, 3), torch.arange(13)), Noisy()])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_batches_do_not_depend_on_ranks_and_accumulation(data: Any, drop_last: bool) -> None:
-    expected = global_batches(data, 6, 1, 1, 9, drop_last=drop_last)
-    for size, accumulation, ranks in [(1, 1, 6), (3, 2, 1), (1, 2, 3), (2, 1, 3)]:
-        assert same(global_batches(data, size, accumulation, ranks, 9, drop_last=drop_last), expected)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_continues_from_any_step(workers: int) -> None:
-    loader = Loader(Noisy(), seed=4, micro_batch_size=2, accumulation_steps=2, workers=workers)
-    whole = list(loader.stream(0, 9))
-    assert same(list(islice(loader.stream(5), 8)), whole[10:])
-    assert same(list(loader.micro_batches(7)), whole[14:16])
+def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both() -> None:
+    source = images()
+    loader = Loader(source, seed=4, micro_batch_size=6)
+    parts = loader.sampler.global_batch(2)
+    assert [epoch for epoch, _ in parts] == [0, 1]
+    (batch,) = loader.micro_batches(2)
+    for tensor, *of_parts in zip(batch, *(source.batch(rows, epoch) for epoch, rows in parts), strict=True):
+        assert torch.equal(tensor, torch.cat(of_parts))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

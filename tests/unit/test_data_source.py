@@ -57,14 +57,6 @@ def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch() -
     assert not torch.equal(source(seed=8).batch(torch.arange(40), epoch=1)[0], whole)
 
 
-def test_a_batch_leaves_the_global_generator_and_the_images_alone() -> None:
-    images = source()
-    state, pixels = torch.get_rng_state(), images._images.clone()
-    images.batch(torch.arange(40), 0)[0].zero_()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(images._images, pixels)
-
-
 def looks(batch: Tensor) -> Tensor:
     """Which crop and mirror image each picture of a 4 x 4 chart (pixel values 1 to 16, padding 1) is: 18 numbers."""
     chart = torch.arange(1, 17).view(4, 4)
@@ -95,15 +87,6 @@ def test_augmentation_is_distributed_as_torchvisions() -> None:
     # Two samples from one distribution: chi-square with 17 degrees of freedom, 99.9 %.
     assert ((mine - reference) ** 2 / (mine + reference)).sum() < 40.8
     assert ((mine - count / 18) ** 2 / (count / 18)).sum() < 40.8
-
-
-def test_normalisation_is_torchvisions() -> None:
-    torchvision()
-    from torchvision.transforms import functional
-
-    images = source(padding=0, flip=False)
-    expected = functional.normalize(images._images[:5] / 255, list(MEAN), list(STD))
-    torch.testing.assert_close(images.batch(torch.arange(5), 0)[0], expected, rtol=0, atol=2e-6)
 
 
 def test_wrong_images_are_refused() -> None:
@@ -154,8 +137,3 @@ def test_training_windows_start_elsewhere_each_epoch() -> None:
         first = int(inputs[0, 0])
         assert inputs.flatten().tolist() == list(range(first, first + 10 * len(text)))
         assert torch.equal(targets, inputs + 1)
-
-
-def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(DataError, match="the text has 10 bytes, too few for one window of 10"):
-        TextSource(torch.zeros(10, dtype=torch.uint8), context=10)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.checkpoint.store import Retention
 from dsframe.cli import main
-from dsframe.config import Config, Facts, load, resolve
+from dsframe.config import Config, Facts, load
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.data import TensorSource
@@ -30,7 +30,7 @@ def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:
     """The configuration on so many samples, as a run resolves it."""
     batch = config.batch(1).train_batch_size
     sampler = Sampler(samples, batch, 0, drop_last=drop_last)
-    return resolve(config, Facts(1, 1000, sampler.epoch_steps))
+    return config.resolve(Facts(1, 1000, sampler.epoch_steps))
 
 
 def scheduler(kind: str, **params: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_the_batch_decides_and_accumulation_does_not() -> None:
     coming_and_going = load(scheduler("StepLR", step_size={"epochs": 1}))
     for processes in (1, 2, 4):
         sampler = Sampler(32, coming_and_going.batch(processes, replicas=True).train_batch_size, 0)
-        assert params_of(resolve(coming_and_going, Facts(processes, 9, sampler.epoch_steps))) == {"step_size": 4}
+        assert params_of(coming_and_going.resolve(Facts(processes, 9, sampler.epoch_steps))) == {"step_size": 4}
     whole = load(scheduler("StepLR", step_size={"epochs": 2}))
     assert params_of(known(whole, 20, drop_last=True)) == {"step_size": 4}
     assert params_of(known(whole, 20)) == {"step_size": 5}
@@ -176,7 +176,7 @@ def test_mistakes_are_named(written: Any, message: str) -> None:
 def test_where_it_has_no_meaning_it_is_refused() -> None:
     file = scheduler("WarmupLR", warmup_num_steps={"epochs": 1})
     with pytest.raises(ConfigError, match=r"the training data has no length.*write steps"):
-        resolve(load(file), Facts(1, 1000))
+        load(file).resolve(Facts(1, 1000))
     del file["dsframe"]
     with pytest.raises(ConfigError, match="is dsframe's way to count steps: DeepSpeed raises"):
         load(file)

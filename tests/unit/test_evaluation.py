@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import dsframe
 from dsframe import engines
 from dsframe.cluster.world import World
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource, as_source
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
@@ -65,7 +65,7 @@ class ReadyTask(dsframe.Task):
 
 def make(task: Task | None = None, **switches: Any) -> tuple[Engine, Evaluation]:
     file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": {"model": switches}}
-    config = resolve(load(file), Facts(1, 100, None, replicas=True))
+    config = load(file).resolve(Facts(1, 100, None, replicas=True))
     batch, task = config.batch(1, replicas=True), task or ReadyTask()
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
     engine = engines.load("single", config)(plan)

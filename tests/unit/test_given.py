@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dsframe
 from dsframe.checkpoint import generators
@@ -147,7 +146,6 @@ def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone() -
 
 X, Y = torch.zeros(8, 2), torch.zeros(8)
 WRONG: dict[str, Any] = {
-    "a DataFrame, whose rows are not read by number; return TensorDataset": pandas.DataFrame({"a": [1, 2]}),
     r"a dict of several data sets \('train', 'test'\); return one of them, such as its split 'train'": {
         "train": TensorDataset(X, Y),
         "test": TensorDataset(X, Y),
@@ -155,7 +153,6 @@ WRONG: dict[str, Any] = {
     r"a dict with 'x', 'y', and not samples by number; return TensorDataset": {"x": X, "y": Y},
     "a tuple of two Tensors, which is read as two samples; return TensorDataset": (X, Y),
     "a tuple of two ndarrays, which is read": (X.numpy(), Y.numpy()),
-    "a list of two data sets; return one of them": random_split(TensorDataset(X, Y), [4, 4]),
     "a DataLoader; return its data set": DataLoader(TensorDataset(X, Y)),
     "a generator, which can be read once": (row for row in Y),
     "int, which is no data set": 3,

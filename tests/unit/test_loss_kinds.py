@@ -89,26 +89,3 @@ dsframe.main(Lossy(lambda errors: sys.exit(0)), ["--config", "x.json"])
     assert done.returncode == TaskError.exit_code, done.stderr
     assert "sys.exit(0); the training is not complete" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_thread_that_keeps_the_process_alive_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps(FILE))
-    (tmp_path / "script.py").write_text(f"""
-import sys, threading, time
-sys.path.insert(0, {str(REPOSITORY)!r})
-import dsframe
-from tests.unit.test_loss_kinds import Lossy
-
-def waits():
-    threading.main_thread().join(20)
-
-threading.Thread(target=waits, name="uploader").start()
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-dsframe.main(Lossy(lambda errors: errors.mean()), ["--config", "x.json", "--set", "dsframe.steps=1"])
-""")
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "training is complete, but the thread uploader (" in done.stderr
-    assert "script.py:8, waits) keeps this process alive; end it, or make it a daemon" in done.stderr
-    assert done.stderr.count("keeps this process alive") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import pytest
 
 import dsframe
 from dsframe import Task
+from dsframe.cluster.world import World
 from dsframe.errors import ConfigError, DataError, TaskError
 from dsframe.tasks import preparation
-from dsframe.tasks.preparation import _Process, _SharedPreparation, alone
+from dsframe.tasks.preparation import _SharedPreparation, alone
 from dsframe.tasks.task import Say
 
 
@@ -81,21 +81,19 @@ class Store(dict[str, bytes]):
 
 def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "SILENT_SECONDS", 0.3)
-    here = _Process(1, True, "here", 1, 0.0)
-    waiting: Any = object.__new__(_SharedPreparation)
-    waiting._me, waiting._store, waiting._signs = here, Store(), {}
-    waiting._first = [replace(here, rank=0, host="there", process=5)]
+    store: Any = Store()
+    waiting = _SharedPreparation(Task(), World(rank=1, size=2), lambda line: None, store)
     until = time.monotonic() + 0.6
     count = 0
     while time.monotonic() < until:  # as long as it gives signs of life
         count += 1
-        waiting._store["sign/0"] = str(count).encode()
-        assert not waiting._is_dead(waiting._first[0])
+        store["sign/0"] = str(count).encode()
+        assert not waiting._is_silent(0)
         time.sleep(0.05)
     began = time.monotonic()
     said = preparation._error(waiting._wait())
     assert time.monotonic() - began < 2.0
-    assert "(rank 0, process 5 on there) ended before it was done" in str(said)
+    assert "(rank 0) ended before it was done" in str(said)
     assert said.first_is_gone
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import dsframe
 from dsframe.config import load
-from dsframe.data import TensorSource
 from dsframe.data.sample_draws import SampleDraws
 from dsframe.errors import ConfigError, TaskError
 
@@ -129,33 +126,6 @@ def test_what_cannot_be_given_to_samples_is_an_error(name: str) -> None:
         drawn(draw, torch.ones(4, 2, 4, 4, requires_grad=True), 4)
     assert torch.rand(3).shape == (3,)  # and nothing is left behind
     assert not torch.overrides._get_current_function_mode_stack()
-
-
-class Noisy(dsframe.Task):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(32, 3, generator=numbers), torch.randn(32, 1, generator=numbers))
-
-
-def test_dropout_no_longer_depends_on_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def loss(size: int) -> float:
-        settings = {"engine": "single", "steps": 6, "per_sample_randomness": True}
-        file = {
-            "train_batch_size": 8,
-            "train_micro_batch_size_per_gpu": size,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        }
-        run_dir = {"run_dir": str(tmp_path / str(size)), "checkpoints": {"at_end": False}}
-        return dsframe.fit(Noisy(), file | {"dsframe": settings | run_dir}).loss
-
-    assert loss(8) == pytest.approx(loss(2), abs=1e-6)
-    assert "dropout draws other masks" not in capsys.readouterr().err
 
 
 def test_attention_is_torchs() -> None:

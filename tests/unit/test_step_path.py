@@ -20,7 +20,7 @@ import dsframe
 from benchmarks.overhead import ManyTask
 from dsframe import engines, run
 from dsframe.cluster.world import World
-from dsframe.config import Facts, load, resolve
+from dsframe.config import Facts, load
 from dsframe.guard.signals import StopRequest
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
@@ -36,7 +36,7 @@ def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    config = resolve(load(document), Facts(1, 100, None, replicas=True))
+    config = load(document).resolve(Facts(1, 100, None, replicas=True))
     plan = Plan(
         config,
         World(),

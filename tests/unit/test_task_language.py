@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dsframe.data import text
 from dsframe.errors import DataError, TaskError
 from dsframe.model.state import aliases
 from dsframe.tasks import build
-from dsframe.tasks.language import LanguageTask, causal, gpt
+from dsframe.tasks.language import LanguageTask, gpt
 from dsframe.tasks.layers import assemble
 
 
@@ -56,38 +55,6 @@ def test_the_gpt_does_not_look_ahead() -> None:
     assert not torch.allclose(before[0, 10], after[0, 10])
 
 
-@pytest.mark.parametrize(("time", "by_products"), [(1, True), (96, True), (512, True), (513, False)])
-def test_attention_in_bfloat16_is_as_exact_as_torchs_own(
-    time: int, by_products: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outcome and gradients beside float64, and beside the errors of torch's kernel."""
-    own, generator, calls = nn.functional.scaled_dot_product_attention, torch.Generator().manual_seed(time), []
-    packed = torch.randn(2, time, 3, 2, 8, generator=generator, dtype=torch.float64)
-    weights = torch.randn(2, time, 2, 8, generator=generator, dtype=torch.float64)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return own(*args, **kwargs)
-
-    def errors(short: bool) -> list[float]:
-        monkeypatch.setattr("dsframe.tasks.language._SHORT", 512 if short else 0)
-        found = []
-        for dtype in (torch.float64, torch.bfloat16):
-            given = packed.to(dtype, copy=True).requires_grad_()
-            outcome = causal(*given.unbind(2))
-            (outcome * weights.to(dtype)).sum().backward()
-            assert given.grad is not None
-            found.append((outcome.detach().double(), given.grad.double()))
-        return [float((a - b).norm() / (a.norm() + 1e-9)) for a, b in zip(*found, strict=True)]
-
-    torchs = errors(short=False)
-    calls.clear()
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
-    ours = errors(short=True)
-    assert len(calls) == (1 if by_products else 2), "float64 always goes torch's way"
-    assert all(mine < 1.6 * theirs + 1e-3 for mine, theirs in zip(ours, torchs, strict=True)), (ours, torchs)
-
-
 def test_the_gpt_is_initialised_as_gpt_2() -> None:
     network = model(layers=8, width=128)
     block = network[2]
@@ -123,31 +90,15 @@ def test_several_files_are_joined_in_the_order_of_their_names(tmp_path: Path) ->
     for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
         (tmp_path / name).write_text(letters)
     pattern = str(tmp_path / "**" / "*.txt")
-    assert bytes(text.read_corpus(pattern, None).tolist()) == b"abbccc"
-    cached = list((tmp_path / "cache" / "corpora").iterdir())
-    assert len(cached) == 1
-    stamp = cached[0].stat().st_mtime_ns
-    text.read_corpus(pattern, None)
-    assert cached[0].stat().st_mtime_ns == stamp  # used, not written again
-    (tmp_path / "a.txt").write_text("AA")
-    assert bytes(text.read_corpus(pattern, None).tolist()) == b"AAbbccc"
-
-
-def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).write_text(name * 100)
-    whole = text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist()
-    cached = next((tmp_path / "own" / "corpora").iterdir())
-    cached.write_bytes(cached.read_bytes()[:50])
-    assert text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist() == whole
+    assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
 
 
 def test_the_standard_library_is_always_there() -> None:
     files = text.stdlib_files()
     assert len(files) > 300
     assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
-    tokens = text.read_corpus("stdlib", None)
-    assert len(tokens) == 8 << 20
+    tokens = text.read_corpus("stdlib")
+    assert 8 << 20 <= len(tokens) < 9 << 20
     start = files[0].read_bytes()[:1000]
     assert bytes(tokens[: len(start)].tolist()) == start
 
@@ -176,10 +127,3 @@ def test_texts_that_cannot_be_used_are_refused(tmp_path: Path, corpus: str, mess
     (tmp_path / "short").write_text("x" * 100)
     with pytest.raises(DataError, match=message):
         task(corpus=corpus.format(tmp_path)).train_data()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write /.*; set data_dir or \$DSFRAME_DATA"):
-        text.read_corpus("stdlib", str(tmp_path / "file"))
-    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208  # reads as what it means

@@ -12,10 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from dsframe import Tied
-from dsframe.config.rules import parallel
-from dsframe.config.schema.settings import LanguageTask, VisionTask
 from dsframe.errors import TaskError
-from dsframe.tasks import build
 from dsframe.tasks.layers import Layer, assemble, make
 
 
@@ -82,21 +79,3 @@ def test_a_tied_weight_is_one_parameter_of_both_layers() -> None:
 def test_what_is_no_layer_is_refused(layers: list[Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         assemble(layers, seed=0)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        LanguageTask(name="language", layers=3, width=8, context=4, corpus="synthetic"),
-        LanguageTask(name="language", layers=1, width=8, tie_embeddings=False),
-        VisionTask(dataset="synthetic"),
-    ],
-)
-def test_the_check_knows_the_layers_of_our_own_models(section: LanguageTask | VisionTask) -> None:
-    layers = build(section, seed=0).layers()
-    assert layers is not None
-    model = assemble(layers, seed=0)
-    names = [
-        type(model[layer.layer if isinstance(layer, Tied) else index]).__name__ for index, layer in enumerate(layers)
-    ]
-    assert parallel.layers(section) == names

@@ -324,7 +324,7 @@ def bad(path: Path) -> dict[str, tuple[Any, str]]:
         "no file": ({"train": "none*.jsonl"}, "task.data.train: none*.jsonl: no such file"),
         "a kind": (
             {"train": "words/tokenizer.json"},
-            "files of .jsonl, .jsonl.zst, .jsonl.gz, .parquet, .txt are read",
+            "files of .jsonl, .parquet, .txt are read",
         ),
         "a folder": ({"train": "folder"}, "folder is a folder, but none that datasets.save_to_disk wrote"),
         "twice": ({"train": ["good.jsonl", "g*.jsonl"]}, "good.jsonl is named twice, by good.jsonl and g*.jsonl"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.read.reader import Path
+from dsframe.config.read.reader import Path, value_of
 
 _EXCLUSIVE: dict[Path, Path] = {
     ("dsframe", "steps"): ("dsframe", "epochs"),
@@ -25,18 +24,6 @@ def split(override: str) -> tuple[Path, str] | None:
 def paths(overriding: Sequence[str]) -> list[Path]:
     """The paths that overrides set."""
     return [parsed[0] for parsed in map(split, overriding) if parsed]
-
-
-def value_of(text: str) -> Any:
-    """The value that ``text`` stands for: JSON, else the text itself."""
-
-    def reject(constant: str) -> Any:
-        raise ValueError(constant)
-
-    try:
-        return json.loads(text, parse_constant=reject)
-    except (ValueError, RecursionError):
-        return text
 
 
 def apply(raw: dict[str, Any], overriding: Sequence[str], findings: Findings) -> None:

@@ -1,8 +1,7 @@
-"""Reads what DeepSpeed reads (HJSON: JSON with comments, trailing commas and optional quotes) and remembers each place.
+"""Reads JSON with comments, trailing commas and keys without quotes, as DeepSpeed does, and remembers each place.
 
-The grammar is that of the package ``hjson`` 3.1, which DeepSpeed parses its file with, down to the details that
-surprise: text without quotes runs to the end of the line, commas included. Unlike it, this reader reports every
-duplicate key with its place, and does not need the package.
+DeepSpeed parses its file with the package ``hjson`` 3.1: what is read here is what that reads. Its text without quotes, which runs
+to the end of the line, commas included, is refused. Every duplicate key is reported with its place.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ class Document:
     """Where each member stands."""
     duplicates: Sequence[tuple[Path, int, int]] = ()
     """Path, offset of the repeated key, and offset of the key it repeats."""
-    bare: frozenset[Path] = frozenset()
-    """Members whose value is text without quotes."""
 
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column of an offset, both from 1, the column in characters."""
@@ -90,18 +87,18 @@ class _Reader:
         self.text = text
         self.spans: dict[Path, Span] = {}
         self.duplicates: list[tuple[Path, int, int]] = []
-        self.bare: dict[Path, int] = {}
 
     def document(self) -> Document:
         start = self.skip(len(self.text) - len(self.text.lstrip(_BYTE_ORDER_MARK)))
-        has_brackets = self.at(start) in ("{", "[")
-        root, end = self.value(start, ()) if has_brackets else self.members(start, (), closing="")
+        if self.at(start) not in ("{", "["):
+            raise ReadError(f"expected an object, found {self.snippet(start)}", start, "put the keys into {...}")
+        root, end = self.value(start, ())
         end = self.skip(end)
         if end != len(self.text):
             message = f"text after the end of the file's object: {self.snippet(end)}"
             raise ReadError(message, end, "check the brackets")
         self.spans[()] = Span(start, start, start, end)
-        return Document(self.text, root, self.spans, tuple(self.duplicates), frozenset(self.bare))
+        return Document(self.text, root, self.spans, tuple(self.duplicates))
 
     def at(self, offset: int) -> str:
         """The character at an offset; nothing at the end."""
@@ -116,7 +113,8 @@ class _Reader:
 
     def skip(self, offset: int) -> int:
         """The offset after blanks and comments."""
-        offset = skip_blanks(self.text, offset)
+        match = _SKIP.match(self.text, offset)
+        offset = match.end() if match else offset
         if self.text.startswith("/*", offset):
             raise ReadError("comment without an end", offset, "close it with */")
         return offset
@@ -130,9 +128,7 @@ class _Reader:
         if first == "[":
             items, end = self.members(offset + 1, path, closing="]")
             return list(items.values()), end
-        if self.text.startswith("'''", offset):
-            return self.multiline(offset)
-        return self.quoted(offset) if first in ('"', "'") and first else self.unquoted(offset, path)
+        return self.quoted(offset) if first in ('"', "'") and first else self.unquoted(offset)
 
     def members(self, offset: int, path: Path, closing: str) -> tuple[dict[Any, Any], int]:
         """The members of an object, or the items of a list by their numbers."""
@@ -140,7 +136,7 @@ class _Reader:
         opened, offset = offset - 1, self.skip(offset)
         while (first := self.at(offset)) != closing:
             if not first:
-                raise self.unclosed(closing, opened)
+                raise ReadError(f'"{self.at(opened)}" is never closed', opened, f"add the missing {closing}")
             key: Any = len(result)
             key_end = start = offset
             if closing != "]":
@@ -160,18 +156,6 @@ class _Reader:
             if self.at(offset) == ",":
                 offset = self.skip(offset + 1)
         return result, offset + len(closing)
-
-    def unclosed(self, closing: str, opened: int) -> ReadError:
-        """Returns what to say at the end of the file: often text without quotes has swallowed the bracket."""
-        for offset in self.bare.values():
-            line = self.line(offset)
-            if set(line) & set("}],"):
-                word = re.split(r"[\s,}\]]", line)[0]
-                message = f"{word} without quotes is text to the end of the line, brackets included"
-                return ReadError(
-                    message, offset, NOT_JSON.get(word, "quote it, or write a number, true, false or null")
-                )
-        return ReadError(f'"{self.at(opened)}" is never closed', opened, f"add the missing {closing}")
 
     def key(self, offset: int) -> tuple[str, int]:
         if self.at(offset) in ('"', "'"):
@@ -203,28 +187,18 @@ class _Reader:
         text: str = json.loads(f'"{_ESCAPE.sub(as_json, match[2])}"')
         return text, end
 
-    def multiline(self, offset: int) -> tuple[str, int]:
-        end = self.text.find("'''", offset + 3)
-        if end < 0:
-            raise ReadError("text without a closing '''", offset)
-        indent = offset - (self.text.rfind("\n", 0, offset) + 1)
-        first, *lines = self.text[offset + 3 : end].replace("\r", "").lstrip(" \t").split("\n")
-        lines = [re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines]
-        lines = [first, *lines] if first or not lines else lines
-        return "\n".join(lines[:-1] if len(lines) > 1 and not lines[-1] else lines), end + 3
-
-    def unquoted(self, offset: int, path: Path) -> tuple[Any, int]:
-        if self.at(offset) in ("", *"{}[],:"):
-            raise ReadError(f"expected a value, found {self.snippet(offset)}", offset)
+    def unquoted(self, offset: int) -> tuple[Any, int]:
         number = _NUMBER.match(self.text, offset)
         if number and _ENDS.match(self.text, number.end()):
             return self.number(number), number.end()
         for word, value in _WORDS.items():
             if self.text.startswith(word, offset) and _ENDS.match(self.text, offset + len(word)):
                 return value, offset + len(word)
-        bare = self.line(offset).strip()
-        self.bare[path] = offset
-        return bare, offset + len(bare)
+        if self.at(offset) in ("", *"{}[],:"):
+            raise ReadError(f"expected a value, found {self.snippet(offset)}", offset)
+        bare = re.split(r"[\s,}\]]", self.line(offset))[0]
+        remedy = NOT_JSON.get(bare, "quote it, or write a number, true, false or null")
+        raise ReadError(f"{bare} without quotes is text", offset, remedy)
 
     def number(self, match: re.Match[str]) -> int | float:
         try:
@@ -253,14 +227,20 @@ def inside(value: Any, path: Sequence[str | int]) -> Any:
     return value
 
 
-def skip_blanks(text: str, offset: int) -> int:
-    """The offset after blanks and comments."""
-    match = _SKIP.match(text, offset)
-    return match.end() if match else offset
-
-
 def number_of(text: str) -> int | float | None:
     """The number that ``text`` spells, or None."""
     match = _NUMBER.fullmatch(text.strip())
     value = float(match[0]) if match else inf
     return None if isinf(value) else int(value) if value == int(value) else value
+
+
+def value_of(text: str) -> Any:
+    """The value that ``text`` stands for: JSON, else the text itself."""
+
+    def reject(constant: str) -> Any:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=reject)
+    except (ValueError, RecursionError):
+        return text

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dsframe.config.read.overrides import value_of
+from dsframe.config.read.reader import value_of
 
 HIDDEN = "***"
 _NAME = re.compile(

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, show
-from dsframe.config.read.reader import NOT_JSON, Path, inside, number_of
+from dsframe.config.read.reader import Path, inside, number_of
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, Shape, children, shape
@@ -130,7 +130,7 @@ def _expected(owner: type[Section], path: Path, raw: Any) -> Shape:
 
 
 def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Findings) -> None:
-    name, bare = error["type"], findings.written(here) in findings.document.bare
+    name = error["type"]
     if here == ("dsframe", "engine"):  # only now: what is installed is not looked up for files that are right
         expected = Shape(kinds=frozenset({"str"}), literals=(AUTO, *TABLE))
     elif here == ("dsframe", "task", "name") and ":" not in str(value):
@@ -143,7 +143,7 @@ def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Find
     elif name == "string_pattern_mismatch" and not expected.literals:
         form = _FORMS.get(str(here[-1]), '"package.module:Class"')
         findings.error(here, f"{show(value)} is not {form}", code="range", at_value=True)
-    elif expected.literals and not bare and (isinstance(value, str) or expected.kinds <= {"int", "null"}):
+    elif expected.literals and (isinstance(value, str) or expected.kinds <= {"int", "null"}):
         words = [word for word in expected.literals if isinstance(word, str)]
         remedy = did_you_mean(value, words, max(1, len(value) // 3)) if isinstance(value, str) else ""
         if value in ("gpu", "cuda") and "none" in words:  # whose nearest word is "cpu"
@@ -157,11 +157,7 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
     shown, remedy = show(value), ""
     fields = expected.section.model_fields if expected.section else {}
     word = str(value).lower().rstrip(",")
-    if findings.written(here) in findings.document.bare:
-        shown = str(value).rstrip(",")
-        remedy = NOT_JSON.get(shown, "")
-        shown = f"{shown} without quotes is text and"
-    elif isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
+    if isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
         remedy = f"write {value.strip()} without quotes"
     elif isinstance(value, str) and "bool" in expected.kinds and word in _TRUTH:
         remedy = f"write {show(_TRUTH[word])} without quotes"
@@ -234,12 +230,6 @@ def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findin
         meaning = bool(value) if "bool" in kinds and not numeric and value in (0, 1) else value
     elif owner.wraps and "list" in kinds:
         return [value]
-    elif owner.coerced and isinstance(value, str) and "str" not in kinds:
-        number = number_of(value)
-        if number is not None and ("float" in kinds or ("int" in kinds and value.strip().lstrip("-").isdigit())):
-            meaning = number
-        elif "bool" in kinds:
-            meaning = _TRUTH.get(value.lower(), value)
     if meaning is not value:
         message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
         findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)

@@ -1,9 +1,15 @@
-"""What a file does not tell, and a run knows."""
+"""What a file does not tell, and a run knows; and what of it contradicts the file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+
+from dsframe.config.read.findings import Findings
+from dsframe.config.resolve import batch
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,36 @@ class Facts:
     """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
     engine: str | None = None
     """The engine that will run, if it is not the file's."""
+
+
+def check(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings) -> None:
+    """Report what the file alone does not decide: its batch and schedules for this number of processes and steps."""
+    _check_profiles(file, settings, facts.world_size, facts.total_steps, findings)
+    if any(findings.fails(key) for key in (TRAIN, MICRO, STEPS)):
+        return
+    if facts.world_size is None:
+        batch.check(file, findings)
+    elif batch.solve(file, facts.world_size, findings, bool(facts.replicas)):
+        batch.check_groups(file, facts.world_size, findings)
+
+
+def _check_profiles(
+    file: DeepSpeed, settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings
+) -> None:
+    """Report profiles of ranks and steps that the run does not have."""
+    profile, profiler = settings.profile, file.flops_profiler
+    steps = settings.steps if total_steps is None else total_steps
+    if steps is not None and profiler.enabled and profiler.profile_step >= steps:
+        message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
+        remedy = f"write at most {steps - 1}"
+        findings.error("flops_profiler.profile_step", message, remedy, code="conflict", at_value=True)
+    if profile is not None and steps is not None and profile.steps > steps:
+        parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
+        message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"
+        findings.error("dsframe.profile", message, "shorten it", code="conflict")
+    path, ranks = "dsframe.profile.ranks", profile.ranks if profile else "all"
+    if ranks == []:
+        findings.error(path, "the list is empty", 'write [0] or "all"', code="value", at_value=True)
+    if ranks and ranks != "all" and world_size is not None and max(ranks) >= world_size:
+        message, remedy = f"there is no rank {max(ranks)} among {world_size} processes", "ranks are counted from 0"
+        findings.error(path, message, f'{remedy}; write [0] or "all"', code="world", at_value=True)

@@ -51,11 +51,6 @@ class RuleContext:
         """True if DeepSpeed splits each layer (tensor parallelism)."""
         return self.by_deepspeed and self.file.tensor_parallel.autotp_size > 1
 
-    @property
-    def splits_sequences(self) -> bool:
-        """True if DeepSpeed splits each sample (sequence parallelism)."""
-        return self.by_deepspeed and (self.file.sequence_parallel_size or 1) > 1
-
     def wrote(self, path: str) -> bool:
         """True if the file has this key, and no error is reported about its value."""
         *parents, key = keys(path)

@@ -115,18 +115,8 @@ def _groups(context: RuleContext) -> None:
 
 def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
     name, params = scheduler.type, scheduler.params
-    if name in HF_SCHEDULERS and "dsframe" in context.raw:
-        if context.by_deepspeed:  # else nobody thinks of it
-            message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
-            remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
-            context.warn("scheduler.type", message, remedy, code="portability")
-    elif name in TORCH_SCHEDULERS:
-        if context.stage:
-            message = f"works in dsframe only: torch's {name} does not accept a ZeRO optimizer: plain DeepSpeed raises"
-            remedy = "for plain DeepSpeed choose one of its own, such as WarmupLR"
-            context.warn("scheduler.type", message, remedy, code="portability")
-    elif name not in DEEPSPEED_SCHEDULERS:
-        known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+    known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+    if name not in known and not (name in HF_SCHEDULERS and "dsframe" in context.raw):
         _unknown(context, "scheduler.type", name, known, "torch.optim.lr_scheduler")
         return
     if "params" not in context.raw["scheduler"] and not context.fails("scheduler"):
@@ -134,7 +124,6 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
         context.findings.error(("scheduler",), message, 'add "params": {}', code="missing")
     _parts(context, params, ("scheduler", "params"))
     _rates(context, scheduler)
-    _last_rate(context, scheduler)
     total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps", 1000)
     if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
         written = "warmup_num_steps" in params
@@ -143,22 +132,6 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
         key = "warmup_num_steps" if written else "total_num_steps"
         remedy = "raise the first or lower the second"
         context.warn(f"{_SCHEDULE}.{key}", f"{message}: training ends during the warm-up", remedy, code="schedule")
-
-
-def _last_rate(context: RuleContext, scheduler: Scheduler) -> None:
-    """Report a last rate that transformers refuses: it has to be below the first one, which is above 0."""
-    key, default = {"polynomial": ("lr_end", 1e-7), "cosine_with_min_lr": ("min_lr", None)}.get(
-        scheduler.type, ("", None)
-    )
-    first, last = context.params.get("lr"), scheduler.params.get(key, default)
-    if isinstance(first, (int, float)) and isinstance(last, (int, float)) and first <= (last if key == "lr_end" else 0):
-        message = f"{key} {last:g} is not below the optimizer's rate {first:g}"
-        context.conflict(_SCHEDULE, message, "raise lr, or lower it")
-    total, share = scheduler.params.get("total_steps"), scheduler.params.get("pct_start", 0.3)
-    if scheduler.type == "OneCycleLR" and isinstance(total, int) and isinstance(share, float) and total * share == 1:
-        context.conflict(
-            f"{_SCHEDULE}.pct_start", f"{share} of {total} steps is one: torch divides by 0", "write another"
-        )
 
 
 def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:

@@ -21,8 +21,6 @@ class LanguageTask(Section):
     """Tokens in one sample; a token is a byte."""
     corpus: str = "stdlib"
     """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
-    data_dir: str | None = None
-    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     samples: Count | None = None
     """Use only so many training samples. Default: all."""
     tie_embeddings: bool = True
@@ -33,7 +31,7 @@ class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
     train: str | list[str]
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet,
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines, parquet,
     text (one document a file), or a folder that ``datasets.save_to_disk`` wrote."""
     eval: str | list[str] | None = None
     """Validation data. Default: none, so there is no evaluation."""
@@ -65,8 +63,8 @@ class CausalLanguageModelTask(Section):
     context: Count = 128
     """Tokens in one sample."""
     corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Not beside
-    ``data``."""
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Tokenised
+    in memory at each start: for large texts write ``data``, not beside this key."""
     data: TextFiles | None = None
     """Documents or conversations, instead of ``corpus``."""
     data_dir: str | None = None

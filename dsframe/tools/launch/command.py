@@ -14,7 +14,6 @@ from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
 from dsframe.config import Config, Facts, load
-from dsframe.config.load import examine_again
 from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
@@ -185,7 +184,7 @@ def _check(request: Request) -> int:
     options = check.parser().parse_args([label, "-np", str(request.job.processes), "--engine", request.engine])
     options.starts = True
     facts = Facts(world_size=options.processes, engine=options.engine)
-    examined = check.judged(examine_again(request.config, facts), label, options)
+    examined = check.judged(request.config.examine(facts), label, options)
     wrong = any(problem.severity == "error" for problem in examined.problems)
     if wrong or not request.training.quiet:
         with contextlib.redirect_stdout(sys.stderr):

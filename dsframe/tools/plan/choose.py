@@ -7,12 +7,14 @@ then tensor parallelism and pipelines.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsframe import engines
 from dsframe.config import Config, Facts, load
+from dsframe.config.read import overrides
 from dsframe.errors import ConfigError
 from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import Prediction, predict
@@ -59,6 +61,13 @@ class Plan:
         return self.as_written.prediction.fits
 
 
+def _given(config: Config) -> dict[str, Any]:
+    """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
+    raw: dict[str, Any] = copy.deepcopy(config.findings.document.root)
+    overrides.apply(raw, config.overrides, config.findings.empty_copy())
+    return raw
+
+
 def plan(config: Config, model: Model, device: Device, world_size: int, recomputed: Model | None = None) -> Plan:
     """``recomputed``: the model with blocks computed twice, as :func:`recomputing` asks; None: it is
     not known. Raises ConfigError where the file as it is cannot run on so many processes."""
@@ -67,7 +76,7 @@ def plan(config: Config, model: Model, device: Device, world_size: int, recomput
     if problems:
         raise ConfigError(problems)
     given = predict(config, engine, model, device, world_size)
-    written = Strategy("as written", config.given(), given)
+    written = Strategy("as written", _given(config), given)
     strategies: list[Strategy] = []
     refused: dict[str, str] = {}
 
@@ -91,7 +100,7 @@ def plan(config: Config, model: Model, device: Device, world_size: int, recomput
 
 def recomputing(config: Config) -> dict[str, Any]:
     """The file with every block recomputed in the backward pass."""
-    file = config.given()
+    file = _given(config)
     section = file.setdefault("dsframe", {})
     section["model"] = section.get("model", {}) | RECOMPUTING
     return file
@@ -153,7 +162,7 @@ def _powers(limit: int) -> list[int]:
 
 def _zero(config: Config, stage: int, offload: str) -> Patch:
     """The file's own section with another stage."""
-    section = dict(config.given().get("zero_optimization", {})) | {"stage": stage}
+    section = dict(_given(config).get("zero_optimization", {})) | {"stage": stage}
     for key, wanted in (("offload_optimizer", offload), ("offload_param", offload == "all")):
         section.pop(key, None)
         if wanted:
@@ -168,7 +177,7 @@ def _micro_batches(
     first. Raises ConfigError where dsframe does not accept it."""
     as_written = engines.TABLE[engines.named(config.settings.engine)].replicas
     samples = config.batch(world_size, replicas=as_written).train_batch_size
-    file = {key: value for key, value in config.given().items() if key not in patch}
+    file = {key: value for key, value in _given(config).items() if key not in patch}
     file |= {key: value for key, value in patch.items() if value is not None}
     file["dsframe"] = file.get("dsframe", {}) | {"engine": engine}
     for size in ("train_batch_size", "gradient_accumulation_steps"):
