@@ -154,8 +154,6 @@ CASES: dict[str, Case] = {
     "zero3 without prefetch": Case("deepspeed", zero(3, **_ALONE), deepspeed, tasks=("gpt", "llama")),
     "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt", "llama", "mixtral", "opt")),
     "tensor 2x2 zero3": Case("deepspeed", {**_TENSOR, **zero(3)}, processes=4, tasks=("gpt", "llama")),
-    "tensor x pipeline zero1": Case("deepspeed", {**_TENSOR, **pipeline(), **zero(1)}, processes=4, tasks=("gpt",)),
-    "tensor x pipeline x 2": Case("deepspeed", {**_TENSOR, **pipeline()}, processes=8, tasks=("gpt",)),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",), in_suite=False),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",), in_suite=False),
     "tensor zero1 bf16": Case("deepspeed", {**_TENSOR, **zero(1), **_BF16}, deepspeed, tasks=("gpt",), in_suite=False),

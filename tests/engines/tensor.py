@@ -68,7 +68,6 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 EPS = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}}
-STAGES = {"pipeline": {"stages": 2}}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt zero0": ("gpt", "deepspeed", {**CUT, **zero(0)}),
     "gpt zero2": ("gpt", "deepspeed", {**CUT, **zero(2)}),
@@ -82,8 +81,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # rounding: the weight is 2e-4 off and the next norm 4e-5 (relative); by SGD and with this eps no norm is more than 4e-7 off.
     "mixtral moe zero2": ("mixtral", "deepspeed", {**CUT, **zero(2), **EPS}),
     "opt zero3": ("opt", "deepspeed", {**CUT, **zero(3)}),
-    "gpt in stages zero0": ("gpt", "deepspeed", {**CUT, **STAGES}),
-    "gpt in stages zero1": ("gpt", "deepspeed", {**CUT, **STAGES, **zero(1)}),
     "whole llama zero3": ("llama", "deepspeed", zero(3)),
     "whole tied llama ddp": ("tied", "ddp", {}),
     "whole llama fsdp": ("llama", "fsdp", {}),
@@ -96,10 +93,8 @@ def build(
 ) -> tuple[Engine, Loader]:
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
-    changes = {
-        key: value for key, value in changes.items() if engine != "single" or key not in ("pipeline", "tensor_parallel")
-    }
-    sharing = changes.get("pipeline", {}).get("stages", 1) * changes.get("tensor_parallel", {}).get("autotp_size", 1)
+    changes = {key: value for key, value in changes.items() if engine != "single" or key != "tensor_parallel"}
+    sharing = changes.get("tensor_parallel", {}).get("autotp_size", 1)
     config = load(
         {
             "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),

@@ -532,19 +532,6 @@ def pipeline_sizes() -> None:
     assert (engine.dynamic_shape, asked) == (True, ["reset"])
 
 
-def stage_splits() -> None:
-    from deepspeed.module_inject import auto_tp
-
-    auto = SimpleNamespace()
-    with (
-        mock.patch.object(auto_tp, "is_autotp_training_mode", return_value=True),
-        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_group", return_value="everybody's"),
-        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_world_size", return_value=4),
-    ):
-        auto_tp.AutoTP.set_tensor_parallel_config(auto, 2, "the stage's")
-    assert auto.mp_group == "everybody's", NOT_NEEDED
-
-
 def mixture() -> Any:
     """A small Mixtral, its experts spread over both ranks."""
     import torch
@@ -654,7 +641,7 @@ LATER = (
     debug_symbols, scalars,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
     muon_dtype, hooks_set_aside, pipeline_bounds,
-    pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes, stage_splits,
+    pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

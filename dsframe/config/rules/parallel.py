@@ -142,9 +142,7 @@ def _plan(context: RuleContext) -> None:
     """Report models that nobody says how to shard."""
     task = context.file.dsframe.task
     model_type = _transformers(task).get("model_type")
-    if context.task == "causal-language-model" and context.file.pipeline.stages > 1:
-        context.conflict(_TENSOR, "nothing says how to shard the stages of a model of transformers", _HAND_WRITTEN)
-    elif isinstance(task, VisionTask):
+    if isinstance(task, VisionTask):
         context.conflict(_TENSOR, f'nothing says how to shard the model "{task.model}"', _HAND_WRITTEN)
     elif model_type in _WITHOUT_A_PLAN:
         message = f'neither transformers nor DeepSpeed says how to shard a model of type "{model_type}"'

@@ -55,7 +55,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     "runtime/pipe/topology.py": {
         "get_model_parallel_group": "ranks that hold parts of one copy of a layer",
         "get_pipe_parallel_group": "ranks of one pipeline",
-        "get_slice_parallel_group": "ranks that cut the same layers by columns or rows",
         "pp_group": "ranks of one pipeline, or None where there is one stage",
     },
     "runtime/zero/stage3.py": {
@@ -134,7 +133,6 @@ INTERNALS: dict[str, dict[str, str]] = {
         "ds_active_sub_modules": "modules that need it gathered now",
         "is_external_param": "a module uses it that does not own it",
     },
-    "runtime/tensor_parallel/config.py": {"get_partition_config_object": "how layers are cut"},
     "runtime/sequence_parallel/ulysses_sp.py": {"ds_grad_is_ready": "False while a tiled layer has more to add"},
     "runtime/zero/muon/original_muon.py": {"ns_compute_dtype": "dtype of Muon's iteration"},
     "runtime/utils.py": {
@@ -153,13 +151,6 @@ INTERNALS: dict[str, dict[str, str]] = {
         "get_tensor_model_parallel_group": "ranks that cut the same layers",
     },
     "ops/op_builder/fused_adam.py": {"cxx_args": "options of the C++ compiler"},
-    "module_inject/auto_tp.py": {
-        "_replace_module": "cuts the layers of a module",
-        "mp_group": "ranks that cut the same layers",
-        "mp_size": "their number",
-        "update_linear_policies": "chooses how a layer is cut, by its name",
-    },
-    "module_inject/layers.py": {"set_autotp_mode": "layers are cut for training"},
     "module_inject/auto_ep_layer.py": {
         "ep_rank": "which experts this rank has",
         "num_experts": "experts of a layer on all ranks",

@@ -145,9 +145,6 @@ PATCHES: dict[str, Patch] = {
         "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
         "runtime/utils.py (clip_grad_norm_)",
     ),
-    "stage_splits": Patch(
-        "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"
-    ),
 }
 
 
@@ -253,8 +250,6 @@ def leave_out_debug_symbols() -> None:
 def silence_torch_warnings() -> None:
     """ "torch_warnings": for the rest of the process."""
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
-    # And a pipeline's stages whose layers are split send inside of a backward pass, which torch takes for a mistake.
-    warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
 _LATER = (
@@ -623,12 +618,12 @@ def recompute_once(engine: Any, stage: Any) -> None:
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
 
 
-def count_for_clipping(stage: nn.Module, *, first: bool) -> None:
-    """ "pipeline_clipping": marks what is no copy. ``first``: of the ranks that share the stage's layers."""
+def count_for_clipping(stage: nn.Module) -> None:
+    """ "pipeline_clipping": marks what is no copy."""
     _upstream("pipeline_clipping", "runtime.utils", "is_model_parallel_parameter")
     parameter: Any
     for parameter in stage.parameters():
-        parameter.model_parallel = first and not parameter.ds_pipe_replicated
+        parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
 def sum_norms_once(optimizer: Any) -> None:
@@ -653,7 +648,7 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
     """ "pipeline_evaluation". **Collective.** One micro-batch through the stages; the loss function gets the outputs."""
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
-    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of parts that tensor ranks send.
+    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of what stages send.
     engine.reset_activation_shape()
     engine._exec_schedule(engine._inference_schedule(1))
     engine.reset_activation_shape()
@@ -665,15 +660,3 @@ def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
     engine.dynamic_shape = each
     if anew:
         engine.reset_activation_shape()
-
-
-def split_by(auto: Any, group: dist.ProcessGroup, size: int, stage: Any) -> None:
-    """ "stage_splits": AutoTP splits ``stage`` among the ranks of ``group``, in place."""
-    _upstream("stage_splits", "module_inject.auto_tp", "AutoTP", "_replace_module")
-    auto.mp_group, auto.mp_size = group, size
-    auto.update_linear_policies()
-    before = dict(stage.named_children())
-    auto._replace_module(stage)
-    # What a stage runs is a list of its own: a layer that is itself one that was split has to be exchanged there too.
-    exchanged = {id(layer): stage.get_submodule(name) for name, layer in before.items()}
-    stage.forward_funcs = [exchanged.get(id(function), function) for function in stage.forward_funcs]
