@@ -203,41 +203,6 @@ class MaxNorm(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
-class _Doubled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
-        return 2 * super().forward(input)
-
-
-class Limits(Words):
-    """Limits of a class of the user's, or of sums of rows."""
-
-    def __init__(self, *, of: str) -> None:
-        self.of = of
-
-    def model(self) -> nn.Module:
-        if self.of == "bag":
-            return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
-        return nn.Sequential(_Doubled(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
-
-
-class TwoTables(MaxNorm):
-    """Two models with limits; the second one's loss runs the first one too."""
-
-    model = dsframe.Task.model
-
-    def models(self) -> Any:
-        return {"one": super().model, "two": super().model}
-
-    def losses(self) -> Any:
-        return {"one": self._one, "two": self._two}
-
-    def _one(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(models["one"](inputs), targets)
-
-    def _two(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
-
-
 class _Clamped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         self.weight.data.clamp_(-0.1, 0.1)
@@ -396,36 +361,6 @@ class Prototypes(Rows):
         with dsframe.gathered(self.net.places) as places:
             scores = outputs @ places.weight.t()
         return super().loss(scores, targets)
-
-
-class _Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.scale = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        assert {inputs.dtype, self.gate.weight.dtype, self.scale.dtype} == {torch.float32}
-        return (self.gate(inputs) * self.scale).softmax(-1)
-
-
-class _Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.router, self.head = nn.Linear(8, 16), nn.LayerNorm(16), _Router(), nn.Linear(16, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.norm(torch.tanh(self.body(inputs)))
-        shares = self.router(hidden)
-        assert hidden.dtype == shares.dtype == self.head.weight.dtype
-        outputs: Tensor = self.head(hidden * shares.repeat(1, 4))
-        return outputs
-
-
-class Routed(Rows):
-    """Has parts that are to compute in fp32."""
-
-    def model(self) -> nn.Module:
-        return _Routed()
 
 
 class _Solution(nn.Module):
@@ -1334,15 +1269,6 @@ class Reading(Rows):
         return TensorDataset(torch.randn(48, 2, 10, generator=draw), torch.randint(1, 5, (48, 3), generator=draw))
 
 
-class TiedTable(Words):
-    """A table with a limit whose weight a linear layer has too."""
-
-    def model(self) -> nn.Module:
-        table, head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 20, bias=False)
-        head.weight = table.weight
-        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
-
-
 class _Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -1409,14 +1335,6 @@ class Guarded(Rows):
 
     def model(self) -> nn.Module:
         return _Guarded(self.what)
-
-
-class FrozenTable(Words):
-    """A frozen table with a limit."""
-
-    def model(self) -> nn.Module:
-        table = nn.Embedding.from_pretrained(3 * torch.randn(20, 8), max_norm=1.0)
-        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
 class _Normed(nn.Linear):
