@@ -35,7 +35,6 @@ STEPS, BATCH = 6, 12
 EVERY_STEPS = 5
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
 
-SMOOTH = {"type": "task", "params": {"lr": 0.05, "decay": 0.5, "weight_decay": 0.1}}
 GROUPS = [{"match": ["discriminator.4.*"], "lr_scale": 0.5}, {"match": ["generator.*.bias"], "weight_decay": 0.0}]
 
 
@@ -64,25 +63,6 @@ def taught(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
             if name.endswith("mean"):
                 buffer.fill_(0.25)
     return model
-
-
-class Smooth(torch.optim.Optimizer):
-    """An optimizer of one's own, of which each number knows its own gradient alone."""
-
-    def __init__(self, groups: Any, lr: float, decay: float, weight_decay: float = 0.0) -> None:
-        super().__init__(groups, {"lr": lr, "decay": decay, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                held = self.state[parameter]
-                if "average" not in held:
-                    held |= {"average": torch.zeros_like(parameter), "seen": 0}
-                held["seen"] += 1
-                held["average"].lerp_(parameter.grad, 1 - group["decay"])
-                corrected = held["average"] / (1 - group["decay"] ** held["seen"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * corrected)
 
 
 class Gan(dsframe.Task):
@@ -137,16 +117,6 @@ def momentum(update: int) -> float:
     return 1.0 - 0.5 / update
 
 
-class Follower(Distilled):
-    """A teacher that is the average of its student."""
-
-    def models(self) -> Mapping[str, Any]:
-        return {"student": partial(net, 4, 3), "teacher": dsframe.average_of("student", momentum)}
-
-    def weight_decay(self, updates: int) -> float:
-        return 0.5 * updates % 2  # 0 before the first update, and again later
-
-
 class Centred(nn.Module):
     """A student that keeps the centre of its teacher's outputs."""
 
@@ -164,8 +134,11 @@ class Centred(nn.Module):
         return -(wanted * (outputs / 0.2).log_softmax(1)).sum(1).mean()
 
 
-class Dino(Follower):
-    """A teacher, and a centre over the rows of all ranks."""
+class Dino(Distilled):
+    """A teacher that is the average of its student, and a centre over the rows of all ranks."""
+
+    def weight_decay(self, updates: int) -> float:
+        return 0.5 * updates % 2  # 0 before the first update, and again later
 
     def models(self) -> Mapping[str, Any]:
         return {"student": Centred, "teacher": dsframe.average_of("student", momentum)}
@@ -211,19 +184,10 @@ class Uneven(Gan):
         return super().fool(models, noise, real)
 
 
-class Smoothed(Gan):
-    """Its generator is trained by the optimizer that the task makes."""
-
-    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
-        return Smooth(groups, **params)
-
-
 TASKS: dict[str, type[Gan]] = {
     "gan": Gan,
     "critic": Critic,
-    "follower": Follower,
     "dino": Dino,
-    "smooth": Smoothed,
     "distilled": Distilled,
     "rounded": Rounded,
 }
@@ -241,17 +205,17 @@ def file(case: str) -> dict[str, Any]:
         )
     adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
     own: dict[str, Any] = {}
-    if task in ("gan", "smooth", "critic"):
+    if task in ("gan", "critic"):
         own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
     if task == "critic":
         own["optimizers"] = {"discriminator": SGD, "generator": {**adamw, "every_steps": EVERY_STEPS}}
-    if task not in ("follower", "dino"):
+    if task != "dino":
         own["ema"] = {"decay": 0.9}
     return {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": int(accumulation),
         "gradient_clipping": 0.5,
-        "optimizer": SMOOTH if task == "smooth" else adamw,
+        "optimizer": adamw,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
         **({"bf16": {"enabled": True}} if more == "bf16" else {}),
@@ -282,10 +246,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
             {"params": models["discriminator"][4].parameters(), "lr": 0.025},
         ]
         optimizers["discriminator"] = torch.optim.SGD(slower, lr=0.05, momentum=0.9)
-        own = kind == "smooth"
-        optimizers["generator"] = (
-            Smooth(decayed, **SMOOTH["params"]) if own else torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)  # type: ignore[arg-type]
-        )
+        optimizers["generator"] = torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)
     else:
         optimizers["student"] = torch.optim.AdamW(models["student"].parameters(), lr=0.01, weight_decay=0.1)
     rates = [(group, group["lr"]) for one in optimizers.values() for group in one.param_groups]
@@ -300,7 +261,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         losses, squares = [], 0.0
         for group, rate in rates:
             group["lr"] = rate * min(1.0, max(step - 1, 0) / warm_up) if warm_up else rate  # as DeepSpeed counts
-            if kind in ("follower", "dino"):
+            if kind == "dino":
                 group["weight_decay"] = task.weight_decay(step)
         for name, optimizer in optimizers.items():
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
@@ -319,7 +280,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         found["losses"].append(losses)
         found["norms"].append(squares**0.5)
         for name in optimizers:
-            if kind in ("follower", "dino"):
+            if kind == "dino":
                 _follow(models, momentum(step + 1), averages)
                 continue
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
