@@ -330,41 +330,6 @@ def evaluation() -> None:
     assert sent(lambda _: None) > sent(patches.forget_evaluation), NOT_NEEDED
 
 
-def kept_gathered() -> None:
-    import torch
-
-    from dsframe.engines.deepspeed import patches
-
-    def sent(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> tuple[list[int], torch.Tensor]:
-        zero = {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_reuse_distance": 0,
-        }
-        engine = started(linear_model(), zero)
-        counts = []
-        for evaluates in (False, False, True, False):
-            if evaluates:
-                engine.eval()
-                with around(engine.module), torch.no_grad(), gathers_counted() as called:
-                    outputs = [engine(torch.ones(1, 4)) for _ in range(3)]
-                engine.train()
-                patches.forget_evaluation(engine)
-                assert {one.ds_status.name for one in engine.module.parameters()} == {"NOT_AVAILABLE"}
-            else:
-                with gathers_counted() as called:
-                    step(engine)
-            counts.append(len(called))
-        return counts, outputs[-1]
-
-    (plain, expected), (kept, found) = sent(lambda _: contextlib.nullcontext()), sent(patches.kept_gathered)
-    assert plain[2] > kept[2], NOT_NEEDED
-    assert plain[2] == 3 * kept[2], (plain, kept)
-    assert plain[3] == kept[3], "training after it gathers as before"
-    assert torch.equal(expected, found)
-
-
 def muon_dtype() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -639,7 +604,7 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, groups,

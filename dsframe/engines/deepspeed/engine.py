@@ -341,14 +341,14 @@ class ZeroEngine(ModelEngine):
     def _compare_losses(self, loss: Tensor) -> None:
         """**Collective.** Of ranks that share layers, in the first two steps: a rank that draws more than another has other numbers
         in the next one; in the first step gradients, too. Raises EngineError."""
-        if self._whole_gradients is not None:
-            gradients, self._whole_gradients = self._whole_gradients, None
-            gradients.refuse_different(self._dtype, self._tensor_group())
         if self._shares and self._compared < 2:
             from dsframe.engines.deepspeed.tensor_trial import refuse_different
 
             self._compared += 1
             refuse_different(loss, self._dtype, self._tensor_group())
+        if self._whole_gradients is not None:
+            gradients, self._whole_gradients = self._whole_gradients, None
+            gradients.refuse_different(self._dtype, self._tensor_group())
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
@@ -437,15 +437,14 @@ class ZeroEngine(ModelEngine):
         if (
             self._stage != 3
             or self.gathers_steps
+            or self.plan.config.settings.model.compile  # together with the hooks
             or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme"
         ):
             return contextlib.nullcontext()
         size = self._elements * self._dtype.itemsize
         if not (self._kept or stays_gathered(self, size)):
             return contextlib.nullcontext()
-        config = self.plan.config
-        compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # together with the hooks
-        return patches.kept_gathered(self._model) if compiled or self.plan.frozen else self._without_hooks()
+        return self._without_hooks()
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:

@@ -97,10 +97,6 @@ PATCHES: dict[str, Patch] = {
         "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
         "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
     ),
-    "kept_gathered": Patch(
-        "an evaluation of a model beyond stage3_max_reuse_distance gathers its parameters anew for each batch",
-        "runtime/zero/partitioned_param_coordinator.py (release_sub_module)",
-    ),
     "hooks_set_aside": Patch(
         "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
         "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
@@ -253,12 +249,6 @@ def silence_torch_warnings() -> None:
 
 
 _LATER = (
-    (
-        "kept_gathered",
-        "runtime.zero.partitioned_param_coordinator",
-        ("PartitionedParameterCoordinator", "release_sub_module"),
-    ),
-    ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
     ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
     ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue")),
     ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue_per_tensor")),
@@ -569,27 +559,6 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
                 {hook_id: hook for hook_id, hook in before[key].items() if hook_id in handle_ids or hook_id in now}
                 | now
             )
-
-
-@contextlib.contextmanager
-def kept_gathered(model: nn.Module) -> Iterator[None]:
-    """ "kept_gathered": inside, what a forward pass gathers stays."""
-    available = _upstream("kept_gathered", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
-    all_parameters: Iterable[Any] = model.parameters()
-    parameters = [
-        parameter for parameter in all_parameters if not (parameter.ds_persist or parameter.is_external_param)
-    ]
-    for parameter in parameters:
-        parameter.is_external_param = True  # which DeepSpeed does not release after a module's pass
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.is_external_param = False
-    # Not after an error: the module that raised it still holds its weights, and DeepSpeed would raise another.
-    gathered = [parameter for parameter in parameters if parameter.ds_status is available]
-    if gathered:
-        gathered[0].partition(gathered)
 
 
 # Pipelines.
