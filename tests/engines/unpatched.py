@@ -436,7 +436,7 @@ def pipeline_clipping() -> None:
     stage = torch.nn.Linear(2, 2)
     assert not is_model_parallel_parameter(stage.weight), NOT_NEEDED
     stage.weight.ds_pipe_replicated = stage.bias.ds_pipe_replicated = False  # type: ignore[union-attr]
-    patches.count_for_clipping(stage, first=True)
+    patches.count_for_clipping(stage)
     assert is_model_parallel_parameter(stage.weight)
 
 

@@ -94,8 +94,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "runtime/bf16_optimizer.py": {
         "bf16_groups": "parameters by group, as they lie in the flat tensors",
-        "_hp_optimizer_states_linked": "parameters know where their moments are",
-        "_lazy_init_hp_params_optimizer_state": "tells them",
         "update_lp_params": "masters -> model, gathered from all ranks",
     },
     "runtime/fp16/fused_optimizer.py": {
@@ -136,11 +134,12 @@ INTERNALS: dict[str, dict[str, str]] = {
         "tensor_model_parallel": "the same, by Megatron's name",
     },
     "utils/tensor_fragment.py": {
-        "get_full_hp_param": "gathers a master, or a moment by its key",
         "get_hp_fragment_address": "where a parameter's piece lies in this rank's flat tensor",
-        "set_optim_state_fragment": "tells a parameter where its moments are",
     },
-    "utils/mixed_precision_linkage.py": {"_hp_mapping": "a parameter's piece on this rank, or None"},
+    "utils/mixed_precision_linkage.py": {
+        "_hp_mapping": "a parameter's piece on this rank, or None",
+        "_dp_group": "the ranks that share its master",
+    },
     "utils/groups.py": {
         "initialize": "makes the groups",
         "_get_expert_parallel_group": "ranks that share one set of experts",
