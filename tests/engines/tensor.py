@@ -85,8 +85,9 @@ def build(
 ) -> tuple[Engine, Loader]:
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
-    changes = {key: value for key, value in changes.items() if engine != "single" or key != "tensor_parallel"}
-    sharing = changes.get("tensor_parallel", {}).get("autotp_size", 1)
+    shared = ("pipeline", "tensor_parallel")
+    changes = {key: value for key, value in changes.items() if engine != "single" or key not in shared}
+    sharing = changes.get("pipeline", {}).get("stages", 1) * changes.get("tensor_parallel", {}).get("autotp_size", 1)
     config = load(
         {
             "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),
