@@ -35,6 +35,7 @@ STEPS, BATCH = 6, 12
 EVERY_STEPS = 5
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
 
+SMOOTH = {"type": "task", "params": {"lr": 0.05, "decay": 0.5, "weight_decay": 0.1}}
 GROUPS = [{"match": ["discriminator.4.*"], "lr_scale": 0.5}, {"match": ["generator.*.bias"], "weight_decay": 0.0}]
 
 
@@ -63,6 +64,25 @@ def taught(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
             if name.endswith("mean"):
                 buffer.fill_(0.25)
     return model
+
+
+class Smooth(torch.optim.Optimizer):
+    """An optimizer of one's own, of which each number knows its own gradient alone."""
+
+    def __init__(self, groups: Any, lr: float, decay: float, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "decay": decay, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter]
+                if "average" not in held:
+                    held |= {"average": torch.zeros_like(parameter), "seen": 0}
+                held["seen"] += 1
+                held["average"].lerp_(parameter.grad, 1 - group["decay"])
+                corrected = held["average"] / (1 - group["decay"] ** held["seen"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * corrected)
 
 
 class Gan(dsframe.Task):
@@ -184,10 +204,18 @@ class Uneven(Gan):
         return super().fool(models, noise, real)
 
 
+class Smoothed(Gan):
+    """Its generator is trained by the optimizer that the task makes."""
+
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        return Smooth(groups, **params)
+
+
 TASKS: dict[str, type[Gan]] = {
     "gan": Gan,
     "critic": Critic,
     "dino": Dino,
+    "smooth": Smoothed,
     "distilled": Distilled,
     "rounded": Rounded,
 }
@@ -205,7 +233,7 @@ def file(case: str) -> dict[str, Any]:
         )
     adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
     own: dict[str, Any] = {}
-    if task in ("gan", "critic"):
+    if task in ("gan", "smooth", "critic"):
         own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
     if task == "critic":
         own["optimizers"] = {"discriminator": SGD, "generator": {**adamw, "every_steps": EVERY_STEPS}}
@@ -215,7 +243,7 @@ def file(case: str) -> dict[str, Any]:
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": int(accumulation),
         "gradient_clipping": 0.5,
-        "optimizer": adamw,
+        "optimizer": SMOOTH if task == "smooth" else adamw,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
         **({"bf16": {"enabled": True}} if more == "bf16" else {}),
@@ -246,7 +274,10 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
             {"params": models["discriminator"][4].parameters(), "lr": 0.025},
         ]
         optimizers["discriminator"] = torch.optim.SGD(slower, lr=0.05, momentum=0.9)
-        optimizers["generator"] = torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)
+        own = kind == "smooth"
+        optimizers["generator"] = (
+            Smooth(decayed, **SMOOTH["params"]) if own else torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+        )
     else:
         optimizers["student"] = torch.optim.AdamW(models["student"].parameters(), lr=0.01, weight_decay=0.1)
     rates = [(group, group["lr"]) for one in optimizers.values() for group in one.param_groups]

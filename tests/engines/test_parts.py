@@ -28,6 +28,7 @@ BF16_BOUND = 0.05
 TWO = [
     *("gan 1 ddp", "gan 2 fsdp", "gan 1 deepspeed:0", "gan 2 deepspeed:1", "gan 1 deepspeed:2", "gan 2 deepspeed:3"),
     *("distilled 2 ddp", "distilled 1 fsdp", "distilled 2 deepspeed:1", "distilled 1 deepspeed:3"),
+    *("smooth 2 fsdp", "smooth 1 deepspeed:1", "smooth 2 deepspeed:3"),
     *("dino 1 ddp", "dino 1 fsdp", "dino 1 deepspeed:0", "dino 1 deepspeed:2", "dino 1 deepspeed:3"),
     *("critic 1 ddp", "critic 2 fsdp", "critic 1 deepspeed:1", "critic 2 deepspeed:3"),
     *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16"),
