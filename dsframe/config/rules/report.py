@@ -33,8 +33,6 @@ def _checkpoints(context: RuleContext) -> None:
         context.no_effect(f"{_CHECKPOINTS}.form", "has no effect: checkpoints have one form")
     _metric(context, f"{_CHECKPOINTS}.keep_best", checkpoints.keep_best)
     _metric(context, "dsframe.stop.metric", settings.stop.metric if settings.stop else None)
-    schedule = context.file.scheduler
-    _metric(context, "scheduler.params.metric", schedule.params.get("metric") if schedule else None)
     saved, evaluated = checkpoints.every_steps, settings.eval_every_steps
     if isinstance(saved, Interval) and evaluated is None:
         evaluated = Interval(epochs=1)  # its default
