@@ -197,7 +197,7 @@ class ZeroEngine(ModelEngine):
         with tensor_trial.whole_layers(module):
             self._start(module, section)
         self._shares = tensor.cuts(self._model)
-        self._whole_gradients = tensor_trial.WholeGradients(self._model, self._shares)
+        self._whole_gradients = tensor_trial.WholeGradients(self._model, self._shares, self.plan.device)
 
     def _start(self, module: nn.Module, tensor_parallel: Mapping[str, Any] | None = None) -> None:
         document = handover(

@@ -168,10 +168,11 @@ class WholeGradients:
     """The gradients, in the first step, of weights that each rank has whole: the same on ranks that share layers, but where such a
     weight is used between cut ones. Also of a model too large for a :class:`Trial`."""
 
-    def __init__(self, model: nn.Module, cut: Mapping[str, Cut]) -> None:
+    def __init__(self, model: nn.Module, cut: Mapping[str, Cut], device: torch.device) -> None:
         """After DeepSpeed, whose own hooks add up what a file asks for."""
         weights = {name: w for name, w in model.named_parameters() if w.requires_grad and name not in cut}
-        self._norms = {name: torch.zeros((), device=weight.device) for name, weight in weights.items()}
+        self._device = device
+        self._norms = {name: torch.zeros((), device=device) for name in weights}
         self._hooks = [weight.register_hook(partial(self._note, name)) for name, weight in weights.items()]  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, gradient: Tensor) -> None:
@@ -181,13 +182,13 @@ class WholeGradients:
         """**Collective.** Raises EngineError where the ranks of ``group`` have other gradients."""
         for hook in self._hooks:
             hook.remove()
-        mine = torch.stack(list(self._norms.values()) or [torch.zeros(())])
+        mine = torch.stack([torch.zeros((), device=self._device), *self._norms.values()])
         norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(norms, mine, group)
         noise = 1e-4 if dtype == torch.float32 else 1e-2
         apart = torch.stack([norm - norms[0] for norm in norms]).abs().amax(0)
         wrong = apart > noise * (norms[0] + 0.1 * norms[0].norm())  # NaN is for others to say
-        if names := [name for name, other in zip(self._norms, wrong.tolist(), strict=False) if other]:
+        if names := [name for name, other in zip(self._norms, wrong.tolist()[1:], strict=True) if other]:
             raise EngineError(
                 f"tensor_parallel: {names[0]}, which each rank has whole, gets another gradient on each: {_PARTIAL}"
             )
