@@ -138,6 +138,8 @@ def silence_torch_warnings() -> None:
     (get_all_gather_function, get_reduce_scatter_function).
     """
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
+    # And a pipeline sends weights that are tied as what has gradients, which torch takes for a mistake.
+    warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
 def release_groups() -> None:
