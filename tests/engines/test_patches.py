@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsframe.engines.deepspeed import versions
+from dsframe.engines.deepspeed import patches, versions
 from dsframe.errors import EngineError
 from tests.engines import unpatched
 from tests.processes import REPOSITORY, run_ranks, torchrun
@@ -26,7 +25,7 @@ def findings() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in (*unpatched.EARLY, *unpatched.LATER)])
+@pytest.mark.parametrize("name", patches.PATCHES)
 def test_the_fault_is_there_without_the_patch(name: str, findings: dict[str, str]) -> None:
     assert findings[name] == ""
 
@@ -47,8 +46,33 @@ def test_the_reports_for_deepspeed_show_their_faults(tmp_path: Path) -> None:
     assert "gradient: 0.0\n" not in output
 
 
-def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions.check()
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.19.9")
-    with pytest.raises(EngineError, match=r"DeepSpeed 0\.19\.9 was not found to train .*; install deepspeed==0\.19\.8"):
-        versions.check()
+def test_each_check_has_its_patch() -> None:
+    assert {check.__name__ for check in (*unpatched.EARLY, *unpatched.LATER)} == set(patches.PATCHES)
+
+
+def test_a_patch_whose_place_has_gone_is_named() -> None:
+    with pytest.raises(EngineError) as caught:
+        patches._upstream("gathers", "runtime.zero.partition_parameters", "Gone")
+    version = patches.version()
+    assert str(caught.value).startswith(
+        f'DeepSpeed {version} has no deepspeed.runtime.zero.partition_parameters.Gone, which the patch "gathers" changes'
+    )
+    with pytest.raises(EngineError, match=r"has no deepspeed\.gone, which the patch \"norm\" changes"):
+        patches._upstream("norm", "gone")
+
+
+def test_a_release_that_nobody_tried_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    versions.check("0.19.9", speaks=True)
+    versions.check("0.19.9", speaks=False)
+    said = capsys.readouterr().err
+    assert said == "dsframe: warning: DeepSpeed 0.19.9 was never tested with this dsframe, which knows 0.19.8\n"
+    for version in versions.HOLDS:
+        versions.check(version, speaks=True)
+    assert capsys.readouterr().err == ""
+    assert patches.version() in versions.HOLDS
+
+
+def test_what_is_called_late_is_looked_for_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_LATER", (("groups", "utils.groups", ("gone",)),))
+    with pytest.raises(EngineError, match=r'has no deepspeed\.utils\.groups\.gone, which the patch "groups" changes'):
+        patches.check_later_ones()

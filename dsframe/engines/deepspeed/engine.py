@@ -66,7 +66,8 @@ class ZeroEngine(ModelEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
-        versions.check()
+        versions.check(patches.version(), speaks=plan.world.is_main)
+        patches.check_later_ones()
         self.plan = plan
         self._stage = plan.config.deepspeed.zero_optimization.stage
         self.reduces_repeatedly = self._stage < 3

@@ -1,7 +1,8 @@
 """Every place where dsframe changes what DeepSpeed does, each with its reason and the upstream code. No other file does so.
 
-Each has a check (``tests/engines/unpatched.py``) that shows the fault without the patch and fails with "no longer needed" once
-DeepSpeed does right. Another release than theirs does not start (``versions``).
+``PATCHES`` lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault without the patch and fails with
+"no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes has gone, the engine
+does not start, and the message names the patch.
 
 This module imports nothing of DeepSpeed by itself: one of the patches is for its import.
 """
@@ -16,6 +17,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,12 +26,142 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.engines import precision
+from dsframe.errors import EngineError
 from dsframe.model import recomputation
 
 
-def _module(name: str) -> Any:
-    """One of DeepSpeed's, which this file does not import by itself."""
-    return importlib.import_module(f"deepspeed.{name}")
+@dataclass(frozen=True)
+class Patch:
+    """One change of DeepSpeed's behaviour."""
+
+    reason: str
+    """What goes wrong without it."""
+    upstream: str
+    """Files and functions in DeepSpeed's package."""
+
+
+PATCHES: dict[str, Patch] = {
+    "mlflow": Patch(
+        "the autotuner, which no training uses, imports mlflow at start: 1.7 s", "autotuning/autotuner.py (top)"
+    ),
+    "muon_dtype": Patch(
+        "Muon orthogonalizes in 16 bits on CPUs that can: another training than on other CPUs, and on two ranks by 1e-3",
+        "runtime/zero/muon/original_muon.py (ns_compute_dtype)",
+    ),
+    "shm_comm": Patch(
+        "on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm",
+        "comm/torch.py (build_shm_op)",
+    ),
+    "debug_symbols": Patch(
+        "on CPUs ops are compiled with what a debugger reads, which takes 1.7 times as long",
+        "ops/op_builder/cpu/builder.py (CPUOpBuilder.cxx_args)",
+    ),
+    "scalars": Patch(
+        "a parameter without dimensions, such as CLIP's temperature, cannot be sent at start, nor clipped at stage 0 in fp32",
+        "runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_), runtime/zero/partition_parameters.py "
+        "(Init._zero_init_param)",
+    ),
+    "torch_warnings": Patch(
+        "collectives are called by names that torch 2.13 deprecates, in every step",
+        "comm/torch.py (get_all_gather_function, get_reduce_scatter_function)",
+    ),
+    "norm": Patch(
+        "at stage 0 in fp32 the gradients' norm is not kept, and not computed where nothing is clipped",
+        "runtime/engine.py (_take_model_step, clip_fp32_gradients)",
+    ),
+    "loss_scale": Patch(
+        "where fp16's loss scale has just grown, gradients are divided by the new scale, not by their own",
+        "runtime/zero/stage_1_and_2.py, stage3.py (step, unscale_and_clip_grads)",
+    ),
+    "nonfinite": Patch(
+        "at stage 0 in fp32 the update is made whatever the gradients are; all other stages leave it out",
+        "runtime/engine.py (_take_model_step)",
+    ),
+    "order": Patch(
+        "stages 1 and 2 reduce gradients as they come, so ranks whose losses depend on other parameters add up unlike ones",
+        "runtime/zero/stage_1_and_2.py (reduce_gradients, process_gradients)",
+    ),
+    "unused": Patch(
+        "stage 3 keeps the gradient of an earlier step for a parameter that takes no part in this one",
+        "runtime/zero/stage3.py (partition_grads, independent_gradient_partition_epilogue)",
+    ),
+    "hidden_step": Patch(
+        "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
+        "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
+    ),
+    "gathers": Patch(
+        "after each ZeRO-3 update every persistent parameter is gathered by a collective of its own",
+        "runtime/zero/stage3.py (_post_step), partition_parameters.py (_allgather_params_coalesced)",
+    ),
+    "evaluation": Patch(
+        "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
+        "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
+    ),
+    "hooks_set_aside": Patch(
+        "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
+        "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
+    ),
+    "prologue": Patch(
+        "derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error",
+        "runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs)",
+    ),
+    "groups": Patch(
+        "groups of a process group that has ended stay, and a second training in the process uses them",
+        "utils/groups.py (_release_process_group_references)",
+    ),
+    "pipeline_bounds": Patch(
+        "a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen them",
+        "runtime/pipe/module.py (_partition_layers)",
+    ),
+    "pipeline_recompute": Patch(
+        "recomputed layers count a BatchNorm batch twice, and any other checkpoint function is taken for a reentrant one",
+        "runtime/pipe/engine.py (__init__, _reentrant_activation_checkpointing)",
+    ),
+    "pipeline_clipping": Patch(
+        "without ZeRO, clipping counts a later stage's parameters only where they carry a mark",
+        "runtime/utils.py (clip_grad_norm_: is_model_parallel_parameter)",
+    ),
+    "pipeline_groups": Patch(
+        "stages 1 and 2 add up the norm over a pipeline's stages group by group, and stages with other groups wait for ever",
+        "runtime/zero/stage_1_and_2.py (scaled_global_norm, _model_parallel_all_reduce)",
+    ),
+    "pipeline_evaluation": Patch(
+        "eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result",
+        "runtime/pipe/engine.py (eval_batch)",
+    ),
+    "pipeline_sizes": Patch(
+        "each stage waits for every activation's size, or for the first one only and then expects that size for all",
+        "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
+    ),
+    "recorded_routers": Patch(
+        "AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not start",
+        "module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders)",
+    ),
+    "expert_norm": Patch(
+        "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
+        "runtime/utils.py (clip_grad_norm_)",
+    ),
+}
+
+
+def version() -> str:
+    """DeepSpeed's, as installed."""
+    return importlib.metadata.version("deepspeed")
+
+
+def _upstream(patch: str, module: str, *path: str) -> Any:
+    """An object of DeepSpeed's. Raises EngineError, naming the patch, where it has gone."""
+    try:
+        target: Any = importlib.import_module(f"deepspeed.{module}")
+        for name in path:
+            target = getattr(target, name)
+    except (ImportError, AttributeError):
+        where = ".".join((f"deepspeed.{module}", *path))
+        raise EngineError(
+            f'DeepSpeed {version()} has no {where}, which the patch "{patch}" changes ({PATCHES[patch].reason}); '
+            "install deepspeed==0.19.8"
+        ) from None
+    return target
 
 
 # At import and start.
@@ -37,11 +169,7 @@ def _module(name: str) -> Any:
 
 @contextlib.contextmanager
 def without_mlflow() -> Iterator[None]:
-    """Within, its import raises ImportError, unless somebody has imported it already.
-
-    Without it: the autotuner, which no training uses, imports mlflow at start: 1.7 s. Source: autotuning/autotuner.py
-    (top).
-    """
+    """ "mlflow": within, its import raises ImportError, unless somebody has imported it already."""
     if "mlflow" in sys.modules:
         yield
         return
@@ -53,34 +181,23 @@ def without_mlflow() -> Iterator[None]:
 
 
 def orthogonalize_in_fp32() -> None:
-    """On CPUs, whatever instructions they have.
-
-    Without it: Muon orthogonalizes in 16 bits on CPUs that can: another training than on other CPUs, and on two ranks by
-    1e-3. Source: runtime/zero/muon/original_muon.py (ns_compute_dtype).
-    """
-    _module("runtime.zero.muon.original_muon").ns_compute_dtype = lambda method="gram": torch.float32
+    """ "muon_dtype": on CPUs, whatever instructions they have."""
+    _upstream("muon_dtype", "runtime.zero.muon.original_muon", "ns_compute_dtype")
+    _upstream("muon_dtype", "runtime.zero.muon.original_muon").ns_compute_dtype = lambda method="gram": torch.float32
 
 
 def leave_out_shm_comm() -> None:
-    """DeepSpeed takes the op for one that this machine cannot build.
-
-    Without it: on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm. Source:
-    comm/torch.py (build_shm_op).
-    """
-    _module("ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    """ "shm_comm": DeepSpeed takes the op for one that this machine cannot build."""
+    _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
 
 
 @contextlib.contextmanager
 def scalars_sent() -> Iterator[None]:
-    """Inside, while an engine starts, they have a dimension when they are sent.
-
-    Without it: a parameter without dimensions, such as CLIP's temperature, cannot be sent at start, nor clipped at stage 0
-    in fp32. Source: runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_),
-    runtime/zero/partition_parameters.py (Init._zero_init_param).
-    """
-    engines = _module("runtime.engine").DeepSpeedEngine
-    shards = _module("runtime.zero.partition_parameters").Init
-    broadcast, shard = engines._broadcast_model, shards._zero_init_param
+    """ "scalars": inside, while an engine starts, they have a dimension when they are sent."""
+    engines = _upstream("scalars", "runtime.engine", "DeepSpeedEngine")
+    shards = _upstream("scalars", "runtime.zero.partition_parameters", "Init")
+    broadcast = _upstream("scalars", "runtime.engine", "DeepSpeedEngine", "_broadcast_model")
+    shard = _upstream("scalars", "runtime.zero.partition_parameters", "Init", "_zero_init_param")
 
     def broadcast_with_dimension(engine: Any) -> None:
         with _dimensions(engine.module.parameters()):
@@ -115,54 +232,67 @@ def _dimensions(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def leave_out_debug_symbols() -> None:
-    """Of every op that this process compiles from now on.
-
-    Without it: on CPUs ops are compiled with what a debugger reads, which takes 1.7 times as long. Source:
-    ops/op_builder/cpu/builder.py (CPUOpBuilder.cxx_args).
-    """
-    builders = _module("ops.op_builder.cpu.builder").CPUOpBuilder
-    options = builders.cxx_args
+    """ "debug_symbols": of every op that this process compiles from now on."""
+    options = _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder", "cxx_args")
     if not hasattr(options, "__wrapped__"):
 
         @functools.wraps(options)
         def without(builder: Any) -> list[str]:
             return [option for option in options(builder) if option != "-g"]
 
-        builders.cxx_args = without
+        _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder").cxx_args = without
 
 
 def silence_torch_warnings() -> None:
-    """For the rest of the process.
-
-    Without it: collectives are called by names that torch 2.13 deprecates, in every step. Source: comm/torch.py
-    (get_all_gather_function, get_reduce_scatter_function).
-    """
+    """ "torch_warnings": for the rest of the process."""
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
     # And a pipeline sends weights that are tied as what has gradients, which torch takes for a mistake.
     warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
-def release_groups() -> None:
-    """After the process group has ended.
+_LATER = (
+    ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
+    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue")),
+    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue_per_tensor")),
+    ("groups", "utils.groups", ("_release_process_group_references",)),
+    (
+        "evaluation",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "_invalidate_trace"),
+    ),
+    (
+        "evaluation",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "is_record_trace"),
+    ),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "set_dataiterator")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "reset_activation_shape")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_exec_schedule")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_inference_schedule")),
+)
+"""What is called in the middle of a training or at its end."""
 
-    Without it: groups of a process group that has ended stay, and a second training in the process uses them. Source:
-    utils/groups.py (_release_process_group_references).
-    """
-    _module("utils.groups")._release_process_group_references()
+
+def check_later_ones() -> None:
+    """At start, so that no training breaks off. Raises EngineError where something has gone."""
+    for patch, module, path in _LATER:
+        _upstream(patch, module, *path)
+
+
+def release_groups() -> None:
+    """ "groups": after the process group has ended."""
+    _upstream("groups", "utils.groups", "_release_process_group_references")()
 
 
 # The step.
 
 
 def keep_norm(engine: Any) -> None:
-    """Clips by a limit that nothing reaches where the file does not clip.
-
-    Without it: at stage 0 in fp32 the gradients' norm is not kept, and not computed where nothing is clipped. Source:
-    runtime/engine.py (_take_model_step, clip_fp32_gradients).
-    """
+    """ "norm": clips by a limit that nothing reaches where the file does not clip."""
     if engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization():
         return
-    clip_grad_norm_ = _module("runtime.utils").clip_grad_norm_
+    _upstream("norm", "runtime.engine", "DeepSpeedEngine", "clip_fp32_gradients")
+    clip_grad_norm_ = _upstream("norm", "runtime.utils", "clip_grad_norm_")
     limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
 
     def clip() -> None:
@@ -177,11 +307,8 @@ def keep_norm(engine: Any) -> None:
 
 
 def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
-    """**Collective.** Of what is the same on all ranks once, and of each expert once.
-
-    Without it: at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that
-    of all. Source: runtime/utils.py (clip_grad_norm_).
-    """
+    """ "expert_norm". **Collective.** Of what is the same on all ranks once, and of each expert once."""
+    _upstream("expert_norm", "moe.utils", "is_moe_param")
     of_all, of_experts = list[Tensor](), list[Tensor]()
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
@@ -197,13 +324,11 @@ def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
 
 
 def scale_until_updated(optimizer: Any) -> None:
-    """The scale moves when the update is done, as on every other engine.
-
-    Without it: where fp16's loss scale has just grown, gradients are divided by the new scale, not by their own. Source:
-    runtime/zero/stage_1_and_2.py, stage3.py (step, unscale_and_clip_grads).
-    """
+    """ "loss_scale": the scale moves when the update is done, as on every other engine."""
     if not getattr(optimizer, "dynamic_loss_scale", False):
         return
+    for module, name in (("stage_1_and_2", "DeepSpeedZeroOptimizer"), ("stage3", "DeepSpeedZeroOptimizer_Stage3")):
+        _upstream("loss_scale", f"runtime.zero.{module}", name, "_update_scale")
     move, update, overflows = optimizer._update_scale, optimizer.step, list[bool]()
 
     def step(*arguments: Any, **keywords: Any) -> Any:
@@ -216,11 +341,8 @@ def scale_until_updated(optimizer: Any) -> None:
 
 
 def look_before_each_step(engine: Any) -> None:
-    """DeepSpeed's engine asks its optimizer for ``overflow`` after each step, so it gets one.
-
-    Without it: at stage 0 in fp32 the update is made whatever the gradients are; all other stages leave it out. Source:
-    runtime/engine.py (_take_model_step).
-    """
+    """ "nonfinite": DeepSpeed's engine asks its optimizer for ``overflow`` after each step, so it gets one."""
+    _upstream("nonfinite", "runtime.engine", "DeepSpeedEngine", "_take_model_step")
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow"):
         return
@@ -241,16 +363,15 @@ def look_before_each_step(engine: Any) -> None:
 
 
 def reduce_in_order(engine: Any) -> None:
-    """Stages 1 and 2 reduce all parameters in one order on all ranks, with zeros for gradients that are not there.
+    """ "order": stages 1 and 2 reduce all parameters in one order on all ranks, with zeros for gradients that are not there.
 
     A gradient that comes before its turn waits, to the end of the backward pass if one before it never comes.
-
-    Without it: stages 1 and 2 reduce gradients as they come, so ranks whose losses depend on other parameters add up unlike
-    ones. Source: runtime/zero/stage_1_and_2.py (reduce_gradients, process_gradients).
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "reduce_ready_partitions_and_remove_grads") or hasattr(optimizer, "fp16_groups"):
         return  # stage 0 fills in zeros, stage 3 gathers in an order of its own
+    for name in ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"):
+        _upstream("order", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
     finish = optimizer.independent_gradient_partition_epilogue
     order = [
@@ -292,14 +413,12 @@ def reduce_in_order(engine: Any) -> None:
 
 
 def zero_unused(engine: Any) -> None:
-    """At the end of a backward pass the rest of the parameters have zero gradients, as on every other engine.
-
-    Without it: stage 3 keeps the gradient of an earlier step for a parameter that takes no part in this one. Source:
-    runtime/zero/stage3.py (partition_grads, independent_gradient_partition_epilogue).
-    """
+    """ "unused": at the end of a backward pass the rest of the parameters have zero gradients, as on every other engine."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "grad_partitions_flat_buffer"):
         return
+    for name in ("partition_grads", "independent_gradient_partition_epilogue", "clear_backward_seen_flag"):
+        _upstream("unused", "runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", name)
     partition, finish = optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue
     begin = optimizer.clear_backward_seen_flag
     trained = [parameter for group in optimizer.fp16_groups for parameter in group if parameter.requires_grad]
@@ -329,14 +448,12 @@ def zero_unused(engine: Any) -> None:
 
 @torch.no_grad()
 def undo_hidden_step(engine: Any) -> None:
-    """Masters are the model's weights again, and the optimizer has no state.
+    """ "hidden_step": masters are the model's weights again, and the optimizer has no state.
 
     Adam's bias correction would be one step ahead and weight decay have shrunk the masters: another training than at any
     other stage.
-
-    Without it: at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts. Source:
-    runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states).
     """
+    _upstream("hidden_step", "runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "initialize_optimizer_states")
     optimizer = engine.optimizer
     for flat, masters in zip(
         getattr(optimizer, "fp16_groups_flat", ()), getattr(optimizer, "fp32_groups_flat", ()), strict=False
@@ -351,11 +468,7 @@ def undo_hidden_step(engine: Any) -> None:
 
 
 def prologue_of_loss(engine: Any) -> Callable[[], None]:
-    """Hooks on outputs do nothing. Returns what is to be called when a backward pass begins.
-
-    Without it: derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error.
-    Source: runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs).
-    """
+    """ "prologue": hooks on outputs do nothing. Returns what is to be called when a backward pass begins."""
     begin: Callable[[], None] = engine._backward_prologue
     engine._backward_prologue = lambda: None
     engine._backward_prologue_per_tensor = lambda gradient: gradient
@@ -367,12 +480,9 @@ def prologue_of_loss(engine: Any) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recorded_routers() -> Iterator[None]:
-    """While AutoEP puts its layers into a model, which then records the new routers' outputs.
-
-    Without it: AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not
-    start. Source: module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders).
-    """
+    """ "recorded_routers": while AutoEP puts its layers into a model, which then records the new routers' outputs."""
     name = "_install_instance_transformers_output_recorders"
+    _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
     with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
         yield
 
@@ -400,15 +510,11 @@ def _record_again(
 
 
 def coalesce_gathers(engine: Any) -> None:
-    """What is kept is gathered by one collective after each update, instead of one for each parameter.
-
-    Without it: after each ZeRO-3 update every persistent parameter is gathered by a collective of its own. Source:
-    runtime/zero/stage3.py (_post_step), partition_parameters.py (_allgather_params_coalesced).
-    """
+    """ "gathers": what is kept is gathered by one collective after each update, instead of one for each parameter."""
     kept = getattr(engine.optimizer, "persistent_parameters", None)
     if not kept:
         return
-    absent_status = _module("runtime.zero.partition_parameters").ZeroParamStatus.NOT_AVAILABLE
+    absent_status = _upstream("gathers", "runtime.zero.partition_parameters", "ZeroParamStatus", "NOT_AVAILABLE")
     first = kept[0]
     one_by_one = first.all_gather
 
@@ -424,13 +530,10 @@ def coalesce_gathers(engine: Any) -> None:
 
 
 def forget_evaluation(engine: Any) -> None:
-    """One before the first training step leaves no trace.
+    """ "evaluation": one before the first training step leaves no trace.
 
     DeepSpeed decides from the order of modules, once and for good, what it gathers again in the backward pass: from a forward pass
     alone it would release everything after it, and send half as much again in every step (seen in its count of bytes).
-
-    Without it: an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step. Source:
-    runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release).
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
@@ -439,11 +542,7 @@ def forget_evaluation(engine: Any) -> None:
 
 @contextlib.contextmanager
 def hooks_set_aside(engine: Any) -> Iterator[None]:
-    """Inside, modules are called without DeepSpeed's hooks. Only where all parameters are gathered.
-
-    Without it: an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered.
-    Source: runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks).
-    """
+    """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters are gathered."""
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     handle_ids = {handle.id for handle in handles}
@@ -468,15 +567,15 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
 
 
 class StagePatches:
-    """To be inherited from before DeepSpeed's ``PipelineModule``.
-
-    Without it: a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen
-    them. Source: runtime/pipe/module.py (_partition_layers).
-    """
+    """ "pipeline_bounds": to be inherited from before DeepSpeed's ``PipelineModule``."""
 
     parts: list[int]
     stage_id: int
     _set_bounds: Callable[[int, int], None]
+
+    def __init_subclass__(cls) -> None:
+        for name in ("_partition_layers", "_set_bounds"):
+            _upstream("pipeline_bounds", "runtime.pipe.module", "PipelineModule", name)
 
     def _partition_layers(self, method: Iterable[int] = ()) -> None:
         self.parts = list(method)
@@ -484,34 +583,26 @@ class StagePatches:
 
 
 def recompute_once(engine: Any, stage: Any) -> None:
-    """Torch's function, which counts a batch once and computes again under the same autocast.
-
-    Without it: recomputed layers count a BatchNorm batch twice, and any other checkpoint function is taken for a reentrant
-    one. Source: runtime/pipe/engine.py (__init__, _reentrant_activation_checkpointing).
-    """
+    """ "pipeline_recompute": torch's function, which counts a batch once and computes again under the same autocast."""
+    _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
     stage.activation_checkpoint_func = recomputation.checkpoint_function(stage)
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
 
 
 def count_for_clipping(stage: nn.Module) -> None:
-    """Marks what is no copy.
-
-    Without it: without ZeRO, clipping counts a later stage's parameters only where they carry a mark. Source:
-    runtime/utils.py (clip_grad_norm_: is_model_parallel_parameter).
-    """
+    """ "pipeline_clipping": marks what is no copy."""
+    _upstream("pipeline_clipping", "runtime.utils", "is_model_parallel_parameter")
     parameter: Any
     for parameter in stage.parameters():
         parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
 def sum_norms_once(optimizer: Any) -> None:
-    """Each stage's norm is that of all its groups, and one collective adds up the stages'.
-
-    Without it: stages 1 and 2 add up the norm over a pipeline's stages group by group, and stages with other groups wait
-    for ever. Source: runtime/zero/stage_1_and_2.py (scaled_global_norm, _model_parallel_all_reduce).
-    """
+    """ "pipeline_groups": each stage's norm is that of all its groups, and one collective adds up the stages'."""
     if not hasattr(optimizer, "scaled_global_norm"):
         return
+    for name in ("scaled_global_norm", "_model_parallel_all_reduce"):
+        _upstream("pipeline_groups", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
     of_stage, add = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
 
     def of_all() -> Tensor:
@@ -525,11 +616,7 @@ def sum_norms_once(optimizer: Any) -> None:
 
 
 def run_forward(engine: Any, micro_batch: Any) -> None:
-    """**Collective.** One micro-batch through the stages; the loss function gets the outputs.
-
-    Without it: eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result. Source:
-    runtime/pipe/engine.py (eval_batch).
-    """
+    """ "pipeline_evaluation". **Collective.** One micro-batch through the stages; the loss function gets the outputs."""
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
     # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of what stages send.
@@ -539,12 +626,8 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
 
 
 def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
-    """**Collective.** In the next step stages announce ``each`` activation's size; else the first one's alone,
-    and that only ``anew``: where it is not the last step's.
-
-    Without it: each stage waits for every activation's size, or for the first one only and then expects that size for all.
-    Source: runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads).
-    """
+    """ "pipeline_sizes". **Collective.** In the next step stages announce ``each`` activation's size; else the first one's alone,
+    and that only ``anew``: where it is not the last step's."""
     engine.dynamic_shape = each
     if anew:
         engine.reset_activation_shape()
