@@ -65,7 +65,7 @@ _ELSEWHERE = {"data_dir", "workers"}
 """Settings of a task that say where its data are and how they are read, not what they are."""
 _FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
 _FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
-_OWN: dict[str, Any] = {"model": {"sync_batch_norm"}, "ema": True}
+_OWN: dict[str, Any] = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
 _OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
 """Keys of the file, and of its dsframe section, that may change and are pointed out."""
 

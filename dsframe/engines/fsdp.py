@@ -33,7 +33,7 @@ from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
-from dsframe.model import output_classes
+from dsframe.model import formats, output_classes
 from dsframe.model.build import LARGE, without_elements
 from dsframe.model.gathered import LIBRARIES, Shards, whole
 from dsframe.model.micro_batch import Inputs, Measure
@@ -102,9 +102,14 @@ class FsdpEngine(ReplicaEngine):
             self._round(parameter)
         bits = self._dtype if precision.is_short(self._dtype) else None
         offload = CPUOffloadPolicy(pin_memory=self.plan.device.type == "cuda")
+        in_fp32 = {module for unit in formats.kept_modules(model) for module in unit.modules()}
+        kept = {name for name, parameter in model.named_parameters() if formats.is_kept(parameter)}
+        policies = [
+            MixedPrecisionPolicy(dtype, self.built.dtype, cast_forward_inputs=False)
+            for dtype in (bits, self.built.dtype)
+        ]
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(bits, self.built.dtype, cast_forward_inputs=False),
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
@@ -112,7 +117,8 @@ class FsdpEngine(ReplicaEngine):
             module.register_forward_hook(_without_views)
         take = output_classes.show([*units, model])
         for unit in units:
-            fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
+            policy = policies[unit in in_fp32]
+            fully_shard(unit, **options, mp_policy=policy, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
             if large and self.plan.device.type == "cpu":
                 # The next unit would be gathered ahead, as the default is: gloo hides nothing, and it is memory. Its own is there.
@@ -120,10 +126,10 @@ class FsdpEngine(ReplicaEngine):
             if self._spill is not None:
                 self._spill.evict()
         if model not in units:
-            fully_shard(model, **options)
+            fully_shard(model, **options, mp_policy=policies[0])
         take()
-        for parameter in model.parameters():
-            setattr(parameter, _COMPUTED_IN, bits or self.built.dtype)
+        for name, parameter in model.named_parameters():
+            setattr(parameter, _COMPUTED_IN, self.built.dtype if name in kept else bits or self.built.dtype)
         # Else ranks that use different ones wait for ever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self.gathers_steps:
@@ -141,7 +147,13 @@ class FsdpEngine(ReplicaEngine):
 
     def _find_units(self, model: nn.Module) -> list[nn.Module]:
         """**Collective.** What is gathered as one, innermost first."""
-        return [] if self.gathers_steps else fsdp_units.named(model, self._settings.wrap)
+        wrap, kept = self._settings.wrap, formats.kept_modules(model)
+        _refuse_kept(model, kept)
+        if self.gathers_steps:
+            return []
+        units = fsdp_units.named(model, wrap)
+        chosen = {*units, *kept}
+        return [module for module in reversed(list(model.modules())) if module in chosen] if kept else units
 
     def _whole_weights(self) -> AbstractContextManager[None]:
         if not self.gathers_steps:
@@ -177,6 +189,9 @@ class FsdpEngine(ReplicaEngine):
 
     def _round(self, parameter: nn.Parameter) -> None:
         """16-bit training starts from rounded weights on every engine; shards are in fp32."""
+        if formats.is_kept(parameter):
+            parameter.data = parameter.data.to(self.built.dtype)
+            return
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
         # The base model of an adapter needs no masters, nor does a frozen model.
@@ -420,6 +435,16 @@ def _mesh(plan: Plan) -> DeviceMesh:
     if world.size % size:
         raise EngineError(f"fsdp: {world.size} processes are not divisible by shards of {size}; set fsdp.shard_size")
     return init_device_mesh(plan.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _refuse_kept(model: nn.Module, kept: list[nn.Module]) -> None:
+    """What FSDP gathers as one is in one format."""
+    inside = {id(parameter) for module in kept for parameter in module.parameters()}
+    if names := [name for name, p in model.named_parameters() if formats.is_kept(p) and id(p) not in inside]:
+        raise EngineError(
+            f"keep_in_fp32: FSDP keeps whole modules, and {', '.join(names)} is a part of one; name all parameters of its module, "
+            'or choose engine "ddp" or "horovod"'
+        )
 
 
 def _refuse_empty(model: nn.Module) -> None:

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
@@ -31,7 +34,7 @@ from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.model import digests, optimizers, schedules
+from dsframe.model import digests, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.forward import call
@@ -211,7 +214,7 @@ class PartsEngine(Engine):
         memory = BuiltMemory.together(engine.built.memory for engine in self._trained.values())
         self.built = BuiltModel(
             # Between steps alone: each loss changes weights of another model.
-            watch=WeightWatch(self, trained_parts, memory),
+            watch=WeightWatch(self, trained_parts, memory, max_norm.written(trained_parts)),
             dtype=self._first.built.dtype,
             groups=groups,
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),
@@ -252,14 +255,20 @@ class PartsEngine(Engine):
         return replace(part_plan, part=name, frozen=name not in self._losses)
 
     def _build(self, name: str) -> _Part:
-        task = self.plan.task
+        task, drawn = self.plan.task, _Drawn()
         if name in self._losses:
             part = _Part(name, task.model_of(name), partial(self._loss, name))
         elif name in self._averages:
             part = _Part(name, task.model_of(name), None)
             part.requires_grad_(False)
         else:
-            part = _Part(name, task.model_of(name), None)
+            with drawn:
+                part = _Part(name, task.model_of(name), None)
+            if random := drawn.among(part):
+                raise TaskError(
+                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {random} is drawn from random numbers; "
+                    "load its weights where models() makes it, or give it a loss in losses()"
+                )
             part.requires_grad_(False)
             self._digests[name] = digests.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
         self._refuse_shared(name, part)
@@ -531,3 +540,28 @@ class _Calls:
         """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
         difference: str = next(iter(self._every.values())).difference(store, moment)
         return difference
+
+
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows which tensors have been filled with random numbers inside, and not with others since."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._filled: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._filled.update(_storage(result) for result in tree_leaves(results) if isinstance(result, Tensor))
+        elif func is torch.ops.aten.copy_.default and isinstance(args[1], Tensor):
+            change = self._filled.add if _storage(args[1]) in self._filled else self._filled.discard
+            change(_storage(args[0]))
+        return results
+
+    def among(self, model: nn.Module) -> str:
+        """Returns the name of the first parameter with random numbers; "" where there is none."""
+        return next((name for name, parameter in model.named_parameters() if _storage(parameter) in self._filled), "")
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.detach().untyped_storage())  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.engines.loss_scale import LossScale
-from dsframe.model import ema, gradient_hooks
+from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
@@ -99,7 +99,7 @@ class ReplicaEngine(ModelEngine):
         """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
             if parameter.is_floating_point():  # a base in 4 bits is not
-                parameter.data = parameter.data.to(self._dtype)
+                parameter.data = parameter.data.to(torch.float32 if formats.is_kept(parameter) else self._dtype)
         short = precision.is_short(self._dtype) and not self.plan.frozen
         return precision.MasterWeights(model) if short else None
 

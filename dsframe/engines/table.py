@@ -30,7 +30,10 @@ PLACEMENT = frozenset(
 MODELS_OWN = frozenset({"activation_checkpointing"})
 # Features that make ranks leave updates out: all ranks have to leave out the same ones.
 OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"})
-REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups", "ema", "adapter"}) | OVERFLOWS
+REPLICA = (
+    frozenset({"bf16", "autocast", "keep_in_fp32", "whole_parameters", "parameter_groups", "ema", "adapter"})
+    | OVERFLOWS
+)
 # Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
 # Experts that lie on other ranks: placement too, and such ranks read their own samples.
@@ -99,7 +102,7 @@ BUILT_IN: dict[str, Entry] = {
         "dsframe.engines.deepspeed.engine:ZeroEngine",
         package="deepspeed",
         launcher="deepspeed",
-        supports=(PLACEMENT | CUTS | EXPERTS | REPLICA) - _OTHERWISE.keys()
+        supports=(PLACEMENT | CUTS | EXPERTS | REPLICA) - _OTHERWISE.keys() - {"keep_in_fp32"}
         | {
             "gradient_sum",
             "communication_data_type",
@@ -110,6 +113,7 @@ BUILT_IN: dict[str, Entry] = {
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
+            "keep_in_fp32": "is refused: DeepSpeed converts all parameters; torch_autocast instead of bf16 keeps all in fp32",
             "fp16_compression": "is an option of engine horovod; for DeepSpeed write communication_data_type",
             "gradient_hook": "is an option of engine ddp; for DeepSpeed write communication_data_type",
         },

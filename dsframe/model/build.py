@@ -18,7 +18,7 @@ from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import batch_norm, formats, gradient_hooks, groups, overrides, switches
+from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
 from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
@@ -58,9 +58,9 @@ def build_model(
     manifest = {"course": {"modules": described(model)}}
     memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
-    refuse_limits(plan, model)
     formats.integers_as_buffers(model)
     formats.expand_buffers(model)
+    formats.keep_in_fp32(plan.config, model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
     parameter_groups = groups.settle_groups(plan.config, task, model)
@@ -75,6 +75,7 @@ def build_model(
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
+    max_norm.share_limits(model, weakref.proxy(ranks))
     per_sample = settings.per_sample_randomness
     built = BuiltModel(
         dtype=dtype,
@@ -87,7 +88,7 @@ def build_model(
         gradient_hooks=gradient_hooks.find(model),
         draws=DrawTrial(model, plan.device),
         memory=memory,
-        watch=None if plan.part else WeightWatch(ranks, model, memory),
+        watch=None if plan.part else WeightWatch(ranks, model, memory, max_norm.written(model)),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.
@@ -106,7 +107,7 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
     if kept := formats.kept_in_fp32(model, formats.parameter_dtype(plan.config)):
         text = (
             f"parts {', '.join(kept)} stay in fp32 in transformers, and become 16-bit here, as all weights (the optimizer's copies "
-            'are fp32); "torch_autocast" in the place of bf16 or fp16 keeps all'
+            'are fp32); "keep_in_fp32" names what is to stay, and "torch_autocast" in the place of bf16 or fp16 keeps all'
         )
         depends += (Dependence(text),)
     if task.over_micro_batches and plan.batch.accumulation_steps > 1:
@@ -163,7 +164,7 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
         dtype = formats.parameter_dtype(plan.config)
         for parameter in model.parameters():  # rounded first: the device never holds all in fp32
             if parameter.is_floating_point():
-                rounded = dtype if dtype.itemsize < 4 else parameter.dtype
+                rounded = dtype if dtype.itemsize < 4 and not formats.is_kept(parameter) else parameter.dtype
                 parameter.data = parameter.data.to(rounded)
                 parameter.data = parameter.data.to(plan.device)
         model.to(plan.device)  # its buffers, and weights in 4 bits with their scales
@@ -176,17 +177,6 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
         spill.add(parameter)
     spill.evict()
     return spill.description if large else ""
-
-
-def refuse_limits(plan: Plan, model: nn.Module) -> None:
-    """Raises TaskError where each of several ranks would shorten the rows of its own samples in an embedding."""
-    limited = [name for name, module in model.named_modules() if getattr(module, "max_norm", None) is not None]
-    if limited and plan.world.size > 1:
-        raise TaskError(
-            f"{type(plan.task).__name__}.model: {', '.join(limited)} has max_norm, by which each rank shortens the rows of its "
-            "own samples; shorten them in after_step(name, weight), by weight.renorm_(2, 0, limit), or in model() where the "
-            "weight is frozen"
-        )
 
 
 def without_elements(model: nn.Module) -> str:

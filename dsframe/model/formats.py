@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from dsframe.errors import EngineError, TaskError
+from dsframe.config.read.suggest import similar_pattern
+from dsframe.errors import ConfigError, EngineError, TaskError
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
     from dsframe.tasks.task import Task
+
+_KEPT = "_dsframe_fp32"
+"""Attribute of a parameter that stays in fp32 where the others are in 16 bits."""
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -22,13 +28,64 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Returns the parts of a transformers model that its library keeps in fp32 where others are ``dtype``.
+    """Returns the parts of a transformers model that its library keeps in fp32 where others are ``dtype``, and the file does not.
 
     Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: fp16 alone, _keep_in_fp32_modules_strict: bf16 too).
     """
     attributes = {torch.bfloat16: ["_strict"], torch.float16: ["", "_strict"]}.get(dtype, [])
     parts = {name for kind in attributes for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()}
-    return sorted(part for part in parts if any(part in name for name, _ in model.named_parameters()))
+    rounded = [name for name, parameter in model.named_parameters() if not is_kept(parameter)]
+    return sorted(part for part in parts if any(part in name for name in rounded))
+
+
+def keep_in_fp32(config: Config, model: nn.Module) -> None:
+    """Marks the parameters that the file keeps in fp32; modules of which all are kept compute in it.
+
+    Raises ConfigError for a pattern that matches no parameter, or some of those that a layer of torch's needs in one format.
+    """
+    dtype, names = parameter_dtype(config), dict(model.named_parameters(remove_duplicate=False))
+    for parameter in names.values():  # a task may return the same module again
+        vars(parameter).pop(_KEPT, None)
+    where = ("dsframe", "model", "keep_in_fp32")
+    for pattern in config.settings.model.keep_in_fp32:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            message = f'"{pattern}" matches no parameter of the model'
+            raise ConfigError([config.error(where, message, similar_pattern(pattern, names), code="model")])
+        for name in matched:
+            setattr(names[name], _KEPT, True)
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn.") and list(module.parameters(recurse=False)):
+            kept = [is_kept(parameter) for parameter in module.parameters()]  # of attention also the layer behind it
+            if any(kept) and not all(kept):
+                message = (
+                    f"{name} is a {type(module).__name__}, whose parameters have one format, and some of them are kept"
+                )
+                raise ConfigError([config.error(where, message, f'write "{name}.*"', code="model")])
+    for module in kept_modules(model):
+        module.register_forward_pre_hook(lambda _, args, kwargs: _cast((args, kwargs), torch.float32), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, outputs: _cast(outputs, dtype))
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    """True if the file keeps this parameter of the model in fp32."""
+    return hasattr(parameter, _KEPT)
+
+
+def kept_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of which all parameters are kept in fp32, without those inside of them."""
+    kept: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if module not in inside and parameters and all(map(is_kept, parameters)):
+            kept.append(module)
+            inside.update(module.modules())
+    return kept
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def expand_buffers(model: nn.Module) -> None:

@@ -41,6 +41,9 @@ class Shards(ABC):
     def copies(self, weights: Sequence[Any]) -> list[Tensor]:
         """**Collective.** Whole copies of such parameters, in the format in which the model computes."""
 
+    def keep(self, weight: Any) -> None:  # noqa: B027  # most libraries need nothing
+        """Keeps what was written to a whole ``weight`` in this rank's shard of it, where that is no part of its memory."""
+
     @abstractmethod
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
         """**Collective.** What the parameters' gradients are, given those of this rank's copies."""

@@ -64,11 +64,12 @@ _WHOLE_STEPS = (
 class WeightWatch(TorchFunctionMode):
     """The watch over one engine's model."""
 
-    def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights, as ``model()`` has returned them."""
+    def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory, but: frozenset[str] = frozenset()) -> None:
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights, as ``model()`` has returned them.
+        ``but``: weights that dsframe itself writes in forward passes."""
         super().__init__()
         self._memory = memory
-        self._engine, self._model = weakref.proxy(engine), model
+        self._engine, self._model, self._but = weakref.proxy(engine), model, but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
         if self._looks_inside:
             linearity.examine_hooks(model, self._say_not_linear)
@@ -177,7 +178,7 @@ class WeightWatch(TorchFunctionMode):
     @property
     def has_writes(self) -> bool:
         """True if forward passes write to weights, or may, as far as the last watched step has shown."""
-        return bool(self._written)
+        return bool(self._but or self._written)
 
     # What is called.
 
@@ -269,7 +270,7 @@ class WeightWatch(TorchFunctionMode):
 
     def _note_writes(self, names: Iterable[str], when: str) -> None:
         """What this rank has seen written: refused where the optimizer would overwrite it, else compared with other ranks later."""
-        written = dict.fromkeys(names)
+        written = {name: None for name in names if name not in self._but}
         if not self._engine.updates_in_place:
             self._refuse_overwritten(written, when)
         self._unconfirmed.update(written)
@@ -346,8 +347,8 @@ class WeightWatch(TorchFunctionMode):
             )
         if kwargs.get("max_norm") is not None and not self._whole:
             raise EngineError(
-                f"max_norm writes to its weight in forward, and {self._engine.description} shards weights: shorten rows in "
-                "after_step(name, weight), by weight.renorm_(2, 0, limit)"
+                f"max_norm of a function writes to its weight, and {self._engine.description} shards weights: use "
+                "nn.Embedding(max_norm=...), which dsframe applies on every engine"
             )
         sparse = kwargs.get("sparse") or kwargs.get("sparse_grad")
         if sparse and any(leaf.requires_grad for leaf in _tensors(args, kwargs)) and (line := _caller()):
@@ -425,9 +426,10 @@ class WeightWatch(TorchFunctionMode):
 
     def _marks(self) -> dict[str, Any]:
         """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
+        watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
         if self._gives_up:
-            return {name: parameter._version for name, parameter in self._parameters.items()}
-        return _sums(self._parameters)
+            return {name: parameter._version for name, parameter in watched.items()}
+        return _sums(watched)
 
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}

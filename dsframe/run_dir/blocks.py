@@ -98,7 +98,9 @@ def _precision(config: Config, device: torch.device) -> str:
         return f"{name}, products in {str(cast).removeprefix('torch.')} (autocast)"
     if not precision.is_short(parameters):
         return name
-    return f"{name} for all parameters, with fp32 masters"
+    kept = ", ".join(config.settings.model.keep_in_fp32)
+    exceptions = f" but {kept}" if kept else ""
+    return f"{name} for all parameters{exceptions}, with fp32 masters"
 
 
 def _optimizer(plan: Plan) -> str:

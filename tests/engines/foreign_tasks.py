@@ -203,6 +203,41 @@ class MaxNorm(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
+class _Doubled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return 2 * super().forward(input)
+
+
+class Limits(Words):
+    """Limits of a class of the user's, or of sums of rows."""
+
+    def __init__(self, *, of: str) -> None:
+        self.of = of
+
+    def model(self) -> nn.Module:
+        if self.of == "bag":
+            return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
+        return nn.Sequential(_Doubled(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
+
+
+class TwoTables(MaxNorm):
+    """Two models with limits; the second one's loss runs the first one too."""
+
+    model = dsframe.Task.model
+
+    def models(self) -> Any:
+        return {"one": super().model, "two": super().model}
+
+    def losses(self) -> Any:
+        return {"one": self._one, "two": self._two}
+
+    def _one(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["one"](inputs), targets)
+
+    def _two(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
+
+
 class _Clamped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         self.weight.data.clamp_(-0.1, 0.1)
@@ -358,6 +393,36 @@ class Prototypes(Rows):
         with dsframe.gathered(self.net.places) as places:
             scores = outputs @ places.weight.t()
         return super().loss(scores, targets)
+
+
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert {inputs.dtype, self.gate.weight.dtype, self.scale.dtype} == {torch.float32}
+        return (self.gate(inputs) * self.scale).softmax(-1)
+
+
+class _Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.router, self.head = nn.Linear(8, 16), nn.LayerNorm(16), _Router(), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.body(inputs)))
+        shares = self.router(hidden)
+        assert hidden.dtype == shares.dtype == self.head.weight.dtype
+        outputs: Tensor = self.head(hidden * shares.repeat(1, 4))
+        return outputs
+
+
+class Routed(Rows):
+    """Has parts that are to compute in fp32."""
+
+    def model(self) -> nn.Module:
+        return _Routed()
 
 
 class _Solution(nn.Module):
@@ -1151,6 +1216,46 @@ class Statistics(Rows):
         return nn.Sequential(*first, nn.Linear(8, 3))
 
 
+class _Reader(nn.Module):
+    """Convolutions, a recurrent layer over the columns, classes by time (Shi et al. 2017, "CRNN")."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(2, 8, 3, padding=1), nn.ReLU())
+        self.sequence, self.head = nn.LSTM(8, 6, bidirectional=True), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        columns = self.body(images).permute(2, 0, 1)
+        return self.head(self.sequence(columns)[0]).log_softmax(-1)
+
+
+class Reading(Rows):
+    """Outputs with time first, and a CTC loss that is summed."""
+
+    loss_is = "sum"
+
+    def model(self) -> nn.Module:
+        return _Reader()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        rows = len(targets)
+        lengths = torch.full((rows,), len(outputs)), torch.full((rows,), targets.shape[1])
+        return F.ctc_loss(outputs, targets, *lengths, reduction="sum")
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(48, 2, 10, generator=draw), torch.randint(1, 5, (48, 3), generator=draw))
+
+
+class TiedTable(Words):
+    """A table with a limit whose weight a linear layer has too."""
+
+    def model(self) -> nn.Module:
+        table, head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 20, bias=False)
+        head.weight = table.weight
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
+
+
 class _Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -1217,6 +1322,28 @@ class Guarded(Rows):
 
     def model(self) -> nn.Module:
         return _Guarded(self.what)
+
+
+class FrozenTable(Words):
+    """A frozen table with a limit."""
+
+    def model(self) -> nn.Module:
+        table = nn.Embedding.from_pretrained(3 * torch.randn(20, 8), max_norm=1.0)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
+
+
+class _Normed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+        return super().forward(input)
+
+
+class Normed(Rows):
+    """Brings the rows of a weight to length one in forward, as nGPT does."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Normed(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class _Turned(nn.Module):

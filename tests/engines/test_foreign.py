@@ -50,12 +50,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
     "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them")),
     "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
-    "max_norm": ("MaxNorm", {}, dict.fromkeys(("ddp", "zero3"), "shortens the rows of its own samples")),
+    "max_norm": ("MaxNorm", {}, {}),
     "max_norm of a function": (
         "MaxNorm",
         {"function": True},
         {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
     ),
+    "a limit of sums of rows": ("Limits", {"of": "bag"}, {}),
+    "a limit of a user's class": ("Limits", {"of": "class"}, {}),
     "a buffer that is replaced": ("Averaging", {}, {}),
     "features that hooks keep": ("Features", {}, {}),
     "scalars": ("Scaled", {}, {}),
@@ -131,7 +133,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a centre of one rank": ("ModelCentre", {"all_ranks": False}, {"ddp": "changes centre, a state"}),
     "classes": ("Classes", {}, {}),
     "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
+    "a tied table with a limit": ("TiedTable", {}, {}),
     "views that are written to": ("Residual", {}, {}),
+    "a frozen table with a limit": ("FrozenTable", {}, {}),
     "an output's gradient is turned": ("Guarded", {"what": "turn"}, {}),
     "what backward needs is written": (
         "Guarded",
@@ -193,8 +197,10 @@ RIGHT = {
     "clamped after a step": ENGINES,
     "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
     "attributes that the loss does not need": ("fsdp", "zero3"),
-    "max_norm": ("single",),
+    "max_norm": ENGINES,
     "max_norm of a function": ("single",),
+    "a limit of sums of rows": ENGINES,
+    "a limit of a user's class": ENGINES,
     "a buffer that is replaced": ("single",),
     "features that hooks keep": ENGINES,
     "a compiled part": ("fsdp", "zero2"),
@@ -233,6 +239,8 @@ RIGHT = {
     "the model in what is kept": ("ddp", "fsdp", "zero3"),
     "classes": ("ddp", "fsdp", "zero3"),
     "backward in the loss": ("single",),
+    "a tied table with a limit": ENGINES,
+    "a frozen table with a limit": ENGINES,
     "an output's gradient is turned": ("zero3", "fsdp"),
     "views that are written to": ("fsdp",),
     "an adjoint method": ("fsdp", "zero3"),
@@ -341,7 +349,8 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "setup"),
-    [*(("an equation", setup) for setup in ("single", "zero2", "zero3", "fsdp")), ("max_norm", "single")],
+    [("an equation", setup) for setup in ("single", "zero2", "zero3", "fsdp")]
+    + [("max_norm", "ddp"), ("max_norm", "zero3")],
 )
 def test_it_does_not_depend_on_accumulation(case: str, setup: str, tmp_path: Path) -> None:
     run(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
@@ -392,11 +401,34 @@ def test_rows_that_depend_on_other_rows_are_said(
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
+def test_limits_hold_in_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "two tables", ("TwoTables", {}, {}))
+    found = []
+    for setup in ("single", "ddp", "zero3"):
+        (tmp_path / setup).mkdir()
+        run(tmp_path / setup, file("two tables", setup), SETUPS[setup][0]).check()
+        found.append(list(losses(tmp_path / setup / "run").values()))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
+def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "routed", ("Routed", {}, {}))
+    document = file("routed", setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
+    finished = run(tmp_path, document, SETUPS[setup][0]).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("routed"), rel=2e-2)
+    assert "bfloat16 for all parameters but *norm*, router.*, with fp32 masters" in finished.stderr
+    if setup == "fsdp":
+        document["dsframe"]["model"] = {"keep_in_fp32": ["router.scale"]}
+        assert "router.scale is a part of one" in run(tmp_path, document, 2).stderr
+
+
 @pytest.mark.parametrize(
     ("case", "setups"),
     [
         ("derivatives", ("zero3", "fsdp")),
         ("norms after a step", ("zero3", "fsdp")),
+        ("max_norm", ("zero2", "ddp")),
         ("gathered weights in the loss", ("fsdp", "zero3")),
         ("scalars of all kinds", ("fsdp", "zero3")),
         ("scalars of all kinds", ("zero3", "ddp")),

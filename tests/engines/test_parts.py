@@ -17,6 +17,7 @@ from dsframe import engines
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
+from dsframe.engines import parts
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.observe.meta import model_of
 from dsframe.tools.compare import losses
@@ -285,6 +286,11 @@ def both(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
         ),
         ({"one": dict}, {"one": both}, "models: 'one' made dict, which is no module"),
         (
+            {"one": partial(net, 4, 3), "teacher": partial(net, 4, 3)},
+            {"one": both},
+            "no loss trains the model 'teacher', and its teacher.0.weight is drawn from random numbers; load its weights",
+        ),
+        (
             {"one": partial(net, 4, 3), "teacher": dsframe.average_of("two")},
             {"one": both},
             "'teacher' is the average of two, momentum 0.996; that has to be a model with a loss",
@@ -372,3 +378,17 @@ def test_another_rhythm_is_another_training(tmp_path: Path) -> None:
     dsframe.fit(Gan(), every(2))
     with pytest.raises(CheckpointError, match=r"models\.generator was .*every 2 steps"):
         dsframe.fit(Gan(), every(3), resume="auto")
+
+
+def test_what_has_been_drawn_is_known() -> None:
+    """Also where it has been copied, and no longer where a file's numbers have been copied over it."""
+    with parts._Drawn() as drawn:
+        fresh, copied, loaded = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        with torch.no_grad():
+            for parameter in loaded.parameters():
+                parameter.copy_(torch.zeros_like(parameter))
+            copied.weight = nn.Parameter(torch.empty(2, 2).copy_(fresh.weight))
+            copied.bias.zero_()
+    assert drawn.among(fresh) == drawn.among(copied) == "weight"
+    assert drawn.among(loaded) == ""
+    assert drawn.among(nn.LayerNorm(2)) == ""

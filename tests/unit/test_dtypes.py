@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
-from dsframe.errors import EngineError, TaskError
+from dsframe.errors import ConfigError, EngineError, TaskError
+from dsframe.model import formats
 from dsframe.model.formats import kept_in_fp32, own_dtype
 from dsframe.tools.export import read
 
@@ -112,6 +113,26 @@ def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
     dsframe.fit(Task(), {**file, "bf16": {"enabled": True}})
     assert "this model's parts weight stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
+
+
+def test_names_that_stay_in_fp32_are_looked_for() -> None:
+    engine, model = {"engine": "single", "steps": 1}, {"keep_in_fp32": ["*.wieght"]}
+    asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {**engine, "model": model}}
+    with pytest.raises(
+        ConfigError, match=r'"\*\.wieght" matches no parameter of the model; there are 2 parameters, such as weight'
+    ):
+        dsframe.fit(Line(torch.float32), asked)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer"), [("*.bias", "0 is a Linear"), ("1.out_proj.*", "1 is a MultiheadAttention")]
+)
+def test_a_layer_of_torchs_is_not_kept_in_part(pattern: str, layer: str) -> None:
+    asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {"model": {"keep_in_fp32": [pattern]}}}
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
+    with pytest.raises(ConfigError, match=layer):
+        formats.keep_in_fp32(load(asked), model)
+    formats.keep_in_fp32(load({**asked, "dsframe": {"model": {"keep_in_fp32": ["1.*"]}}}), model)
 
 
 class Normed(dsframe.Task):

@@ -56,7 +56,7 @@ MANIFEST: dict[str, Any] = {
         "on_nonfinite": "stop",
         "stop": {"metric": "loss:min", "patience": 3},
         "ema": {"decay": 0.9, "every_steps": 1},
-        "model": {"sync_batch_norm": False},
+        "model": {"sync_batch_norm": False, "keep_in_fp32": []},
         "communication": {"communication": "none", "compression": "none"},
         "modules": {"digest of str(model)": "aa", "trained parameters": "4 of 4, digest bb"},
     },

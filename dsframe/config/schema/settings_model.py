@@ -36,6 +36,10 @@ class Model(Section):
 
     channels_last: bool = False
     """Use torch's channels_last memory format for 2-D convolutions."""
+    keep_in_fp32: list[str] = Field(default_factory=list)
+    """Names of parameters that stay in fp32 under ``bf16`` and ``fp16``, as routers and norms need it; ``*`` stands for anything:
+    ``["*norm*", "*.router.*"]``. A module of which all is kept computes in fp32: its inputs are converted, and its outputs
+    back. Refused by DeepSpeed, which converts all parameters."""
     sync_batch_norm: bool = False
     """BatchNorm uses the samples of all ranks, so the result does not depend on the number of processes. Refused with several
     micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""

@@ -39,6 +39,14 @@ class ZeroShards(Shards):
         """Of what is gathered."""
         return [weight.detach().clone() for weight in weights]
 
+    @torch.no_grad()
+    def keep(self, weight: Any) -> None:
+        """Another module with the same weight gathers it anew."""
+        shard = weight.ds_tensor
+        flat, size = weight.detach().flatten(), shard.ds_numel
+        piece = flat[weight.ds_process_group.rank() * size :][:size]
+        shard.view(-1)[: piece.numel()].copy_(piece)
+
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
         """**Collective.** As they are; to take them, the weights have to be whole until the end of the backward pass."""
         missing = [weight for weight in weights if not self.is_whole(weight)]

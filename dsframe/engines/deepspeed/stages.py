@@ -27,8 +27,8 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import batch_norm, formats, gradient_hooks, groups, switches
-from dsframe.model.build import dependences, described, refuse_limits
+from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
+from dsframe.model.build import dependences, described
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
@@ -75,7 +75,7 @@ class Cut:
         self.bounds = self._partition()
         """Stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]`` - 1."""
         self._refuse_weights_in_two_stages()
-        refuse_limits(plan, self._probes)
+        max_norm.refuse(self._probes)
         if names := ", ".join(gradient_hooks.find(self._probes)):
             raise EngineError(f"a pipeline calls no hooks on gradients, and {names} has one; train without a pipeline")
 
