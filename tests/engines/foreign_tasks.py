@@ -385,6 +385,9 @@ class _Prototypes(nn.Module):
 class Prototypes(Rows):
     """Weights that only the loss reads: their module is never called."""
 
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole_weights = whole or None
+
     def model(self) -> nn.Module:
         self.net: Any = _Prototypes()
         return self.net
@@ -456,6 +459,28 @@ class Equation(Rows):
         return TensorDataset(points, torch.sin(points))
 
 
+class Consolidated(Rows):
+    """Stays near the weights of an earlier task, where they mattered (Kirkpatrick et al. 2017)."""
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        for name, weight in list(net.named_parameters()):
+            key = name.replace(".", "_")
+            net.register_buffer(f"earlier_{key}", weight.detach() + 0.1)
+            net.register_buffer(f"importance_{key}", weight.detach().square())
+        return net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        buffers = dict(self.net.named_buffers())
+        with dsframe.gathered(self.net) as net:
+            weights = {name.replace(".", "_"): weight for name, weight in net.named_parameters()}
+        moved = (
+            buffers[f"importance_{key}"] * (weight - buffers[f"earlier_{key}"]).square()
+            for key, weight in weights.items()
+        )
+        return super().loss(outputs, targets) + 5.0 * sum(one.sum() for one in moved)
+
+
 class _Recomputed(nn.Module):
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -479,6 +504,23 @@ class Recomputed(Rows):
 
     def eval_data(self) -> Any:
         return TensorDataset(*self.train_data()[:13])  # the last batch is smaller: two are tried before the training
+
+
+class _Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(F.linear(row, self.body.weight)).sum()))(inputs)
+        return self.head(self.body(inputs) + slopes)
+
+
+class Transformed(Rows):
+    """Takes derivatives in forward by a transform of torch.func."""
+
+    def model(self) -> nn.Module:
+        return _Transformed()
 
 
 class _Unusual(nn.Module):
@@ -636,6 +678,13 @@ class Proxies(Rows):
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(self.proxies(outputs), targets)
+
+
+class Beside(Rows):
+    """Keeps a trainable module that takes no part in the loss."""
+
+    def __init__(self) -> None:
+        self.critic = nn.Linear(3, 3)
 
 
 class _Reading(_Clipping):
@@ -829,29 +878,39 @@ class _State:
         self.hidden, self.layers = hidden, layers
 
 
+class _Slots:
+    __slots__ = ("hidden", "layers", "never")
+
+    def __init__(self, hidden: Tensor, layers: int) -> None:
+        self.hidden, self.layers = hidden, layers
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, state: Any) -> Any:
-        return _State(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
+        return type(state)(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
 
 
 class _Head(nn.Linear):
     """Takes a tensor, and returns an object."""
 
+    kind: type
+
     def forward(self, input: Tensor) -> Any:  # torch's name
-        return _State(super().forward(input), 0)
+        return self.kind(super().forward(input), 0)
 
 
 class _Stateful(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
+        self.kind, self.blocks, self.head = kind, nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
+        self.head.kind = kind
 
     def forward(self, inputs: Tensor) -> Any:
-        state = _State(inputs, 0)
+        state = self.kind(inputs, 0)
         for block in self.blocks:
             state = block(state)
         return self.head(state.hidden)
@@ -860,8 +919,11 @@ class _Stateful(nn.Module):
 class Classes(Rows):
     """Outputs are objects of a class of the model's."""
 
+    def __init__(self, *, slots: bool = False) -> None:
+        self.kind = _Slots if slots else _State
+
     def model(self) -> nn.Module:
-        return _Stateful()
+        return _Stateful(self.kind)
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs.hidden, targets)
@@ -1058,6 +1120,7 @@ _BUFFERS: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.tensor([0.5]).expand(8),
     "rare": lambda: torch.tensor([3, 5], dtype=torch.uint16),
 }
+HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly", "shared")
 
 
 class _Sharing(nn.Module):
@@ -1072,37 +1135,54 @@ class _Sharing(nn.Module):
 
 
 class _Having(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kinds: set[str]) -> None:
         super().__init__()
-        self.body, self.more, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.kinds, self.body, self.more, self.head = kinds, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         for kind, make in _BUFFERS.items():
-            self.register_buffer(kind, make(), persistent=kind != "hidden")
-        self.listed = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
-        self.by_name = nn.ParameterDict({"first": torch.full((8,), 0.5), "c": torch.ones(1)})
-        nn.utils.parametrizations.weight_norm(self.body)
-        nn.utils.parametrize.register_parametrization(self.more, "weight", _Symmetric())
-        self.again = self.body
-        self.head.weight.requires_grad_(False)
+            if kind in kinds:
+                self.register_buffer(kind, make(), persistent=kind != "hidden")
+        if "list" in kinds:
+            self.listed = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
+        if "dict" in kinds:
+            self.by_name = nn.ParameterDict({"first": torch.full((8,), 0.5), "c": torch.ones(1)})
+        if "normed" in kinds:
+            nn.utils.parametrizations.weight_norm(self.body)
+        if "symmetric" in kinds:
+            nn.utils.parametrize.register_parametrization(self.more, "weight", _Symmetric())
+        if "twice" in kinds:
+            self.again = self.body
+        if "partly" in kinds:
+            self.head.weight.requires_grad_(False)
         part = nn.Linear(8, 8)
-        self.blocks = nn.Sequential(_Sharing(part), _Sharing(part))
+        self.blocks = nn.Sequential(*(_Sharing(part) for _ in range(2 if "shared" in kinds else 0)))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        buffers = {name: cast(Tensor, getattr(self, name)) for name in _BUFFERS}
         hidden = self.blocks(self.more(self.body(inputs).tanh()))
-        for kind in ("float64", "bool", "scalar", "hidden", "expanded"):
-            hidden = hidden * buffers[kind].float()
-        hidden = hidden * (buffers["integer"] % 3)
-        hidden = (hidden * buffers["complex"]).real + buffers["empty"].sum()
-        hidden = hidden * self.listed[0] + self.listed[1]
-        hidden = hidden * self.by_name["first"] + self.by_name["c"]
-        return self.head(self.again(hidden))
+        for kind in self.kinds & {"float64", "bool", "scalar", "hidden", "expanded"}:
+            hidden = hidden * getattr(self, kind).float()
+        if "integer" in self.kinds:
+            hidden = hidden * (cast(Tensor, self.integer) % 3)
+        if "complex" in self.kinds:
+            hidden = (hidden * cast(Tensor, self.complex)).real
+        if "empty" in self.kinds:
+            hidden = hidden + cast(Tensor, self.empty).sum()
+        if "list" in self.kinds:
+            hidden = hidden * self.listed[0] + self.listed[1]
+        if "dict" in self.kinds:
+            hidden = hidden * self.by_name["first"] + self.by_name["c"]
+        if "twice" in self.kinds:
+            hidden = self.again(hidden)
+        return self.head(hidden)
 
 
 class Having(Rows):
-    """Buffers of unusual dtypes and sizes, parameters in containers, computed, shared and partly frozen."""
+    """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen; or all of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kinds = set(HAVING) if kind == "all" else {kind}
 
     def model(self) -> nn.Module:
-        return _Having()
+        return _Having(self.kinds)
 
 
 class _Later:
@@ -1119,10 +1199,14 @@ class _Returning(nn.Module):
         outputs = self.head(self.body(inputs).tanh())
         return {
             "function": lambda: outputs,
+            "partial": partial(torch.mul, outputs, 1.0),
+            "method": outputs.clone,
             "object": _Later(lambda: outputs),
+            "rows": (row for row in outputs.unbind()),
             "mapping": UserDict(scores=outputs),
             "queue": deque([outputs]),
             "weight": (outputs, self.head.weight),
+            "distribution": torch.distributions.Categorical(logits=outputs),
         }[self.kind]
 
 
@@ -1136,11 +1220,14 @@ class Returning(Rows):
         return _Returning(self.kind)
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
+        if self.kind == "distribution":
+            return -outputs.log_prob(targets).mean()
         if self.kind == "object":
             outputs = outputs.make
         if self.kind == "weight":
             return super().loss(outputs[0], targets) + 0.01 * outputs[1].square().sum()
         scores = {
+            "rows": lambda: torch.stack(list(outputs)),
             "mapping": lambda: outputs["scores"],
             "queue": lambda: outputs[0],
         }.get(self.kind, outputs)
@@ -1373,6 +1460,31 @@ class Residual(Rows):
 
     def model(self) -> nn.Module:
         return _Residual()
+
+
+class _ActNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.zeros(features)), nn.Parameter(torch.ones(features))
+        self.register_buffer("is_set", torch.tensor(False))
+        self.is_set: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.is_set:
+            self.bias.data.copy_(-inputs.mean(0))
+            self.scale.data.copy_(1 / (inputs.std(0) + 1e-6))
+            self.is_set.fill_(True)
+        return (inputs + self.bias) * self.scale
+
+
+class FromData(Rows):
+    """Weights that the first batch sets (Kingma and Dhariwal 2018, "Glow"): in the trial of the evaluation, too."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), _ActNorm(16), nn.Tanh(), nn.Linear(16, 3))
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
 
 
 class _Adjoint(torch.autograd.Function):
@@ -1769,11 +1881,12 @@ class Centred(Rows):
         return Centring(self.what)
 
 
+_CALLS = [0]
 _FORWARDS = 0
 
 
 class Warming(nn.Module):
-    """Counts its calls in a global, its class or a closure."""
+    """Counts its calls in a global, a list of one, its class or a closure."""
 
     calls = 0
 
@@ -1793,6 +1906,9 @@ class Warming(nn.Module):
         if self.where == "global":
             _FORWARDS += 1
             count = _FORWARDS
+        elif self.where == "list":
+            _CALLS[0] += 1
+            count = _CALLS[0]
         elif self.where == "class":
             Warming.calls += 1
             count = Warming.calls
@@ -1806,10 +1922,25 @@ class WarmedUp(Rows):
 
     def __init__(self, where: str) -> None:
         global _FORWARDS
-        self.where, _FORWARDS, Warming.calls = where, 0, 0
+        self.where, _FORWARDS, _CALLS[0], Warming.calls = where, 0, 0, 0
 
     def model(self) -> nn.Module:
         return Warming(self.where)
+
+
+class Noisy(Rows):
+    """Noise of a generator that the module holds."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.noise = nn.Linear(8, 3), torch.Generator().manual_seed(3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.layer(rows) + torch.randn(len(rows), 3, generator=self.noise)
+
+    def model(self) -> nn.Module:
+        return Noisy.Layer()
 
 
 _GATES: dict[int, Tensor] = {}

@@ -92,6 +92,27 @@ class NanoGpt(Port):
         return TensorSource(tokens[:, :-1], tokens[:, 1:])
 
 
+class MaskedWords(NanoGpt):
+    """A loss over the masked tokens alone, which every row has another number of; norms and biases do not decay (Accelerate:
+    mlm)."""
+
+    def parameter_groups(self, model: nn.Module) -> Any:
+        return ()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    def loss_weight(self, targets: Any) -> Tensor:
+        return (targets != -100).sum()
+
+    def train_data(self) -> Any:
+        tokens, masked = (
+            classes(31, SAMPLES, 12),
+            torch.rand(SAMPLES, 12, generator=torch.Generator().manual_seed(3)) < 0.3,
+        )
+        return TensorSource(tokens.masked_fill(masked, 31), tokens.masked_fill(~masked, -100))
+
+
 class _Vae(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +139,18 @@ class Vae(Port):
     def train_data(self) -> Any:
         rows = torch.rand(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
         return TensorSource(rows, rows)
+
+
+class Series(Port):
+    """Sine waves, in float64 (pytorch/examples: time_sequence_prediction)."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+    def train_data(self) -> Any:
+        starts = numbers(SAMPLES, 1).double()
+        waves = torch.sin(starts * 3 + torch.arange(11, dtype=torch.float64) / 2)
+        return TensorSource(waves[:, :-1], waves[:, -1:])
 
 
 class _Carrying(nn.Module):
@@ -182,10 +215,17 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
     """Whether it draws in training: on two ranks then with per_sample_randomness."""
+    float64: bool = False
+    """Whether it is in float64, which DeepSpeed does not keep."""
     alone: bool = False
     """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
     bound: float = 0.0
     """Of the losses beside the plain loop's, on one process."""
+
+    def runs_on(self, engine: str) -> bool:
+        """Whether two ranks of this engine train it."""
+        excluded = {"deepspeed"} if self.float64 else set()
+        return not (self.alone or engine in excluded)
 
 
 def _file(kind: str, rate: float, **params: Any) -> dict[str, Any]:
@@ -233,7 +273,9 @@ CASES: dict[str, Case] = {
         clip=1.0,
         bound=1e-7,
     ),
+    "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
+    "series": Case(Series, _adamw, ADAMW, float64=True),
     "carried": Case(
         Carried,
         _adamw,
@@ -262,7 +304,11 @@ def plain(case: Case) -> list[float]:
 
         def loss(inputs: Any = inputs, targets: Any = targets) -> Tensor:
             optimizer.zero_grad()
-            found = task.loss(model(inputs), targets)
+            if isinstance(inputs, Mapping):
+                outputs = model(**inputs)
+            else:
+                outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+            found = task.loss(outputs, targets)
             found.backward()
             if case.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip)
@@ -301,7 +347,7 @@ def main(engine: str, folder: Path) -> None:
     found = {}
     with one_process_group():
         for name, case in CASES.items():
-            if not case.alone:
+            if case.runs_on(engine):
                 found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
     if world.here().is_main:
         (folder / f"{engine}.json").write_text(json.dumps(found))

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
     "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them")),
+    "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "depends on them"}),
     "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
     "max_norm": ("MaxNorm", {}, {}),
     "max_norm of a function": (
@@ -71,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
     "weights in the loss, gathered for steps": ("Penalty", {"whole": True}, {}),
     "prototypes": ("Prototypes", {}, {}),
+    "prototypes, gathered for steps": ("Prototypes", {"whole": True}, {}),
     "derivatives": ("Forces", {}, {}),
     "an equation": ("Equation", {}, {}),
     "a masked gradient": ("GradientHook", {"what": "mask"}, {}),
@@ -79,6 +81,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "hidden derivatives": ("Hidden", {}, dict.fromkeys(SHARDED, "whole_weights = True")),
     "hidden derivatives, gathered for steps": ("Hidden", {"whole": True}, {}),
     "an equation, summed": ("Equation", {"summed": True}, dict.fromkeys(("ddp", "zero3"), "gives a sum over the rows")),
+    "consolidated": ("Consolidated", {}, {}),
+    "derivatives by a transform": ("Transformed", {}, {}),
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook")),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}),
     "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass")),
@@ -112,6 +116,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in")),
     "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient")),
     "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's")),
+    "a module beside the model": ("Beside", {}, {}),
     "a weight after an evaluation": ("Reported", {}, {"zero3": READ}),
     "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "its loss depends on them (centre)")),
     "a count in the loss": ("Counted", {"where": "attribute"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
@@ -119,10 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_COUNT of foreign_tasks.py)")),
     "a count in an object": ("Counted", {"where": "object"}, {"ddp": "a value outside of the attributes"}),
     "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of")),
+    "a count in a global list": ("WarmedUp", {"where": "list"}, dict.fromkeys(("horovod", "fsdp"), "(_CALLS of foreign")),
     "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)")),
     "a count in a closure": ("WarmedUp", {"where": "closure"}, dict.fromkeys(("fsdp",), "(count of a closure in foreign")),
     "a rank in the loss": ("ByRank", {"where": "loss"}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank")),
     "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
+    "noise of its own": ("Noisy", {}, {}),
     "auxiliary losses in attributes": ("Auxiliary", {}, {}),
     "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left its block by another way"}),
     "a part is left out": ("Leaving", {}, {}),
@@ -132,6 +139,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a centre of all ranks": ("ModelCentre", {}, {}),
     "a centre of one rank": ("ModelCentre", {"all_ranks": False}, {"ddp": "changes centre, a state"}),
     "classes": ("Classes", {}, {}),
+    "classes with slots": ("Classes", {"slots": True}, {}),
     "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
     "a tied table with a limit": ("TiedTable", {}, {}),
     "views that are written to": ("Residual", {}, {}),
@@ -141,6 +149,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "Guarded",
         {"what": "spoilt"},
         dict.fromkeys(ENGINES, "the backward pass of the task's model raised RuntimeError"),
+    ),
+    "rows of length one": ("Normed", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "set from the first batch": (
+        "FromData",
+        {},
+        {"ddp": "not the same numbers", "zero2": "1.bias, 1.scale were written", "zero3": "writes to 1.bias", "fsdp": WRITTEN},
     ),
     "an adjoint method": ("Backwards", {"kind": "adjoint"}, {}),
     "a backward pass in the backward pass": (
@@ -160,17 +174,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a teacher that the task holds": ("HeldTeacher", {}, dict.fromkeys(SHARDED, READ)),
     "buffers that the first step makes": ("Observing", {}, {}),
     "a model without weights": ("Augmented", {}, {"zero3": "Hardtanh in models() has no parameters"}),
+    "time first, summed": ("Reading", {}, {}),
     "masks in torch's encoder": ("Masked", {}, {}),
     "weights by their names": ("ByName", {}, {"zero3": READ}),
     "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
 }  # fmt: skip
-CASES["having all"] = ("Having", {}, {})
+CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in ("all", *foreign_tasks.HAVING)}
 HIDDEN = "holds tensors with gradients"
 CASES |= {
     f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN))
-    for kind in ("function", "object")
-} | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue")}
+    for kind in ("function", "partial", "method", "object", "rows")
+} | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue", "distribution")}
 CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"})
+BY_KIND = {f"having: {kind}" for kind in foreign_tasks.HAVING}
 LATER = {
     "a hook writes later": 3,
     "a hook writes its own": 3,
@@ -179,18 +195,19 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
-COUNTS = ("a count in a model's global", "a count in a class", "a count in a closure")
+COUNTS = ("a count in a model's global", "a count in a global list", "a count in a class", "a count in a closure")
 STATEFUL = {
     "a hook writes later",
     "state of the loss",
     "a teacher that the task holds",
     "a count in training",
+    "noise of its own",
     "a count in a buffer that is not saved",
     *COUNTS,
 }
 """Cases whose tasks count steps, or keep something, in attributes."""
 RIGHT = {
-    **dict.fromkeys(COUNTS, ("single",)),
+    **dict.fromkeys((*COUNTS, "noise of its own"), ("single",)),
     "auxiliary losses in attributes": ("fsdp",),
     "weights in the loss": ("zero2",),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
@@ -212,6 +229,7 @@ RIGHT = {
     "teacher": ("ddp", "zero2"),
     "weights in the loss, gathered for steps": ("fsdp", "zero3"),
     "prototypes": ("fsdp", "zero3"),
+    "prototypes, gathered for steps": ("fsdp", "zero3"),
     "hidden derivatives, gathered for steps": ("fsdp", "zero3"),
     "a masked gradient": ("fsdp", "zero2", "zero3"),
     "a clipped gradient": ("single", "ddp", "horovod", "fsdp"),
@@ -224,11 +242,14 @@ RIGHT = {
     "a count in a buffer that is not saved": ("single",),
     "an attribute that was a weight's memory": ("fsdp", "zero2", "zero3"),
     "an equation": ENGINES,
+    "consolidated": ENGINES,
+    "derivatives by a transform": ("ddp", "fsdp", "zero3"),
     "a hook writes later": ("ddp",),
     "backward writes": ("ddp",),
     "recomputed by itself": ENGINES,
     "recomputed by itself, twice": ("single", "zero2"),
     "integers": ("fsdp", "zero3"),
+    "a module beside the model": ("single", "fsdp"),
     "without elements": ("zero2",),
     "state of the loss": ("single",),
     "a centre of all ranks": ("ddp", "zero3"),
@@ -238,11 +259,14 @@ RIGHT = {
     "collectives in the loss": ("single", "ddp", "fsdp", "zero2", "zero3"),
     "the model in what is kept": ("ddp", "fsdp", "zero3"),
     "classes": ("ddp", "fsdp", "zero3"),
+    "classes with slots": ("fsdp", "zero3"),
     "backward in the loss": ("single",),
     "a tied table with a limit": ENGINES,
     "a frozen table with a limit": ENGINES,
     "an output's gradient is turned": ("zero3", "fsdp"),
+    "rows of length one": ("ddp",),
     "views that are written to": ("fsdp",),
+    "set from the first batch": ("single",),
     "an adjoint method": ("fsdp", "zero3"),
     "a backward pass in the backward pass": ("single", "fsdp"),
     "blocks that a backward pass calls, as can be seen": ("single", "fsdp", "zero3"),
@@ -250,12 +274,13 @@ RIGHT = {
     "a second view": ("single",),
     "buffers that the first step makes": ("ddp", "fsdp", "single"),
     "a teacher that the task holds": ("single", "ddp"),
+    "time first, summed": ENGINES,
     "masks in torch's encoder": ENGINES,
     "weights by their names": ("ddp", "zero2"),
     **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
-    **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue")},
+    **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
     "returning: weight": ("ddp", "fsdp"),
-    "having all": ENGINES,
+    **{case: ENGINES for case in CASES if case.startswith("having: ")},
 }
 
 
@@ -312,9 +337,9 @@ def by_hand(case: str) -> list[float]:
 
 
 def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
-    """Every case on the setup that shards most, on the others in the night."""
+    """Every case on the setup that shards most, on the others in the night; and so each of what one case has together."""
     return [
-        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place))
+        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place or case in BY_KIND))
         for case, setups in setups_of.items()
         for place, setup in enumerate(sorted(setups, reverse=True))
     ]
