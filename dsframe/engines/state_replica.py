@@ -105,15 +105,15 @@ def shards(
     local = []
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
-        local.append(_shard(slot, {WEIGHT: slot.master.detach(), **moments}, scalars))
-    return local + [_shard(slot, {WEIGHT: slot.master.detach()}, {}) for slot in frozen]
+        local.append(_shard(slot, {WEIGHT: slot.master, **moments}, scalars))
+    return local + [_shard(slot, {WEIGHT: slot.master}, {}) for slot in frozen]
 
 
 def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
     def shard_of(tensor: Tensor) -> TensorShard:
         as_weight = slot.start is not None or tensor.shape == slot.master.shape
         shape = tuple(slot.shape if as_weight else tensor.shape)
-        return TensorShard(shape, full_precision(tensor.dtype), *slot.span(tensor), lambda: slot.flat(tensor))
+        return TensorShard(shape, full_precision(tensor.dtype), *slot.span(tensor), lambda: slot.flat(tensor.detach()))
 
     return ParameterShard(slot.name, {key: shard_of(tensor) for key, tensor in tensors.items()}, scalars)
 

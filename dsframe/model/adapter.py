@@ -231,17 +231,7 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
             if not any(name == name_wanted or name.endswith(f".{name_wanted}") for name in named):
                 near = closest(name_wanted, {*named, *(name.rpartition(".")[2] for name in named)})
                 hint = f'write "{near}"' if near else f"linear layers of this model are {', '.join(known)}"
-                if key == "target_modules" and (usual := _usual_targets(model, name_wanted)):
-                    hint = f"peft's own choice for this model is {json.dumps(usual)}"
                 raise _wrong(config, f'{key}: the model has no module "{name_wanted}"', hint)
-
-
-def _usual_targets(model: nn.Module, wanted: str) -> list[str] | None:
-    """Returns the modules that peft takes by default, where ``wanted`` is such a module of other models."""
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-
-    usual = DEFAULTS.get(getattr(getattr(model, "config", None), "model_type", ""))
-    return list(usual) if usual and any(wanted in names for names in DEFAULTS.values()) else None
 
 
 def _check_new_rows(config: Config, model: Any, settings: Any) -> None:

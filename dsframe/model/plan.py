@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsframe.model.followers import EarlyStop, Plateau
+from dsframe.model.followers import EarlyStop
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,9 @@ class Plan:
     """True if nothing trains this model."""
 
     @property
-    def followers(self) -> Mapping[str, Plateau | EarlyStop]:
+    def followers(self) -> Mapping[str, EarlyStop]:
         """Returns what evaluations drive, by the key of its state in a checkpoint's manifest."""
-        plateau = self.schedule if isinstance(self.schedule, Plateau) else None
-        candidates = {"schedule": plateau, "stop": self.stop}
-        return {key: follower for key, follower in candidates.items() if follower is not None}
+        return {"stop": self.stop} if self.stop else {}
 
     @property
     def seed(self) -> int:

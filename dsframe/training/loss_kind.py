@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.data import Loader
 from dsframe.engine import Engine
@@ -192,44 +191,33 @@ class LossTrial:
 
     @torch.no_grad()
     def _inspect_again(self, outputs: Any, targets: Any) -> None:
-        kept = generators.capture(self._engine.plan.device)
-        buffers, outside = unmoved.HeldBuffers(self._engine), held.outside(self._engine)
+        kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
             if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) == "neither":
                 self._votes["neither"] += 1
-        buffers.put_back()
-        outside.put_back()
-        generators.restore(kept, self._engine.plan.device)
+        kept.put_back()
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
             return  # the look would use it up
-        device, task = self._engine.plan.device, self._engine.plan.task
-        kept = generators.capture(device)
-        buffers, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(task)
-        outside, others = held.outside(self._engine), held.Generators(self._engine)
-
-        def put_back() -> None:
-            generators.restore(kept, device)
-            for values in (buffers, outside, others):
-                values.put_back()
-
+        task = self._engine.plan.task
+        kept, copied = unmoved.Kept(self._engine), unmoved.twin(task)
         with task.context.evaluation():
             try:
                 again = []
                 for _ in range(2):
-                    put_back()
+                    kept.put_back()
                     again.append(_loss_of_some(unmoved.twin(task), outputs, targets))
                 self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
-                put_back()
+                kept.put_back()
                 kind = _kind_of(copied, outputs, targets)
             except Exception:
                 kind = ""  # a loss that takes no other number of rows: the training says what is wrong, if anything is
-        self._state |= buffers.changed()
-        self._buffers = buffers.changed(of_model=True)
-        self.draws = generators.capture(device) != kept
-        put_back()
+        self._state |= kept.buffers.changed()
+        self._buffers = kept.buffers.changed(of_model=True)
+        self.draws = kept.drew
+        kept.put_back()
         if kind:
             self._votes[kind] += 1
         state, numbers = unmoved.changes(task, copied)

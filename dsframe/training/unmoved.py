@@ -144,3 +144,25 @@ class HeldBuffers:
         for weight, before in self._weights.values():
             if not torch.equal(weight, before):
                 weight.data.copy_(before)
+
+
+class Kept:
+    """What a look at a loss may move: random generators, buffers and teachers that the task holds, and what user code keeps
+    elsewhere; as they were when this was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._device = engine.plan.device
+        self._drawn = generators.capture(self._device)
+        self.buffers = HeldBuffers(engine)
+        self._others = (held.outside(engine), held.Generators(engine))
+
+    @property
+    def drew(self) -> bool:
+        """True if one of torch's generators has moved since."""
+        return generators.capture(self._device) != self._drawn
+
+    def put_back(self) -> None:
+        """Puts all of it back."""
+        generators.restore(self._drawn, self._device)
+        for values in (self.buffers, *self._others):
+            values.put_back()

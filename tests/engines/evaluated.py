@@ -231,33 +231,6 @@ class Mixed(Task):
         return found
 
 
-class Denoiser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(5, 4)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        time = torch.randint(0, 10, (len(rows), 1))
-        noise = torch.randn_like(rows)
-        found = self.net(torch.cat([rows + noise * time / 10, time.to(rows.dtype)], 1))
-        return (found - noise).square().mean(1)  # type: ignore[no-any-return]
-
-
-class Noisy(Task):
-    """Diffusion: noise and times are drawn in the forward pass."""
-
-    def model(self) -> nn.Module:
-        return Denoiser()
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.mean()
-
-    def train_data(self) -> Any:
-        return TensorSource(torch.randn(SAMPLES, 4, generator=numbers(5)), torch.zeros(SAMPLES))
-
-    eval_data = train_data
-
-
 class Looped(Task):
     """A model that is called once for each row: ranks whose last batches differ in length call it another number of times."""
 
@@ -287,7 +260,7 @@ class RowByRow(nn.Module):
         return torch.stack([self.net(row) for row in rows])
 
 
-TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Mixed, Noisy, Looped)}
+TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Mixed, Looped)}
 
 
 def by_hand(name: str) -> dict[str, float]:

@@ -34,26 +34,12 @@ def spread(size: int = 2, **more: Any) -> dict[str, Any]:
 GROUPS = {"no_decay": "norms-and-biases", "parameter_groups": [{"match": ["*.gate.weight"], "lr_scale": 0.5}]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero0": ("balanced mixtral", {**SGD, **spread(), **zero(0)}),
-    "zero1 adamw": ("balanced mixtral", {**spread(), **zero(1)}),
     "zero2": ("balanced qwen3 moe", {**SGD, **spread(), **zero(2)}),
     "zero3": ("balanced mixtral", {**SGD, **spread(), **zero(3, **WHOLE)}),
-    "zero0 adamw": ("balanced qwen3 moe", {**spread(), **zero(0)}),
-    "zero1": ("balanced mixtral", {**SGD, **spread(), **zero(1)}),
-    "zero2 adamw of 4": ("balanced mixtral", {**spread(4), **zero(2)}),
-    "zero2 cpu": ("balanced mixtral", {**spread(), **zero(2, offload_optimizer=CPU)}),
-    "zero3 of 4": ("balanced qwen3 moe", {**SGD, **spread(4), **zero(3)}),
     "zero3 adamw cpu": ("balanced mixtral", {**spread(), **zero(3, offload_optimizer=CPU, offload_param=CPU)}),
     "zero1 bf16": ("mixtral", {**spread(), **zero(1), **BF16}),
-    "zero3 bf16": ("mixtral", {**spread(), **zero(3), **BF16}),
-    "zero2 of 1": ("balanced mixtral", {**SGD, **spread(1), **zero(2)}),
-    "zero1 data before experts": (
-        "balanced mixtral",
-        {**SGD, **spread(), **zero(1), "use_data_before_expert_parallelism": True},
-    ),
-    "zero2 recomputed": ("mixtral", {**spread(), **zero(2)}),
     "zero3 recomputed": ("mixtral", {**spread(), **zero(3, **WHOLE)}),
     "zero1 groups": ("mixtral", {**spread(), **zero(1)}),
-    "zero3 groups": ("mixtral", {**spread(), **zero(3)}),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"model": {"activation_checkpointing": True}},

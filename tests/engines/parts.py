@@ -137,16 +137,6 @@ def momentum(update: int) -> float:
     return 1.0 - 0.5 / update
 
 
-class Follower(Distilled):
-    """A teacher that is the average of its student."""
-
-    def models(self) -> Mapping[str, Any]:
-        return {"student": partial(net, 4, 3), "teacher": dsframe.average_of("student", momentum)}
-
-    def weight_decay(self, updates: int) -> float:
-        return 0.5 * updates % 2  # 0 before the first update, and again later
-
-
 class Centred(nn.Module):
     """A student that keeps the centre of its teacher's outputs."""
 
@@ -164,8 +154,11 @@ class Centred(nn.Module):
         return -(wanted * (outputs / 0.2).log_softmax(1)).sum(1).mean()
 
 
-class Dino(Follower):
-    """A teacher, and a centre over the rows of all ranks."""
+class Dino(Distilled):
+    """A teacher that is the average of its student, and a centre over the rows of all ranks."""
+
+    def weight_decay(self, updates: int) -> float:
+        return 0.5 * updates % 2  # 0 before the first update, and again later
 
     def models(self) -> Mapping[str, Any]:
         return {"student": Centred, "teacher": dsframe.average_of("student", momentum)}
@@ -221,7 +214,6 @@ class Smoothed(Gan):
 TASKS: dict[str, type[Gan]] = {
     "gan": Gan,
     "critic": Critic,
-    "follower": Follower,
     "dino": Dino,
     "smooth": Smoothed,
     "distilled": Distilled,
@@ -245,7 +237,7 @@ def file(case: str) -> dict[str, Any]:
         own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
     if task == "critic":
         own["optimizers"] = {"discriminator": SGD, "generator": {**adamw, "every_steps": EVERY_STEPS}}
-    if task not in ("follower", "dino"):
+    if task != "dino":
         own["ema"] = {"decay": 0.9}
     return {
         "train_batch_size": BATCH,
@@ -300,7 +292,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         losses, squares = [], 0.0
         for group, rate in rates:
             group["lr"] = rate * min(1.0, max(step - 1, 0) / warm_up) if warm_up else rate  # as DeepSpeed counts
-            if kind in ("follower", "dino"):
+            if kind == "dino":
                 group["weight_decay"] = task.weight_decay(step)
         for name, optimizer in optimizers.items():
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
@@ -319,7 +311,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         found["losses"].append(losses)
         found["norms"].append(squares**0.5)
         for name in optimizers:
-            if kind in ("follower", "dino"):
+            if kind == "dino":
                 _follow(models, momentum(step + 1), averages)
                 continue
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:

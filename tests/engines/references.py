@@ -28,7 +28,6 @@ ADAM = {
 SGD = {**ADAM, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-SUM = {"gradient_allreduce_op": "sum"}
 STAGES = {"pipeline": {"stages": 2}}
 EVERY_2 = {"dsframe": {"engine_options": {"every_steps": 2}}}
 ASYNC = "reference-async-parameter-server"
@@ -37,11 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", ADAM),
     "all-reduce": ("reference-allreduce", ADAM),
     "ring": ("reference-ring", ADAM),
-    "ring sum": ("reference-ring", ADAM | SUM),
-    "ddp sum": ("ddp", ADAM | SUM),
     "server": ("reference-parameter-server", ADAM),
     "async server": (ASYNC, ADAM),
-    "async server bf16": (ASYNC, ADAM | BF16),
     "model parallel": ("reference-model-parallel", ADAM | STAGES),
     "ddp bf16": ("ddp", ADAM | BF16),
     "server bf16": ("reference-parameter-server", ADAM | BF16),

@@ -155,18 +155,24 @@ class Uneven(Rows):
         return nn.Sequential(Dropping(15), nn.Dropout(0.5))
 
 
-class MaskedGradient(Plain):
-    rows = 16
-
+class ScaledGradient(Plain):
     def model(self) -> nn.Module:
         net: Any = super().model()
-        mask = torch.arange(self.rows)[:, None] % 3 > 0
-        net.block["up"].weight.register_hook(lambda gradient: gradient * mask)
+        net.block["up"].weight.register_hook(lambda gradient: gradient * 0.5)
         return net  # type: ignore[no-any-return]
 
 
-class ScaledGradient(MaskedGradient):
-    rows = 1
+class LargeGain(Gain):
+    """More weights than the trial copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1 << 20, 17).requires_grad_(False)
+
+
+class LargeBetween(Rows):
+    def model(self) -> nn.Module:
+        return LargeGain()
 
 
 class Mixture(Rows):
@@ -192,13 +198,6 @@ class HookedMixture(Mixture):
         return net  # type: ignore[no-any-return]
 
 
-class MaskedMixture(Mixture):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
-        net.model.layers[0].mlp.experts.down_proj.register_hook(lambda gradient: gradient * 0.5)
-        return net  # type: ignore[no-any-return]
-
-
 class FrozenMixture(Mixture):
     def model(self) -> nn.Module:
         net: Any = super().model()
@@ -214,11 +213,9 @@ class PenaltyMixture(Mixture):
 CASES = {
     "Mixture": "",
     "HookedMixture": "puts a layer without its hooks in the place of model.layers.0.mlp;",
-    "MaskedMixture": "drops the hook on the gradient of model.layers.0.mlp.experts.down_proj",
     "FrozenMixture": "all experts are frozen",
     "PenaltyMixture": "experts.w1 outside of its module's forward pass",
     "Plain": "",
-    "ScaledGradient": "",
     "Hooked": "puts a layer without its hooks in the place of block.up",
     "Subclass": "puts a layer without its class, Doubled, in the place of block.up",
     "Parametrized": "without its class, ParametrizedLinear, in the place of block.up",
@@ -230,7 +227,8 @@ CASES = {
     "Gathered": "dsframe.gathered: no rank gathers whole weights",
     "Hidden": "the ranks that share layers compute other losses",
     "Uneven": "the ranks that share layers compute other losses",
-    "MaskedGradient": "the hook on the gradient of block.up.weight needs the whole gradient",
+    "ScaledGradient": "block.up.weight has a hook on the whole one",
+    "LargeBetween": "gain, which each rank has whole, gets another gradient on each",
 }
 """Task -> what is said."""
 SPECS = [

@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3 kept": zero(3, zero_optimization=KEEP_SOME),
     **{f"{engine} x {times}": of(engine, times) for engine in ("ddp", "fsdp") for times in (1, 3)},
     "ddp": of("ddp"),
+    "ddp, sent in bf16": of("ddp", ddp={"communication": "bf16"}),
     "ddp, recomputed": of("ddp", model={"activation_checkpointing": True}),
     "ddp, compiled, recomputed": of("ddp", model={"compile": "blocks", "activation_checkpointing": True}),
     "fsdp": of("fsdp"),

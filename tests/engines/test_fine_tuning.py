@@ -83,15 +83,6 @@ def test_packed_conversations_have_the_same_losses_on_two_ranks(folder: Path) ->
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.long
-def test_every_engine_has_the_same_losses_in_bf16_to_its_precision(
-    folder: Path, alone: tuple[dict[int, float], dict[str, Any]]
-) -> None:
-    for engine in ("deepspeed", "fsdp", "horovod"):
-        found, _ = trained(folder, f"{engine}-bf16", 2, "--engine", engine, "--set", "bf16.enabled=true")
-        assert found == pytest.approx(alone[0], abs=0.05), engine
-
-
 class Rows(torch.utils.data.Dataset[Any]):
     """The rows of the run in their order, as the Trainer takes them: labels are not moved by one."""
 

@@ -30,7 +30,6 @@ def largest(left: list[float], right: list[float]) -> float:
     [
         ("all-reduce", "ddp", 1e-6),
         ("ring", "ddp", 1e-6),
-        ("ring sum", "ddp sum", 1e-6),
         ("server", "ddp", 1e-6),
         ("model parallel", "ddp", 1e-6),
         ("server bf16", "ddp bf16", 5e-4),
@@ -46,9 +45,8 @@ def test_the_same_training(report: dict[str, Any], case: str, other: str, bound:
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
 
 
-@pytest.mark.parametrize(("case", "other"), [("async server", "ddp"), ("async server bf16", "ddp bf16")])
-def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], case: str, other: str) -> None:
-    mine, theirs = report[case], report[other]
+def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any]) -> None:
+    mine, theirs = report["async server"], report["ddp"]
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
     assert largest(mine["losses"], theirs["losses"]) > 1e-3
     assert [name for name, _, _ in mine["names"]] == [name for name, _, _ in theirs["names"]]

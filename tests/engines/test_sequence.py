@@ -99,14 +99,6 @@ def test_padded_rows_of_a_transformers_model(tmp_path: Path) -> None:
     compared(tmp_path, 2, 1, "rows", 4, 5e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("packing", ["rows", "documents"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_twenty_steps_of_slices(size: int, packing: str, stage: int, tmp_path: Path) -> None:
-    compared(tmp_path, size, stage, packing, 20, 1e-5)
-
-
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> Slices:
     """Those of rank 3 of 4, in groups of 2."""

@@ -43,6 +43,13 @@ def test_other_kernels_sum_in_another_order(found: dict[str, Any], name: str) ->
     assert switched["distance"] < 1e-5
 
 
+def test_gradients_in_16_bits_are_rounded(found: dict[str, Any]) -> None:
+    plain, short = found["ddp"], found["ddp, sent in bf16"]
+    assert 1e-8 < short["distance"] < 2e-3
+    assert short["losses"] == pytest.approx(plain["losses"], abs=2e-3)
+    assert short["collectives"] == plain["collectives"]
+
+
 def test_horovod_takes_channels_last(found: dict[str, Any]) -> None:
     name = "horovod of images, channels last"
     assert found[name]["losses"] == pytest.approx(found["ddp of images"]["losses"], abs=5e-6)

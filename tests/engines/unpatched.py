@@ -330,41 +330,6 @@ def evaluation() -> None:
     assert sent(lambda _: None) > sent(patches.forget_evaluation), NOT_NEEDED
 
 
-def kept_gathered() -> None:
-    import torch
-
-    from dsframe.engines.deepspeed import patches
-
-    def sent(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> tuple[list[int], torch.Tensor]:
-        zero = {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_reuse_distance": 0,
-        }
-        engine = started(linear_model(), zero)
-        counts = []
-        for evaluates in (False, False, True, False):
-            if evaluates:
-                engine.eval()
-                with around(engine.module), torch.no_grad(), gathers_counted() as called:
-                    outputs = [engine(torch.ones(1, 4)) for _ in range(3)]
-                engine.train()
-                patches.forget_evaluation(engine)
-                assert {one.ds_status.name for one in engine.module.parameters()} == {"NOT_AVAILABLE"}
-            else:
-                with gathers_counted() as called:
-                    step(engine)
-            counts.append(len(called))
-        return counts, outputs[-1]
-
-    (plain, expected), (kept, found) = sent(lambda _: contextlib.nullcontext()), sent(patches.kept_gathered)
-    assert plain[2] > kept[2], NOT_NEEDED
-    assert plain[2] == 3 * kept[2], (plain, kept)
-    assert plain[3] == kept[3], "training after it gathers as before"
-    assert torch.equal(expected, found)
-
-
 def muon_dtype() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -471,7 +436,7 @@ def pipeline_clipping() -> None:
     stage = torch.nn.Linear(2, 2)
     assert not is_model_parallel_parameter(stage.weight), NOT_NEEDED
     stage.weight.ds_pipe_replicated = stage.bias.ds_pipe_replicated = False  # type: ignore[union-attr]
-    patches.count_for_clipping(stage, first=True)
+    patches.count_for_clipping(stage)
     assert is_model_parallel_parameter(stage.weight)
 
 
@@ -530,19 +495,6 @@ def pipeline_sizes() -> None:
     assert (engine.dynamic_shape, asked) == (False, [])
     patches.announce_sizes(engine, each=True, anew=True)
     assert (engine.dynamic_shape, asked) == (True, ["reset"])
-
-
-def stage_splits() -> None:
-    from deepspeed.module_inject import auto_tp
-
-    auto = SimpleNamespace()
-    with (
-        mock.patch.object(auto_tp, "is_autotp_training_mode", return_value=True),
-        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_group", return_value="everybody's"),
-        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_world_size", return_value=4),
-    ):
-        auto_tp.AutoTP.set_tensor_parallel_config(auto, 2, "the stage's")
-    assert auto.mp_group == "everybody's", NOT_NEEDED
 
 
 def mixture() -> Any:
@@ -652,9 +604,9 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
-    pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes, stage_splits,
+    pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

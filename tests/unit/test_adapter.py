@@ -211,10 +211,6 @@ def test_training_goes_on_from_pefts_folder(trained: Path, tmp_path: Path, capsy
             {"target_modules": ["attention"]},
             r'no module "attention"; linear layers of this model are down_proj, gate_proj',
         ),
-        (
-            {"target_modules": ["c_attn"]},
-            r'no module "c_attn"; peft.s own choice for this model is \["q_proj", "v_proj"\]',
-        ),
         ({"modules_to_save": ["classifier"]}, 'modules_to_save: the model has no module "classifier"'),
         ({"folder": "/nowhere"}, "/nowhere has no adapter_config.json and adapter_model.safetensors"),
         ({"folder": "/nowhere", "r": 4}, r"dsframe\.adapter\.r: the adapter of the folder says it"),

@@ -37,18 +37,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": (LM, {}, {}),
     "tied": (LM, TIED, {}),
     "tied, embeddings whole": (LM, TIED, {**Q, "modules_to_save": ["embed_tokens"]}),
-    "tied, head whole": (LM, TIED, {**Q, "modules_to_save": ["lm_head"]}),
-    "tied, both whole": (LM, TIED, {**Q, "modules_to_save": ["lm_head", "embed_tokens"]}),
     "tied, factors of embeddings": (LM, TIED, {"target_modules": ["embed_tokens", "q_proj"]}),
-    "tied, factors of the head": (LM, TIED, {"target_modules": ["lm_head", "q_proj"]}),
     "tied, factors of both": (LM, TIED, {"target_modules": ["lm_head", "embed_tokens"]}),
-    "embeddings whole": (LM, {}, {**Q, "modules_to_save": ["embed_tokens"]}),
     "factors of embeddings": (LM, {}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "rsLoRA": (LM, BIASED, {**Q, "use_rslora": True, "lora_alpha": 3.0}),
     "classifier of sequences": ("LlamaForSequenceClassification", {"num_labels": 3}, {}),
     "classifier of tokens": ("BertForTokenClassification", BERT, {}),
     "classifier of images": ("ViTForImageClassification", VIT, {}),
-    "answers in a text": ("BertForQuestionAnswering", {**BERT, "num_labels": 2}, {}),
 }
 
 
@@ -120,14 +115,10 @@ def test_a_classifiers_head_is_trained_and_saved(kind: str, tmp_path: Path) -> N
 BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "embeddings": ({}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied embeddings": (TIED, {"target_modules": ["embed_tokens", "q_proj"]}),
-    "embeddings whole": (TIED, {**Q, "modules_to_save": ["embed_tokens"]}),
     "ranks": ({}, {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 1}}),
     "DoRA": ({}, {**Q, "use_dora": True}),
-    "DoRA of embeddings": (TIED, {"target_modules": ["embed_tokens"], "use_dora": True}),
-    "some tokens": ({}, {**Q, "trainable_token_indices": [1, 3]}),
     "some tokens, tied": (TIED, {**Q, "trainable_token_indices": {"embed_tokens": [1, 3]}}),
     "biases": (BIASED, {"target_modules": "all-linear", "bias": "lora_only"}),
-    "biases of the factors": (BIASED, {**Q, "lora_bias": True}),
 }
 
 

@@ -16,14 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dsframe
 from dsframe.checkpoint.reader import Checkpoint
-from dsframe.config import load
 from dsframe.data import Loader, TensorSource
-from dsframe.errors import CheckpointError, ConfigError
 from dsframe.model import ema
 from dsframe.tools import export
-from dsframe.tools.plan.device import gpu
-from dsframe.tools.plan.footprint import predict
-from dsframe.tools.plan.model import Model
 
 
 class Line(dsframe.Task):
@@ -125,19 +120,6 @@ def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
     assert summary.metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_averages_are_exported_on_request(tmp_path: Path) -> None:
-    dsframe.fit(Line(), file(tmp_path / "run", ema={"decay": 0.9}))
-    wanted = averages(tmp_path / "run" / "checkpoints" / "step-00000006")
-    out = tmp_path / "weights.safetensors"
-    assert export.main([str(tmp_path / "run"), "--average", "--out", str(out)]) == 0
-    found = load_file(out)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    dsframe.fit(Line(), file(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="has no averages"):
-        export.main([str(tmp_path / "none"), "--average"])
-
-
 def test_averages_that_were_evaluated_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dsframe.fit(Line(), file(tmp_path / "run", ema={"decay": 0.9, "evaluate": True}))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -174,30 +156,3 @@ def test_what_changes_at_a_restart_is_said(tmp_path: Path, capsys: pytest.Captur
     assert not Checkpoint(tmp_path / "a" / "checkpoints" / "step-00000008").keeps("ema")
     dsframe.fit(Line(), file(tmp_path / "b", ema={}, steps=8), resume=str(tmp_path / "none"))
     assert "the average of the weights begins with the loaded weights" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {
-                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
-                "dsframe": {"engine": "deepspeed", "ema": {}},
-            },
-            "not possible with an optimizer on NVMe",
-        ),
-        ({"dsframe": {"engine": "single", "ema": {"decay": 1.0}}}, "decay"),
-    ],
-)
-def test_refusals(more: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load({**file(tmp_path, ema={}), **more})
-
-
-@pytest.mark.parametrize(("engine", "more"), [("ddp", 4.0), ("fsdp", 1.0), ("deepspeed", 1.0)])
-def test_the_plan_counts_it(engine: str, more: float) -> None:
-    """4 bytes a parameter, shared out as the optimizer's state is, on 4 ranks."""
-    zero = {"zero_optimization": {"stage": 3}}
-    files = [load({**file(Path("x"), ema=ema), "train_batch_size": 4, **zero}) for ema in (None, {})]
-    held = [predict(one, engine, Model(1000, 4), gpu(80e9), 4).memory.optimizer for one in files]
-    assert held[1] - held[0] == 1000 * more

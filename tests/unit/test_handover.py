@@ -197,11 +197,3 @@ def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(st
     assert document["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 1000}
     timed = dataclasses.replace(on_gpu, config=load({**FILE, "timers": {"throughput": {"enabled": True}}}))
     assert handover(timed, elements=1000)["timers"] == {"throughput": {"enabled": True}}
-
-
-def test_a_pipeline_whose_stages_are_split_before() -> None:
-    changes = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
-    found = handover(plan(changes, 4, verbose=True))
-    assert "tensor_parallel" not in found
-    assert "steps_per_print" not in found
-    assert found["train_batch_size"] == 8  # the file's 16 counts each of two ranks that read the same samples

@@ -210,19 +210,14 @@ class OneSize(nn.Linear):
         return super().forward(inputs.view(4, 3)).mean()
 
 
-def ctc(reduction: str, joined: bool = False) -> Loss:
+def ctc(reduction: str) -> Loss:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         labels = targets.reshape(-1, 4)[:, :2].abs().round().long().clamp(1, 3)
         rows = len(labels)
         lengths = [torch.full((rows,), length) for length in (6, 2)]
-        return functional.ctc_loss(outputs, labels.reshape(-1) if joined else labels, *lengths, reduction=reduction)
+        return functional.ctc_loss(outputs, labels, *lengths, reduction=reduction)
 
     return loss
-
-
-def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    inputs, targets = default_collate(rows)
-    return inputs, targets.reshape(-1)
 
 
 def mixed(rows: list[Any]) -> tuple[Tensor, Tensor]:
@@ -244,8 +239,6 @@ NEITHER = "neither a mean nor a sum over rows"
 FORMS: dict[str, tuple[Rows, str]] = {
     "time first, sum": (Rows(ctc("sum"), lambda: TimeFirst(3, 4)), SUM),
     "time first, mean": (Rows(ctc("mean"), lambda: TimeFirst(3, 4)), ""),
-    "targets joined, sum": (Rows(ctc("sum", True), lambda: TimeFirst(3, 4), joined), SUM),
-    "targets joined, mean": (Rows(ctc("mean", True), lambda: TimeFirst(3, 4), joined), ""),
     "loss inside": (Rows(lambda loss, _: loss, lambda: LossInside(3, 4)), SUM),
     "loss beside": (Rows(lambda outputs, _: outputs["loss"], lambda: LossBeside(3, 4)), SUM),
     "collate mixes": (Rows(mean, linear, mixed), NEITHER),

@@ -99,29 +99,3 @@ def test_masters_carry_what_16_bits_would_lose() -> None:
     torch.testing.assert_close(before - masters.masters[0].detach(), torch.full((1, 1), 1e-2), rtol=1e-3, atol=0.0)
     assert model.weight.grad is None
     torch.testing.assert_close(model.weight.float(), masters.masters[0].detach().bfloat16().float())
-
-
-def test_gradients_become_fp32_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU one launch for a window, and not one for each parameter; what is not there stays away."""
-    assert [*precision._windows([3, 4, 9, 1, 1], most=7)] == [slice(0, 2), slice(2, 3), slice(3, 5)]
-    assert [*precision._windows([])] == []
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))).to(torch.bfloat16)
-    masters = precision.MasterWeights(model)
-    masters._windows = [slice(0, 4), slice(4, 6)]
-    given = [torch.full_like(parameter, number) for number, parameter in enumerate(model.parameters())]
-    for parameter, gradient in zip(model.parameters(), given, strict=True):
-        parameter.grad = gradient.clone()
-    model[0].bias.grad = None
-    calls = []
-    copy = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: (calls.append(len(of)), copy(to, of)))
-    masters.take_gradients()
-    assert calls == [3, 2]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for number, (master, gradient) in enumerate(zip(masters.masters, given, strict=True)):
-        if number == 1:
-            assert master.grad is None
-        else:
-            assert master.grad is not None
-            assert master.grad.dtype == torch.float32
-            assert torch.equal(master.grad, gradient.float())

@@ -56,13 +56,6 @@ def test_the_formulas_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
         theirs.step()
 
 
-def test_torchs_own_are_read_off_and_can_go_back() -> None:
-    schedule = schedules.build("StepLR", 0.1, {"step_size": 3})
-    assert [schedule(updates).learning_rate for updates in (0, 2, 3, 6, 1)] == pytest.approx(
-        [0.1, 0.1, 0.01, 0.001, 0.1]
-    )
-
-
 def test_rates_reach_the_optimizer() -> None:
     groups: list[dict[str, Any]] = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
     Rates(0.5, 0.8, 0.99).apply(groups)
@@ -97,14 +90,6 @@ def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, 
             assert mine["lr"] == pytest.approx(original["lr"], rel=1e-12, abs=1e-18), updates
         theirs.step()
         scheduler.step()
-
-
-def test_groups_have_one_rate_where_it_is_0_and_keep_the_files_ratio() -> None:
-    groups: list[dict[str, Any]] = [{"lr": 0.0}, {"lr": 0.0, "lr_scale": 10.0}]
-    keep_ratios(groups, 0.0)
-    assert [group["lr_scale"] for group in groups] == [1.0, 10.0]
-    Rates(0.5).apply(groups)
-    assert [group["lr"] for group in groups] == [0.5, 5.0]
 
 
 def test_a_list_of_one_rate_is_that_rate() -> None:
@@ -163,16 +148,6 @@ def test_the_names_of_hugging_face(name: str, params: dict[str, Any], rates: lis
     schedule = schedules.build(name, BASE, params)
     assert [schedule(updates).learning_rate / BASE for updates in range(len(rates))] == pytest.approx(rates)
     assert name in HF_SCHEDULERS
-
-
-def test_nanogpts_recipe() -> None:
-    """Its get_lr, with warmup_iters 4, lr_decay_iters 20 and min_lr a tenth."""
-    ours = schedules.build("nanogpt", 1.0, {"warmup_iters": 4, "lr_decay_iters": 20, "min_lr": 0.1})
-    rates = [ours(updates).learning_rate for updates in range(30)]
-    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert rates[4] == 1.0
-    assert rates[12] == pytest.approx(0.55)
-    assert rates[20:] == pytest.approx([0.1] * 10)
 
 
 def half_each(updates: int) -> float:
@@ -257,9 +232,6 @@ def test_a_tasks_own_weight_decay() -> None:
         schedule(updates).apply(groups)
         seen.append([group.get("weight_decay") for group in groups])
     assert seen == [[0.1, 0.0, None], [0.0, 0.0, None], [0.2, 0.0, None]]
-    plateau = {"type": "ReduceLROnPlateau", "params": {}}
-    with pytest.raises(TaskError, match=r"Decaying\.weight_decay is not possible with ReduceLROnPlateau"):
-        schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8)
 
 
 def test_what_is_said_of_a_schedule() -> None:

@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,31 +37,14 @@ class Tied(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
 
 
-def lstm() -> nn.Module:
-    return nn.LSTM(16, 32, num_layers=2)
-
-
-def attention() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2, enable_nested_tensor=False)
-
-
-def normed() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ConvTranspose2d(16, 8, 3))
-
-
-@pytest.mark.parametrize("constructor", [Tied, lstm, attention, normed, convolutions])
-def test_the_model_is_the_same_to_the_bit(constructor: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_the_model_is_the_same_to_the_bit(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    whole = constructor()
+    whole = Tied()
     after = torch.rand(1)
     torch.manual_seed(3)
     files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 12)
     with files.building():
-        built = constructor()
+        built = Tied()
     assert torch.equal(torch.rand(1), after), "the generator stands elsewhere"
     for parameter in built.parameters():
         files.move(parameter)

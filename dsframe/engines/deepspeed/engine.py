@@ -30,7 +30,7 @@ from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
-from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty
+from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
     from dsframe.engines.deepspeed.state_experts import Part
     from dsframe.engines.deepspeed.state_tensor import Cut
-    from dsframe.engines.deepspeed.tensor_trial import Trial
+    from dsframe.engines.deepspeed.tensor_trial import Trial, WholeGradients
 
 
 class ZeroEngine(ModelEngine):
@@ -77,6 +77,7 @@ class ZeroEngine(ModelEngine):
         self._experts: Mapping[str, Part] = {}
         self._shares: Mapping[str, Cut] = {}
         self._trial: Trial | None = None
+        self._whole_gradients: WholeGradients | None = None
         self._compared = 0
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
@@ -110,7 +111,7 @@ class ZeroEngine(ModelEngine):
             seen = self._stage == 3 and not plan.config.settings.model.compile
             take = output_classes.show(module.modules() if seen else ())
             with patches.scalars_sent():
-                self._shares = self._initialize(module)
+                self._initialize(module)
             take()
         if not plan.frozen:
             self._prepare_steps(module)
@@ -160,6 +161,7 @@ class ZeroEngine(ModelEngine):
             self._spill = on_disk(self.plan.directory, self.plan.world.size)
         model, self.built = build_model(self, spill=self._spill)
         gradient_hooks.refuse_nonlinear(model, self.built.gradient_hooks, f"DeepSpeed ZeRO-{self._stage}")
+        refuse_gradient_hooks(self.plan, self.built.gradient_hooks)
         if self._stage == 3:
             self._settle_gathering(model)
         if self.plan.batch.sequence_parallel_size > 1:
@@ -175,29 +177,28 @@ class ZeroEngine(ModelEngine):
                 block.register_forward_pre_hook(differentiable, with_kwargs=True)
         return model, model
 
-    def _initialize(self, module: nn.Module) -> dict[str, Cut]:
-        """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
+    def _initialize(self, module: nn.Module) -> None:
+        """**Collective.** Starts DeepSpeed's engine on ``module``."""
         if self.plan.frozen and self._stage < 3:
-            return {}  # nothing of it is sharded
+            return  # nothing of it is sharded
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
             experts.refuse_unsupported(self.plan, module)
-            with patches.recorded_routers(), experts.whole_blocks(module, self.built.gradient_hooks):
+            with patches.recorded_routers(), experts.whole_blocks(module):
                 self._start(module)
             self._experts = state_experts.parts(module)
-            return {}
+            return
         if self.plan.batch.tensor_parallel_size == 1:
             self._start(module)
-            return {}
+            return
         from dsframe.engines.deepspeed import tensor, tensor_trial
 
         section = tensor.completed(self.plan.config.written()["tensor_parallel"], module, self.plan)
         with tensor_trial.whole_layers(module):
             self._start(module, section)
-        cut = tensor.cuts(self._model)
-        tensor_trial.refuse_hooks(self.built.gradient_hooks, cut)
-        return cut
+        self._shares = tensor.cuts(self._model)
+        self._whole_gradients = tensor_trial.WholeGradients(self._model, self._shares, self.plan.device)
 
     def _start(self, module: nn.Module, tensor_parallel: Mapping[str, Any] | None = None) -> None:
         document = handover(
@@ -212,7 +213,7 @@ class ZeroEngine(ModelEngine):
         if tensor_parallel is not None:
             from dsframe.engines.deepspeed.tensor_trial import Trial
 
-            self._trial = Trial.of(module, self.built.gradient_hooks)
+            self._trial = Trial.of(module)
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
@@ -339,12 +340,15 @@ class ZeroEngine(ModelEngine):
 
     def _compare_losses(self, loss: Tensor) -> None:
         """**Collective.** Of ranks that share layers, in the first two steps: a rank that draws more than another has other numbers
-        in the next one. Raises EngineError."""
+        in the next one; in the first step gradients, too. Raises EngineError."""
         if self._shares and self._compared < 2:
             from dsframe.engines.deepspeed.tensor_trial import refuse_different
 
             self._compared += 1
             refuse_different(loss, self._dtype, self._tensor_group())
+        if self._whole_gradients is not None:
+            gradients, self._whole_gradients = self._whole_gradients, None
+            gradients.refuse_different(self._dtype, self._tensor_group())
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
@@ -433,15 +437,14 @@ class ZeroEngine(ModelEngine):
         if (
             self._stage != 3
             or self.gathers_steps
+            or self.plan.config.settings.model.compile  # together with the hooks
             or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme"
         ):
             return contextlib.nullcontext()
         size = self._elements * self._dtype.itemsize
         if not (self._kept or stays_gathered(self, size)):
             return contextlib.nullcontext()
-        config = self.plan.config
-        compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # together with the hooks
-        return patches.kept_gathered(self._model) if compiled or self.plan.frozen else self._without_hooks()
+        return self._without_hooks()
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:

@@ -6,8 +6,8 @@ experts it is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from dsframe.engines.deepspeed.imports import configure_moe_param_groups, groups
 from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.errors import EngineError
 from dsframe.model.gathered import LIBRARIES
-from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.plan import Plan
 
 _WITHOUT = "leave it out of the model, or train without expert_parallel"
@@ -73,15 +72,9 @@ class ExpertShards(OwnParts):
 LIBRARIES.insert(0, ExpertShards())
 
 
-@contextmanager
-def whole_blocks(model: nn.Module, hooks: GradientHooks) -> Iterator[None]:
+def whole_blocks(model: nn.Module) -> AbstractContextManager[None]:
     """Around AutoEP's work on ``model``. Raises EngineError for blocks that it cannot put others in the place of."""
-    weights = dict(model.named_parameters())
-    with replacing(model, "expert_parallel", lambda layer: type(layer).__module__.startswith(_PLAIN), _WITHOUT):
-        yield
-    now = dict(model.named_parameters())
-    if lost := [name for name in hooks if now.get(name) is not weights[name]]:
-        raise EngineError(f"expert_parallel: DeepSpeed drops the hook on the gradient of {', '.join(lost)}; {_WITHOUT}")
+    return replacing(model, "expert_parallel", lambda layer: type(layer).__module__.startswith(_PLAIN), _WITHOUT)
 
 
 def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -> tuple[Any, list[Any] | None]:

@@ -92,8 +92,6 @@ def _bucket(section: dict[str, Any], plan: Plan, elements: int) -> None:
 
 
 def _pipeline(document: dict[str, Any], plan: Plan) -> None:
-    if document.pop("tensor_parallel", None):  # dsframe has split the stage's layers before
-        document["train_batch_size"] = plan.batch.train_batch_size
     # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
     document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
     if not plan.verbose:

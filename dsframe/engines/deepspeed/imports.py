@@ -27,10 +27,7 @@ with warnings.catch_warnings(), without_mlflow():
     from deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module
 
 _BY_FEATURE = {
-    "AutoTP": "module_inject.auto_tp",
-    "configure_tensor_parallel_runtime": "module_inject.layers",
     "SUPPORTED_STYLES": "module_inject.tp_plan_converter",
-    "TPTrainingConfig": "runtime.tensor_parallel.config",
     "_get_hf_tp_plan": "runtime.tensor_parallel.config",
     "configure_moe_param_groups": "moe.utils",
     "PipelineModule": "pipe",

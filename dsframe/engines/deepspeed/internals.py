@@ -48,14 +48,12 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "runtime/pipe/module.py": {
         "activation_checkpoint_func": "called for each interval of layers that is recomputed",
-        "forward_funcs": "this stage's layers, in order",
         "tied_modules": "layers that several stages have, by name",
         "ds_pipe_replicated": "a tied parameter that another stage counts in the norm",
     },
     "runtime/pipe/topology.py": {
         "get_model_parallel_group": "ranks that hold parts of one copy of a layer",
         "get_pipe_parallel_group": "ranks of one pipeline",
-        "get_slice_parallel_group": "ranks that cut the same layers by columns or rows",
         "pp_group": "ranks of one pipeline, or None where there is one stage",
     },
     "runtime/zero/stage3.py": {
@@ -96,8 +94,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "runtime/bf16_optimizer.py": {
         "bf16_groups": "parameters by group, as they lie in the flat tensors",
-        "_hp_optimizer_states_linked": "parameters know where their moments are",
-        "_lazy_init_hp_params_optimizer_state": "tells them",
         "update_lp_params": "masters -> model, gathered from all ranks",
     },
     "runtime/fp16/fused_optimizer.py": {
@@ -127,14 +123,10 @@ INTERNALS: dict[str, dict[str, str]] = {
         "ds_tensor": "this rank's piece",
         "ds_shape": "shape of the whole",
         "ds_numel": "elements of the whole",
-        "ds_process_group": "the ranks that it is cut among",
         "ds_id": "number of the parameter",
         "ds_status": "gathered, released or on its way",
-        "ds_persist": "stays gathered",
         "ds_active_sub_modules": "modules that need it gathered now",
-        "is_external_param": "a module uses it that does not own it",
     },
-    "runtime/tensor_parallel/config.py": {"get_partition_config_object": "how layers are cut"},
     "runtime/sequence_parallel/ulysses_sp.py": {"ds_grad_is_ready": "False while a tiled layer has more to add"},
     "runtime/zero/muon/original_muon.py": {"ns_compute_dtype": "dtype of Muon's iteration"},
     "runtime/utils.py": {
@@ -142,24 +134,18 @@ INTERNALS: dict[str, dict[str, str]] = {
         "tensor_model_parallel": "the same, by Megatron's name",
     },
     "utils/tensor_fragment.py": {
-        "get_full_hp_param": "gathers a master, or a moment by its key",
         "get_hp_fragment_address": "where a parameter's piece lies in this rank's flat tensor",
-        "set_optim_state_fragment": "tells a parameter where its moments are",
     },
-    "utils/mixed_precision_linkage.py": {"_hp_mapping": "a parameter's piece on this rank, or None"},
+    "utils/mixed_precision_linkage.py": {
+        "_hp_mapping": "a parameter's piece on this rank, or None",
+        "_dp_group": "the ranks that share its master",
+    },
     "utils/groups.py": {
         "initialize": "makes the groups",
         "_get_expert_parallel_group": "ranks that share one set of experts",
         "get_tensor_model_parallel_group": "ranks that cut the same layers",
     },
     "ops/op_builder/fused_adam.py": {"cxx_args": "options of the C++ compiler"},
-    "module_inject/auto_tp.py": {
-        "_replace_module": "cuts the layers of a module",
-        "mp_group": "ranks that cut the same layers",
-        "mp_size": "their number",
-        "update_linear_policies": "chooses how a layer is cut, by its name",
-    },
-    "module_inject/layers.py": {"set_autotp_mode": "layers are cut for training"},
     "module_inject/auto_ep_layer.py": {
         "ep_rank": "which experts this rank has",
         "num_experts": "experts of a layer on all ranks",

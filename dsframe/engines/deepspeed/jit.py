@@ -58,8 +58,6 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         raise EngineError(
             f"the file asks for {', '.join(missing)}, which DeepSpeed compiles at first use, and there is no C++ compiler (g++)"
         )
-    if problem := _cuda_problem(missing):
-        raise EngineError(problem)
     if "async_io" in missing and not _has_libaio():
         raise EngineError(
             "NVMe offload needs libaio's header and library, which are not installed (Debian: apt-get install libaio-dev)"
@@ -79,29 +77,6 @@ def _is_built(folder: Path) -> bool:
     """Whether an op is there. On CPUs one with debug symbols, of an earlier dsframe or of DeepSpeed alone, is compiled again."""
     how = folder / "build.ninja"  # CUDA's has a standard between the two
     return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
-
-
-def _cuda_problem(ops: list[str]) -> str:
-    """Why a build of torch for CUDA cannot compile ``ops`` here; empty where it can. DeepSpeed itself ends in a TypeError then."""
-    needing = [
-        op for op in ops if op.startswith("fused_") or op == "async_io"
-    ]  # the CPU's optimizers need only a C++ compiler
-    if not needing:
-        return ""
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return ""
-    what = f"the file asks for {', '.join(needing)}, which DeepSpeed compiles at first use with CUDA's toolkit"
-    wanted = torch.version.cuda.partition(".")[0]
-    home = next(filter(None, (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))), None)
-    nvcc = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
-    remedy = f"install the toolkit of CUDA {wanted} and set CUDA_HOME to its folder"
-    if any(op.startswith("fused_") for op in needing):
-        remedy += ', or leave out "torch_adam": false'
-    if not nvcc.exists():
-        return f"{what}, and there is no {nvcc}; {remedy}"
-    return ""
 
 
 def extensions_directory() -> Path:

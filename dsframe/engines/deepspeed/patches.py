@@ -97,10 +97,6 @@ PATCHES: dict[str, Patch] = {
         "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
         "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
     ),
-    "kept_gathered": Patch(
-        "an evaluation of a model beyond stage3_max_reuse_distance gathers its parameters anew for each batch",
-        "runtime/zero/partitioned_param_coordinator.py (release_sub_module)",
-    ),
     "hooks_set_aside": Patch(
         "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
         "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
@@ -144,9 +140,6 @@ PATCHES: dict[str, Patch] = {
     "expert_norm": Patch(
         "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
         "runtime/utils.py (clip_grad_norm_)",
-    ),
-    "stage_splits": Patch(
-        "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"
     ),
 }
 
@@ -253,17 +246,11 @@ def leave_out_debug_symbols() -> None:
 def silence_torch_warnings() -> None:
     """ "torch_warnings": for the rest of the process."""
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
-    # And a pipeline's stages whose layers are split send inside of a backward pass, which torch takes for a mistake.
+    # And a pipeline sends weights that are tied as what has gradients, which torch takes for a mistake.
     warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
 _LATER = (
-    (
-        "kept_gathered",
-        "runtime.zero.partitioned_param_coordinator",
-        ("PartitionedParameterCoordinator", "release_sub_module"),
-    ),
-    ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
     ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
     ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue")),
     ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue_per_tensor")),
@@ -576,27 +563,6 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
             )
 
 
-@contextlib.contextmanager
-def kept_gathered(model: nn.Module) -> Iterator[None]:
-    """ "kept_gathered": inside, what a forward pass gathers stays."""
-    available = _upstream("kept_gathered", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
-    all_parameters: Iterable[Any] = model.parameters()
-    parameters = [
-        parameter for parameter in all_parameters if not (parameter.ds_persist or parameter.is_external_param)
-    ]
-    for parameter in parameters:
-        parameter.is_external_param = True  # which DeepSpeed does not release after a module's pass
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.is_external_param = False
-    # Not after an error: the module that raised it still holds its weights, and DeepSpeed would raise another.
-    gathered = [parameter for parameter in parameters if parameter.ds_status is available]
-    if gathered:
-        gathered[0].partition(gathered)
-
-
 # Pipelines.
 
 
@@ -623,12 +589,12 @@ def recompute_once(engine: Any, stage: Any) -> None:
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
 
 
-def count_for_clipping(stage: nn.Module, *, first: bool) -> None:
-    """ "pipeline_clipping": marks what is no copy. ``first``: of the ranks that share the stage's layers."""
+def count_for_clipping(stage: nn.Module) -> None:
+    """ "pipeline_clipping": marks what is no copy."""
     _upstream("pipeline_clipping", "runtime.utils", "is_model_parallel_parameter")
     parameter: Any
     for parameter in stage.parameters():
-        parameter.model_parallel = first and not parameter.ds_pipe_replicated
+        parameter.model_parallel = not parameter.ds_pipe_replicated
 
 
 def sum_norms_once(optimizer: Any) -> None:
@@ -653,7 +619,7 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
     """ "pipeline_evaluation". **Collective.** One micro-batch through the stages; the loss function gets the outputs."""
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
-    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of parts that tensor ranks send.
+    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of what stages send.
     engine.reset_activation_shape()
     engine._exec_schedule(engine._inference_schedule(1))
     engine.reset_activation_shape()
@@ -665,15 +631,3 @@ def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
     engine.dynamic_shape = each
     if anew:
         engine.reset_activation_shape()
-
-
-def split_by(auto: Any, group: dist.ProcessGroup, size: int, stage: Any) -> None:
-    """ "stage_splits": AutoTP splits ``stage`` among the ranks of ``group``, in place."""
-    _upstream("stage_splits", "module_inject.auto_tp", "AutoTP", "_replace_module")
-    auto.mp_group, auto.mp_size = group, size
-    auto.update_linear_policies()
-    before = dict(stage.named_children())
-    auto._replace_module(stage)
-    # What a stage runs is a list of its own: a layer that is itself one that was split has to be exchanged there too.
-    exchanged = {id(layer): stage.get_submodule(name) for name, layer in before.items()}
-    stage.forward_funcs = [exchanged.get(id(function), function) for function in stage.forward_funcs]

@@ -13,16 +13,15 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import StepResult
 from dsframe.engines import precision
-from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
+from dsframe.engines.deepspeed import patches, state
 from dsframe.engines.deepspeed.engine import ZeroEngine
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.engines.deepspeed.stages import Cut, Stage
@@ -55,8 +54,6 @@ class PipelineEngine(ZeroEngine):
         self._sizes: set[torch.Size] = set()
         """Sizes of the inputs in the last training step."""
         super().__init__(plan)
-        if plan.batch.tensor_parallel_size > 1:  # a stage may have nothing to cut, but not all of them
-            tensor.refuse_nothing(any(all_gather_text(self, "cut" if self._shares else "")))
         assert self.built.watch is not None
         self._engine.basic_optimizer.register_step_pre_hook(self.built.watch.before_update)
         grid = self._engine.grid
@@ -82,14 +79,10 @@ class PipelineEngine(ZeroEngine):
         formats.own_dtype(self.plan.config, self.plan.task, model, keeps_float64=False)
         return self._stage_module, model
 
-    def _initialize(self, module: nn.Module) -> dict[str, state_tensor.Cut]:
+    def _initialize(self, module: nn.Module) -> None:
         self._start(module)
         patches.recompute_once(self._engine, self._stage_module)
         patches.sum_norms_once(self._engine.optimizer)
-        return state_tensor.cuts(self._model)
-
-    def _tensor_group(self) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, self._engine.grid.get_slice_parallel_group())
 
     @property
     def description(self) -> str:
@@ -132,7 +125,6 @@ class PipelineEngine(ZeroEngine):
         self._updates += applied
         # Of this column, from the last stage; what train_batch returns is the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
-        self._compare_losses(loss)
         norm = self._engine.get_global_grad_norm()
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
@@ -150,9 +142,8 @@ class PipelineEngine(ZeroEngine):
         self._evaluating = True
         patches.run_forward(engine, self._micro_batch(MicroBatch(*batch)))
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
-        speaks = engine.is_last_stage() and self._tensor_rank == 0
         try:
-            return measure(outputs, batch[1]) if measure and speaks else {}
+            return measure(outputs, batch[1]) if measure and engine.is_last_stage() else {}
         finally:
             engine.module.train()
 
@@ -169,11 +160,7 @@ class PipelineEngine(ZeroEngine):
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
-        local_shapes = state.shapes(self._model)
-        shapes = {
-            name: list(self._shares[name].shape if name in self._shares else shape)
-            for name, shape in local_shapes.items()
-        }
+        shapes = {name: list(shape) for name, shape in state.shapes(self._model).items()}
         buffers = self.buffers()
         kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
         of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
@@ -184,8 +171,6 @@ class PipelineEngine(ZeroEngine):
         compare("parameter", everywhere[0], saved.shapes)
         compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
         batch = self.plan.batch
-        mine: SavedState = Share(saved, shapes, buffers)
-        if self._shares:
-            mine = state_tensor.Shares(mine, local_shapes, self._shares, self._tensor_rank)
+        mine = Share(saved, shapes, buffers)
         state.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates

@@ -9,6 +9,7 @@ from torch import nn
 from dsframe.engines import after_step
 from dsframe.errors import EngineError
 from dsframe.model.build import without_elements
+from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.plan import Plan
 
 
@@ -25,6 +26,19 @@ def refuse_after_step(plan: Plan) -> None:
         raise EngineError(
             f"{type(plan.task).__name__}.after_step: not possible with {' and '.join(what for what, on in splits.items() if on)}, "
             "where no rank can gather a whole weight; take it out, or leave out after_step"
+        )
+
+
+def refuse_gradient_hooks(plan: Plan, hooks: GradientHooks) -> None:
+    """Raises EngineError for hooks on gradients of which each rank has a part."""
+    splits = {
+        "tensor_parallel": plan.batch.tensor_parallel_size > 1,
+        "expert_parallel": plan.config.deepspeed.on("expert_parallel"),
+    }
+    if sections := [section for section, on in splits.items() if on and hooks]:
+        raise EngineError(
+            f"{sections[0]}: a rank has a part of the gradients, and {', '.join(hooks)} has a hook on the whole one; train "
+            f"without {sections[0]}"
         )
 
 

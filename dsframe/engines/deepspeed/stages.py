@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dsframe.engines.deepspeed import chains, patches, tensor
+from dsframe.engines.deepspeed import chains, patches
 from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.imports import (
     PipelineModule,
@@ -197,22 +197,16 @@ class Cut:
         pipeline = plan.config.deepspeed.pipeline
         module = Stage(
             specs,
-            topology=PipeModelDataParallelTopology(
-                self.stages, plan.batch.tensor_parallel_size, plan.batch.data_parallel_size
-            ),
+            topology=PipeModelDataParallelTopology(self.stages, 1, plan.batch.data_parallel_size),
             loss_fn=loss,
             partition_method=self.bounds,
             activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
         )
         batch_norm.accept(module, formats.parameter_dtype(plan.config))
         switches.apply(module, plan.config, plan.device, self._probes)
-        if plan.batch.tensor_parallel_size > 1:
-            section = plan.config.written()["tensor_parallel"]
-            tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
         module.name(self._whole, self.layers, local_layers, self._probes)
         self.groups.freeze(module.model)
-        # What is whole on all ranks that split the layers is the first one's.
-        patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
+        patches.count_for_clipping(module)
         seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
         self.layers, self._whole, self._probes = [], None, nn.Sequential()
         self._spill.close()

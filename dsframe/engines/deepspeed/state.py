@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.engines import state_replica
@@ -35,11 +36,9 @@ from dsframe.model.state import (
     TensorShard,
     aliases,
     compare,
-    full_precision,
     load_buffers,
     persistent_buffers,
     saved_parameters,
-    split,
 )
 
 
@@ -81,7 +80,8 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
         trained = views(engine, model)
         names = {view.name for view in trained}
         frozen = [ParameterView(n, p.shape, p) for n, p in saved_parameters(model) if n not in names]
-        shards, whole = state_replica.shards(trained, frozen, optimizer.optimizer), _read_stage_1_2(engine, model)
+        held = trained, frozen, optimizer.optimizer
+        shards, whole = state_replica.shards(*held), state_replica.read(*held)
     else:
         held = *_stage_0(engine, model), engine.basic_optimizer
         shards, whole = state_replica.shards(*held), state_replica.read(*held)
@@ -93,7 +93,7 @@ def views(engine: Any, model: nn.Module) -> list[ParameterView]:
     optimizer = engine.optimizer
     names = {id(p): name for name, p in saved_parameters(model)}
     if _is_stage_3(optimizer):
-        return list(_views_stage_3(optimizer, names))
+        return [view for _, group in _sub_groups(optimizer, names) for view in group]
     if _flat_partitions(optimizer) is not None:
         return list(_views_stage_1_2(optimizer, names))
     return _stage_0(engine, model)[0]
@@ -106,14 +106,14 @@ class _FlatView(ParameterView):
     size: int = 0
     first: int = 0
     """The first element of the range in the whole, flattened parameter."""
-    gather: Callable[[], Tensor] = torch.Tensor
-    """**Collective.** Returns the whole master in fp32."""
+    gather: Callable[[Tensor], Tensor] = torch.clone
+    """**Collective.** Returns the whole of which this rank has given its range, in fp32."""
 
     def cut(self, tensor: Tensor) -> Tensor:
         return tensor.narrow(0, self.start or 0, self.size)
 
     def whole(self, piece: Tensor) -> Tensor:
-        return self.gather()
+        return self.gather(piece)
 
     def span(self, tensor: Tensor) -> tuple[int, int]:
         return self.first, self.size
@@ -175,33 +175,19 @@ def _bit16_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     return groups
 
 
-def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
-    optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
-    flats = _flat_partitions(optimizer)
-    assert flats is not None
-    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        held = optimizer.optimizer.state.get(flat, {})
-        moments, scalars = split(held, flat.shape)
-        for parameter in group:
-            # DeepSpeed looks once, after the first step: too late for Adagrad, too early for Muon, whose halves come later.
-            if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]  # DeepSpeed adds it
-                mapping.set_optim_state_fragment(flat, held)
-            name = names.pop(id(parameter))
-            weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
-            full = {key: parameter.get_full_hp_param(key) for key in moments}  # type: ignore[attr-defined]
-            yield ParameterState(name, weight, full, dict(scalars))
-    for name, parameter in saved_parameters(model):
-        if id(parameter) in names:
-            yield ParameterState(name, parameter.detach().float(), {}, {})
-
-
 def _views_stage_1_2(optimizer: Any, names: dict[int, str]) -> Iterator[ParameterView]:
     for group, flat in zip(_bit16_groups(optimizer), _flat_partitions(optimizer) or (), strict=True):
         for parameter in group:
             piece = _piece(names.pop(id(parameter)), parameter)
-            gather = parameter.get_full_hp_param  # type: ignore[attr-defined]  # DeepSpeed adds it
+            gather = partial(_gather_stage_1_2, parameter, piece)
             yield _FlatView(piece.name, parameter.shape, flat, piece.start, piece.size, piece.first, gather)
+
+
+def _gather_stage_1_2(parameter: Any, piece: Piece, held: Tensor) -> Tensor:
+    full = torch.zeros(parameter.numel(), device=parameter.device)
+    full.narrow(0, piece.first, piece.size).copy_(held)
+    dist.all_reduce(full, group=parameter._dp_group)  # DeepSpeed's
+    return full.view(parameter.shape)
 
 
 def _piece(name: str, parameter: Any) -> Piece:
@@ -219,9 +205,6 @@ def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
         pieces = [_piece(names.pop(id(parameter)), parameter) for parameter in group]
         fill(optimizer.optimizer, flat, pieces, saved)
-    if any(flat in optimizer.optimizer.state for flat in flats):
-        optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
-        optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
     for name, parameter in saved_parameters(model):
         if id(parameter) in names:
@@ -236,26 +219,35 @@ def _is_stage_3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
+def _sub_groups(optimizer: Any, names: dict[int, str]) -> Iterator[tuple[int, list[_FlatView]]]:
+    """The number of each sub-group, with its parameters; takes these out of ``names``."""
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for index, (group, flat) in enumerate(groups):
+        yield index, [_view_stage_3(optimizer, names.pop(id(parameter)), parameter, flat) for parameter in group]
+
+
+def _view_stage_3(optimizer: Any, name: str, parameter: Any, flat: Tensor) -> _FlatView:
+    piece = _piece_stage_3(optimizer, name, parameter)
+    gather = partial(_gather_stage_3, optimizer, parameter)
+    return _FlatView(name, _shape(parameter), flat, piece.start, piece.size, piece.first, gather)
+
+
+def _gather_stage_3(optimizer: Any, parameter: Any, held: Tensor) -> Tensor:
+    _, _, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    padded = torch.zeros(count, dtype=held.dtype, device=parameter.device)
+    padded.narrow(0, 0, held.numel()).copy_(held)
+    gathered: Tensor = optimizer._fp32_state_allgather(parameter, padded)
+    return gathered.float()
+
+
 def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
     names = {id(p): name for name, p in saved_parameters(model)}
-    for index, (group, flat) in enumerate(
-        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    ):
+    for index, group in _sub_groups(optimizer, names):
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
-        for parameter in group:
-            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
-
-            def whole(tensor: Tensor, parameter: Any = parameter, start: int = start, count: int = count) -> Tensor:
-                piece = tensor.narrow(0, start, count).to(parameter.device)
-                gathered: Tensor = optimizer._fp32_state_allgather(parameter, piece)
-                return gathered.float()
-
-            full = {key: whole(moment) for key, moment in moments.items()}
-            yield ParameterState(names.pop(id(parameter)), whole(flat), full, dict(scalars))
+        yield from state_replica.read(group, (), optimizer.optimizer)
         if swapped:
             optimizer._release_swap_buffers(index)
     for name, parameter in saved_parameters(model):
@@ -267,36 +259,23 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
     optimizer = engine.optimizer
     names = {id(p): name for name, p in saved_parameters(model)}
     shards: list[ParameterShard] = []
-    for index, (group, flat) in enumerate(
-        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    ):
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
-        every = {WEIGHT: flat, **moments}
+    for index, group in _sub_groups(optimizer, names):
+        of_group = state_replica.shards(group, (), optimizer.optimizer)
         swapped = optimizer._swappable_optimizer_subgroup(index)
-        for parameter in group:
-            piece = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter)
-            shape = _shape(parameter)
-            tensors = {}
-            for key, tensor in every.items():
-                if swapped:
-                    at = parameter is group[0] and key == WEIGHT, parameter is group[-1] and key == list(every)[-1]
-                    read = partial(_swapped_in, optimizer, index, tensor, piece, at)
-                else:
-                    read = partial(tensor.detach().narrow, 0, piece.start, piece.size)
-                dtype = full_precision(tensor.dtype)
-                tensors[key] = TensorShard(shape, dtype, piece.first, piece.size, read, in_order=swapped)
-            shards.append(ParameterShard(piece.name, tensors, scalars))
+        shards += _swapping(optimizer, index, of_group) if swapped else of_group
     return shards + [_shard_frozen(name, p) for name, p in saved_parameters(model) if id(p) in names]
 
 
-def _views_stage_3(optimizer: Any, names: dict[int, str]) -> Iterator[ParameterView]:
-    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        for parameter in group:
-            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            padded = flat.detach().narrow(0, start, count)
-            piece = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter)
-            gather = partial(optimizer._fp32_state_allgather, parameter, padded)
-            yield _FlatView(piece.name, _shape(parameter), flat, start, piece.size, piece.first, gather)
+def _swapping(optimizer: Any, index: int, shards: list[ParameterShard]) -> Iterator[ParameterShard]:
+    """Shards on NVMe: the first that is read brings its sub-group into memory, and the last lets it go."""
+    for number, shard in enumerate(shards):
+        keys = list(shard.tensors)
+        tensors = {}
+        for key, tensor in shard.tensors.items():
+            at = number == 0 and key == keys[0], number == len(shards) - 1 and key == keys[-1]
+            read = partial(_swapped_in, optimizer, index, tensor.read, at)
+            tensors[key] = replace(tensor, read=read, in_order=True)
+        yield replace(shard, tensors=tensors)
 
 
 def _piece_stage_3(optimizer: Any, name: str, parameter: Any) -> Piece:
@@ -315,11 +294,11 @@ def _shard_frozen(name: str, parameter: Any) -> ParameterShard:
     )
 
 
-def _swapped_in(optimizer: Any, index: int, tensor: Tensor, piece: Piece, at: tuple[bool, bool]) -> Tensor:
+def _swapped_in(optimizer: Any, index: int, read: Callable[[], Tensor], at: tuple[bool, bool]) -> Tensor:
     """A copy of a piece on NVMe; ``at``: whether it is the first, and the last, of its sub-group's, in memory in between."""
     if at[0]:
         optimizer._optimizer_states_and_gradient_swap_in(index)
-    copy = tensor.detach().narrow(0, piece.start, piece.size).clone()
+    copy = read().clone()
     if at[1]:
         optimizer._release_swap_buffers(index)
     return copy

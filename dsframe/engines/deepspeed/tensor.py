@@ -11,16 +11,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from dsframe.engines.deepspeed import patches, state_tensor, tensor_trial
-from dsframe.engines.deepspeed.imports import (
-    SUPPORTED_STYLES,
-    AutoTP,
-    TPTrainingConfig,
-    _get_hf_tp_plan,
-    configure_tensor_parallel_runtime,
-    deepspeed,
-    groups,
-)
+from dsframe.engines.deepspeed import state_tensor
+from dsframe.engines.deepspeed.imports import SUPPORTED_STYLES, _get_hf_tp_plan, groups
 from dsframe.errors import EngineError
 from dsframe.model.plan import Plan
 
@@ -59,53 +51,20 @@ def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[
     return completed
 
 
-def cut_stage(stage: Any, section: Mapping[str, Any], plan: Plan, among: dist.ProcessGroup) -> None:
-    """Cuts the layers of a pipeline stage among the ranks of a group.
-
-    DeepSpeed's engine would do so with groups that know nothing of stages: gradients would be added up over ranks that hold
-    other layers. Cut beforehand, with the pipeline's own groups, they are not, and its norm counts each share once.
-    """
-    rules = TPTrainingConfig(**completed(section, stage, plan))
-    deepspeed.set_autotp_mode(training=True)
-    configure_tensor_parallel_runtime(rules)
-    auto = AutoTP(
-        module=stage,
-        all_reduce_linears=(),
-        prefix="",
-        state_dict=None,
-        linear_layer_setting=(nn.Linear, nn.Embedding),
-        orig_layer_impl=None,
-        partition_config=rules.get_partition_config_object(),
-        training_mode=True,
-    )
-    with tensor_trial.whole_layers(stage):
-        patches.split_by(auto, among, plan.batch.tensor_parallel_size, stage)
-    _refuse_embeddings(stage, state_tensor.cuts(stage))
-
-
 def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
     """How DeepSpeed has cut ``model``. Raises EngineError where it has cut nothing, or what it cannot train."""
     cut = state_tensor.cuts(model)
-    refuse_nothing(bool(cut))
-    _refuse_embeddings(model, cut)
-    return cut
-
-
-def refuse_nothing(cut: bool) -> None:
-    """Raises EngineError unless something was ``cut``."""
     if not cut:
         raise EngineError(
             "tensor_parallel: no layer matches partition_config, so nothing is sharded; correct its patterns"
         )
-
-
-def _refuse_embeddings(model: nn.Module, cut: Mapping[str, state_tensor.Cut]) -> None:
-    """An embedding that is cut gives a cut output, and DeepSpeed leaves all its shares but one out of the gradients' norm."""
+    # An embedding that is cut gives a cut output, and DeepSpeed leaves all its shares but one out of the gradients' norm.
     for name, parameter in model.named_parameters():
         if name in cut and not getattr(parameter, "tensor_model_parallel", False):
             raise EngineError(
                 f"tensor_parallel: partition_config shards {name}; DeepSpeed can do that for inference only; leave it out"
             )
+    return cut
 
 
 def group() -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.engines.deepspeed.state_tensor import Cut, note_of
 from dsframe.errors import EngineError
-from dsframe.model import gradient_hooks
 from dsframe.model.build import LARGE
 from dsframe.model.forward import call
 from dsframe.model.gathered import LIBRARIES
@@ -66,16 +66,16 @@ def _is_plain(layer: nn.Module) -> bool:
 class Trial:
     """A copy of the whole model, which is compared with the one that is cut."""
 
-    def __init__(self, whole: nn.Module, hooks: gradient_hooks.GradientHooks) -> None:
-        self._whole, self._hooks = whole, hooks
+    def __init__(self, whole: nn.Module) -> None:
+        self._whole = whole
 
     @classmethod
-    def of(cls, whole: nn.Module, hooks: gradient_hooks.GradientHooks) -> Trial | None:
+    def of(cls, whole: nn.Module) -> Trial | None:
         """None where a copy would need much memory, or cannot be made."""
         if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
             return None
         try:
-            return cls(copy.deepcopy(whole), hooks)
+            return cls(copy.deepcopy(whole))
         except Exception:  # modules may hold anything
             return None
 
@@ -125,7 +125,7 @@ class Trial:
         of_cut, of_whole = _gradients(model, found, wanted), _gradients(self._whole, wanted, found)
         norm = float(torch.stack([gradient.float().norm() for gradient in of_whole.values()]).norm())
         for key, gradient in of_cut.items():
-            expected = gradient_hooks.call(self._hooks.get(key, ()), of_whole[key])
+            expected = of_whole[key]
             if key in cut:
                 expected = cut[key].share(expected, rank, gradient.shape)
             if not _close(gradient, expected, noise, 0.1 * noise * norm):
@@ -164,24 +164,34 @@ def _close(one: Tensor, other: Tensor, noise: float, least: float = 1e-6) -> boo
     return not difference > noise * size + least  # NaN is for others to say
 
 
-def refuse_hooks(hooks: gradient_hooks.GradientHooks, cut: Mapping[str, Cut]) -> None:
-    """Raises EngineError where a hook makes something else of a part of a gradient than of the whole."""
-    draw = torch.Generator().manual_seed(0)
-    for name in hooks.keys() & cut.keys():
-        whole, way = torch.randn(cut[name].shape, generator=draw), cut[name]
-        of_whole = gradient_hooks.call(hooks[name], whole.clone())
-        for rank in range(len(way.widths[0])):
-            shape = way.share_view(rank) if way.view == way.shape else (-1, *way.shape[1:])
-            part = way.share(whole, rank, shape)
-            try:
-                alike = torch.allclose(gradient_hooks.call(hooks[name], part), way.share(of_whole, rank, part.shape))
-            except RuntimeError:  # of shapes
-                alike = False
-            if not alike:
-                raise EngineError(
-                    f"the hook on the gradient of {name} needs the whole gradient, and tensor parallelism shards it; leave "
-                    f"{name.rpartition('.')[0]} out of partition_config, or train without tensor_parallel"
-                )
+class WholeGradients:
+    """The gradients, in the first step, of weights that each rank has whole: the same on ranks that share layers, but where such a
+    weight is used between cut ones. Also of a model too large for a :class:`Trial`."""
+
+    def __init__(self, model: nn.Module, cut: Mapping[str, Cut], device: torch.device) -> None:
+        """After DeepSpeed, whose own hooks add up what a file asks for."""
+        weights = {name: w for name, w in model.named_parameters() if w.requires_grad and name not in cut}
+        self._device = device
+        self._norms = {name: torch.zeros((), device=device) for name in weights}
+        self._hooks = [weight.register_hook(partial(self._note, name)) for name, weight in weights.items()]  # type: ignore[no-untyped-call]
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._norms[name] = self._norms[name] + gradient.float().norm()
+
+    def refuse_different(self, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        """**Collective.** Raises EngineError where the ranks of ``group`` have other gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        mine = torch.stack([torch.zeros((), device=self._device), *self._norms.values()])
+        norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(norms, mine, group)
+        noise = 1e-4 if dtype == torch.float32 else 1e-2
+        apart = torch.stack([norm - norms[0] for norm in norms]).abs().amax(0)
+        wrong = apart > noise * (norms[0] + 0.1 * norms[0].norm())  # NaN is for others to say
+        if names := [name for name, other in zip(self._norms, wrong.tolist()[1:], strict=True) if other]:
+            raise EngineError(
+                f"tensor_parallel: {names[0]}, which each rank has whole, gets another gradient on each: {_PARTIAL}"
+            )
 
 
 def refuse_different(loss: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> None:

@@ -142,7 +142,7 @@ def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple
     pipelines += [size for size in _powers(world_size) if size <= model.layers // 2]
     for stages in pipelines:
         for tensor in tensors:
-            if world_size % (stages * tensor):
+            if world_size % (stages * tensor) or (stages > 1 and tensor > 1):
                 continue
             parts = [f", {stages} stages"] * (stages > 1) + [f", tensor {tensor}"] * (tensor > 1)
             for zero, offload in _STAGES:
