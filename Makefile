@@ -65,6 +65,7 @@ format: setup-test ## rewrites the sources as `make lint` wants them
 
 equivalence: setup-test ## every engine beside one process, losses and weights: the tables of docs/promise.md (more than an hour)
 	python -m tests.equivalence
+	python -m tests.features
 
 bench: setup-test ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
 	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'

@@ -36,6 +36,7 @@ SHORT = {
     "tests.kill": ("--help", "--runs RUNS"),
     "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
+    "tests.features": ("--help", "--engine ENGINE"),
 }
 """Module -> options and what they print.
 

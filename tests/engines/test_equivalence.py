@@ -11,8 +11,8 @@ import re
 
 import pytest
 
-from tests import equivalence
-from tests.equivalence import CASES
+from tests import equivalence, features
+from tests.equivalence import CASES, EARLY_BOUND
 from tests.processes import COMPILING_SECONDS, warm
 
 
@@ -37,6 +37,13 @@ def test_same_training(name: str, task: str) -> None:
     assert run.losses[-1] < 0.8 * run.losses[0], "it has learned something: equal losses of nothing prove nothing"
 
 
+@pytest.mark.long
+def test_another_layout_is_the_same_training() -> None:
+    """The layout's own part, of which no engine is the cause: what the case with channels last is not compared with."""
+    plain, last = reference("cnn", "fp32").run, reference("cnn", "fp32, channels last").run
+    assert last.difference(plain, equivalence.EARLY) < EARLY_BOUND
+
+
 def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """``make equivalence`` in short: a row of the table, with the references that the tests above have."""
     train = equivalence.train
@@ -44,3 +51,15 @@ def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(equivalence, "train", lambda task, case, cut=2, _=None: train(task, case, cut, warm))
     assert equivalence.main(["--of", "gpt", "--case", "zero3+cpu alone"]) == 0
     assert re.search(r"\nzero3\+cpu alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
+
+
+def test_the_command_trains_a_feature(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second half of ``make equivalence`` in short: one engine of a table."""
+    assert features.main(["--of", "global batch", "--engine", "zero3"]) == 0
+    printed = capsys.readouterr().out
+    rows = ("zero3 @ 1", "zero3 @ 2", "zero3 @ 3", "zero3 @ 2 > ddp @ 3")
+    assert all(re.search(rf"\n{re.escape(row)}( +\d\.\de[-+]\d\d){{4}}  \n", printed) for row in rows), printed
+    assert features.broken((2e-5, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1e-6)) == [
+        "2.0e-05 in the first 10 steps",
+        "weights off by 1.0e+00, more than 3 x 1.0e-06",
+    ]
