@@ -126,6 +126,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "ds_id": "number of the parameter",
         "ds_status": "gathered, released or on its way",
         "ds_active_sub_modules": "modules that need it gathered now",
+        "ds_process_group": "the ranks that it is cut among",
     },
     "runtime/sequence_parallel/ulysses_sp.py": {"ds_grad_is_ready": "False while a tiled layer has more to add"},
     "runtime/zero/muon/original_muon.py": {"ns_compute_dtype": "dtype of Muon's iteration"},
