@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dsframe.config.schema.settings import CausalLanguageModelTask as Settings
-from dsframe.data import Loader, tokenised
+from dsframe.data import Loader, documents, tokenised
 from dsframe.data.encoders import TextEncoder
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
@@ -260,7 +260,8 @@ def test_padded_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
     ]
 
 
-def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path) -> None:
+def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_RECENT_NANOSECONDS", -(10**18))  # each digest is kept, however new the file is
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(5000)])
     os.utime(path, (time.time() - 100,) * 2)
     first = prepared("a.jsonl", packing="documents")
