@@ -88,8 +88,8 @@ def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.Captur
     assert world["as_written"]["pipeline_stages"] == 8
     assert world["as_written"]["data_parallel_size"] == 128
     # what fits can be read and planned again, and comes to the same
-    first = next(strategy for strategy in world["strategies"] if strategy["fits"])
-    assert "stages, tensor" in first["name"]
+    first = next(strategy for strategy in world["strategies"] if strategy["fits"] and "twice" not in strategy["name"])
+    assert not any("stages, tensor" in strategy["name"] for strategy in world["strategies"])  # is refused
     config = load(first["file"])
     known = trace(tasks.build(config.settings.task, 0), torch.bfloat16)
     again = predict(config, first["engine"], known, GPU, 1024)
