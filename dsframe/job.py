@@ -159,8 +159,7 @@ def prepare(run: Run, world: World) -> Job:
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate)
     named = output.directory_of(config, run.engine, type(task).__name__)
-    if settings.stop and not evaluation:
-        raise TaskError("dsframe.stop waits for evaluations, but the task has no eval_data")
+    _refuse_followers(config, evaluates=bool(evaluation))
     progress = Progress(
         schedule.total_steps,
         speaks=world.is_main and not run.options.quiet,
@@ -172,6 +171,17 @@ def prepare(run: Run, world: World) -> Job:
     early = EarlyStop(settings.stop) if settings.stop else None
     plan = Plan(config, world, task, optimizer, rates, batch, device, run.options.verbose, directory, early)
     return Job(run, plan, Work(loader, evaluation, schedule), progress)
+
+
+def _refuse_followers(config: Config, *, evaluates: bool) -> None:
+    """Raises TaskError where nothing decides what evaluations are to decide."""
+    section = config.deepspeed.scheduler
+    for what, asked in (
+        ("ReduceLROnPlateau", section and section.type == "ReduceLROnPlateau"),
+        ("dsframe.stop", config.settings.stop),
+    ):
+        if asked and not evaluates:
+            raise TaskError(f"{what} waits for evaluations, but the task has no eval_data")
 
 
 def _refuse_several(run: Run) -> None:

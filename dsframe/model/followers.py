@@ -1,4 +1,4 @@
-"""What follows the evaluations of a training: early stopping.
+"""What follows the evaluations of a training: early stopping, and the rate of ReduceLROnPlateau.
 
 Evaluations are the same on every rank, so all ranks decide the same. Every checkpoint has the state, a few numbers: a run that goes
 on does what the run that was not interrupted does.
@@ -10,20 +10,40 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from dsframe.config.schema.settings_training import Stop
-from dsframe.errors import CheckpointError, TaskError
+from dsframe.errors import CheckpointError, ConfigError, Problem, TaskError
+from dsframe.model.rates import Rates
 
 
-class EarlyStop:
+class Follower:
+    """Looks at one metric of each evaluation."""
+
+    key: str
+    """The key of the file that names the metric."""
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self.observed = 0
+        """The step of the last evaluation that was looked at."""
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raises TaskError where an evaluation has no such metric."""
+        if self.metric not in metrics:
+            known = ", ".join(metrics) or "none"
+            raise TaskError(f"{self.key}: no metric {self.metric!r} in the evaluation; it has {known}")
+
+
+class EarlyStop(Follower):
     """Training ends where the metric no longer gets better: counts evaluations without a better value."""
 
     key = "dsframe.stop.metric"
-    """The key of the file that names the metric."""
 
     def __init__(self, wanted: Stop) -> None:
-        self.metric, _, direction = wanted.metric.partition(":")
-        self.observed = 0
-        """The step of the last evaluation that was looked at."""
+        metric, _, direction = wanted.metric.partition(":")
+        super().__init__(metric)
         self._wanted, self._sign = wanted, 1.0 if direction == "max" else -1.0
         self._best, self._best_step, self._waited = -math.inf, 0, 0
 
@@ -35,18 +55,16 @@ class EarlyStop:
         best = f"{self._sign * self._best:.6g} after step {self._best_step:,}" if self._best_step else "no finite value"
         return f"{self.metric} is not better in {self._waited} evaluation(s); the best was {best}"
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes in the evaluation after ``step``. A value that is not finite is no better one. Raises TaskError where there is no
-        such metric."""
-        if self.metric not in metrics:
-            known = ", ".join(metrics) or "none"
-            raise TaskError(f"{self.key}: no metric {self.metric!r} in the evaluation; it has {known}")
+    def observe(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Takes in the evaluation after ``step``. A value that is not finite is no better one. Returns nothing to be said."""
+        self.check(metrics)
         value = self._sign * metrics[self.metric]
         if math.isfinite(value) and value > self._best + self._wanted.min_delta:
             self._best, self._best_step, self._waited = value, step, 0
         else:
             self._waited += 1
         self.observed = step
+        return ""
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the end, as JSON has it: infinite is null."""
@@ -72,3 +90,60 @@ class EarlyStop:
 def _is_number(value: Any) -> bool:
     """True for numbers of JSON, and for null, which stands for infinity."""
     return type(value) in (int, float, type(None))
+
+
+_KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+class Plateau(Follower):
+    """A rate that falls where the metric no longer gets better, the only schedule that the step number does not decide.
+
+    torch's class with a stand-in optimizer, as a :data:`dsframe.model.rates.Schedule`.
+    """
+
+    key = "scheduler.params.metric"
+
+    def __init__(self, base: float, params: Mapping[str, Any]) -> None:
+        """``params``: torch's arguments, and ``metric``. Raises ConfigError for what torch refuses."""
+        arguments = dict(params)
+        super().__init__(str(arguments.pop("metric", "loss")))
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=base)
+        try:
+            self._torchs = ReduceLROnPlateau(self._optimizer, **arguments)
+        except (TypeError, ValueError) as error:
+            problem = Problem("error", "scheduler.params", f"ReduceLROnPlateau: {error}", code="value")
+            raise ConfigError([problem]) from None
+        self._watched, self._base = f"{self.metric}:{self._torchs.mode}", base
+
+    def __call__(self, updates: int) -> Rates:
+        """The rate that the evaluations so far have left."""
+        return Rates(float(self._optimizer.param_groups[0]["lr"]))
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Takes in the evaluation after ``step``. Returns what is to be said where the rate falls."""
+        self.check(metrics)
+        before = self(0).learning_rate
+        self._torchs.step(metrics[self.metric])
+        self.observed, now = step, self(0).learning_rate
+        return f"{self.metric} no longer gets better: learning rate {before:g} -> {now:g}" if now != before else ""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides the rates to come, as JSON has it: infinite is null."""
+        values = {key: float(getattr(self._torchs, key)) for key in _KEPT}
+        values |= {"rate": self(0).learning_rate, "observed": self.observed, "base": self._base}
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        return {"metric": self._watched, **finite}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from :meth:`state`; of another metric only the rate is taken. Raises CheckpointError for anything else."""
+        state = {"metric": self._watched, "base": self._base, **state}  # an older checkpoint lacks them
+        if state.keys() != self.state().keys() or not all(_is_number(state[key]) for key in state if key != "metric"):
+            raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
+        rate = float(state["rate"]) * (self._base / state["base"]) if state["base"] else self._base
+        self._optimizer.param_groups[0]["lr"] = rate
+        if state["metric"] != self._watched:
+            return
+        self._torchs.best = self._torchs.mode_worse if state["best"] is None else float(state["best"])
+        for key in _KEPT[1:]:
+            setattr(self._torchs, key, int(state[key]))
+        self.observed = int(state["observed"])

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsframe.model.followers import EarlyStop
+from dsframe.model.followers import EarlyStop, Plateau
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,11 @@ class Plan:
     """True if nothing trains this model."""
 
     @property
-    def followers(self) -> Mapping[str, EarlyStop]:
+    def followers(self) -> Mapping[str, Plateau | EarlyStop]:
         """Returns what evaluations drive, by the key of its state in a checkpoint's manifest."""
-        return {"stop": self.stop} if self.stop else {}
+        plateau = self.schedule if isinstance(self.schedule, Plateau) else None
+        candidates = {"schedule": plateau, "stop": self.stop}
+        return {key: follower for key, follower in candidates.items() if follower is not None}
 
     @property
     def seed(self) -> int:

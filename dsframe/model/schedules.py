@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, Problem, TaskError
 from dsframe.model import hf_schedules
+from dsframe.model.followers import Plateau
 from dsframe.model.rates import Rates, Schedule
 
 if TYPE_CHECKING:
@@ -248,6 +249,8 @@ def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
     """
     if name is None:
         return constant(base)
+    if name == "ReduceLROnPlateau":
+        return Plateau(base, params)
     try:
         if name in HF_SCHEDULERS:
             factor = hf_schedules.factor(name, base, params)
@@ -334,5 +337,9 @@ def planned(config: Config, task: Task, base: float) -> Schedule:
             )
         schedule = of_task(task, base)
     if task.weight_decay(0) is not None:
+        if isinstance(schedule, Plateau):
+            raise TaskError(
+                f"{type(task).__name__}.weight_decay is not possible with ReduceLROnPlateau; remove one of them"
+            )
         schedule = with_weight_decay(schedule, task)
     return schedule

@@ -39,8 +39,8 @@ class Evaluations(Listener):
             self._checkpoints.save_and_stop(training)
         training.metrics, training.evaluated_step = metrics, step
         for follower in training.engine.plan.followers.values():
-            if step in training.schedule.regular:
-                follower.observe(step, metrics)
+            if step in training.schedule.regular and (line := follower.observe(step, metrics)):
+                training.progress.say(f"step {step}: {line}")
         self._checkpoints.add_evaluation(training)
         self._events.emit("on_evaluation", training, metrics)
 

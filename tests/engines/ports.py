@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 import dsframe
@@ -167,7 +167,7 @@ class _Carrying(nn.Module):
 
 
 class Carried(Port):
-    """An LSTM whose state goes on (pytorch/examples: word_language_model)."""
+    """An LSTM whose state goes on, and a rate that falls on a plateau (pytorch/examples: word_language_model)."""
 
     batch_dependent = True
 
@@ -211,6 +211,8 @@ class Case:
     file: Mapping[str, Any]
     rate: Callable[[torch.optim.Optimizer], Any] | None = None
     """The plain loop's schedule."""
+    plateau: int = 0
+    """Steps between evaluations, on which ReduceLROnPlateau looks."""
     clip: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
@@ -279,12 +281,22 @@ CASES: dict[str, Case] = {
     "carried": Case(
         Carried,
         _adamw,
-        ADAMW,
-        settings={"order": "sequential"},
+        ADAMW | _schedule("ReduceLROnPlateau", factor=0.5, patience=0),
+        plateau=4,
+        settings={"order": "sequential", "eval_every_steps": 4},
         alone=True,
     ),
     "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9)),
 }
+
+
+def held_out(task: Port, model: nn.Module) -> float:
+    """The loss on the held-out rows, which are one batch."""
+    inputs, targets = task.eval_data().batch(torch.arange(BATCH), 0)
+    with torch.no_grad():
+        found = float(task.loss(model.eval()(inputs), targets))
+    model.train()
+    return found
 
 
 def plain(case: Case) -> list[float]:
@@ -295,6 +307,7 @@ def plain(case: Case) -> list[float]:
     torch.manual_seed(1)  # what dsframe draws in training follows seed + 1 + rank
     optimizer = case.optimizer(model)
     rate = case.rate(optimizer) if case.rate else None
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
     in_turn = case.settings.get("order") == "sequential"
     order = Sampler(SAMPLES, BATCH, 0, order=(lambda epoch, samples: torch.arange(samples)) if in_turn else None)
     data, losses = task.train_data(), []
@@ -317,6 +330,8 @@ def plain(case: Case) -> list[float]:
         losses.append(float(optimizer.step(loss).detach()))
         if rate:
             rate.step()
+        if plateau and (step + 1) % case.plateau == 0:
+            plateau.step(held_out(task, model))
     return losses
 
 

@@ -46,7 +46,7 @@ def test_it_waits_for_a_better_value(more: dict[str, Any], last: int | None) -> 
 
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(TaskError, match=r"dsframe.stop.metric: no metric 'loss' in the evaluation; it has accuracy"):
-        stop().observe(1, {"accuracy": 1.0})
+        stop().check({"accuracy": 1.0})
     for state in ({}, {**stop().state(), "waited": "x"}, {**stop().state(), "best": "x"}):
         with pytest.raises(CheckpointError, match="no state of early stopping"):
             stop().restore(state)

@@ -230,6 +230,9 @@ def test_a_tasks_own_weight_decay() -> None:
         schedule(updates).apply(groups)
         seen.append([group.get("weight_decay") for group in groups])
     assert seen == [[0.1, 0.0, None], [0.0, 0.0, None], [0.2, 0.0, None]]
+    plateau = {"type": "ReduceLROnPlateau", "params": {}}
+    with pytest.raises(TaskError, match=r"Decaying\.weight_decay is not possible with ReduceLROnPlateau"):
+        schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8)
 
 
 def test_what_is_said_of_a_schedule() -> None:

@@ -11,6 +11,8 @@ from dsframe.config.schema.parameters import HF_SCHEDULERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
+_OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
+"""Schedules among those of Hugging Face that need no package."""
 
 
 def check(context: RuleContext) -> None:
@@ -24,7 +26,7 @@ def check(context: RuleContext) -> None:
             message = f"needs the package {package}, which is not installed here: the run ends at once"
             context.warn(path, message, "install it, or take it out", code="not-installed")
     name = file.scheduler.type if file.scheduler else ""
-    if name in HF_SCHEDULERS and name != "nanogpt" and importlib.util.find_spec("transformers") is None:
+    if name in HF_SCHEDULERS and name not in _OF_DSFRAME and importlib.util.find_spec("transformers") is None:
         message, remedy = f"{name} needs the package transformers", "pip install 'dsframe[transformers]'"
         context.warn("scheduler.type", message, remedy, code="not-installed")
     if file.aio.use_gds and not NVIDIA_DRIVER.exists():
