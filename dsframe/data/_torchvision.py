@@ -77,18 +77,37 @@ class Classifier(nn.Module):
         return self.network(images.expand(-1, 3, -1, -1))  # type: ignore[no-any-return]
 
 
-def check_name(name: str) -> None:
-    """Raises TaskError where torchvision has no classification model of this name."""
+def classifier(name: str, classes: int) -> nn.Module:
+    """The classification model ``name``, untrained: float ``[n, 1 or 3, size, size]`` to logits ``[n, classes]``.
+
+    Raises TaskError for an unknown name.
+    """
     models = torchvision().models
     names = models.list_models(module=models)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
         raise TaskError(f'model "{name}": neither "cnn" nor a classification model of torchvision; {hint}')
-
-
-def classifier(name: str, classes: int) -> nn.Module:
-    """The classification model ``name``, untrained: float ``[n, 1 or 3, size, size]`` to logits ``[n, classes]``."""
     # The two oldest networks have extra outputs in training, and warn where their initialisation is not chosen.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
-    return Classifier(torchvision().models.get_model(name, weights=None, num_classes=classes, **extra))
+    return Classifier(models.get_model(name, weights=None, num_classes=classes, **extra))
+
+
+def probe(name: str, channels: int, size: int, classes: int) -> bool:
+    """True if the model has BatchNorm. Built without memory, and tried on the shape of one batch.
+
+    Raises TaskError when images of this size are too small for the model.
+    """
+    try:
+        with torch.device("meta"):
+            model = classifier(name, classes)
+    except NotImplementedError:  # RegNet computes its sizes with tensors
+        model = classifier(name, classes).to("meta")
+    with torch.device("meta"):
+        try:
+            outputs = model.eval()(torch.empty(2, channels, size, size))
+        except (RuntimeError, AssertionError) as error:
+            raise TaskError(f'model "{name}" cannot take images of {size} x {size} pixels: {error}') from error
+    if outputs.shape != (2, classes):
+        raise TaskError(f'model "{name}" gives {list(outputs.shape)}, not one score for each of {classes} classes')
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -274,6 +274,25 @@ class ImageClassificationTask(Task):
         self.class_names = self.images.names
         self.hidden_size = getattr(config, "hidden_size", None)
         self._criterion = _transformers.loss("ForImageClassification")
+        self._probe()
+
+    def _probe(self) -> None:
+        """Tries the model, without memory, on the shape of one batch; finds BatchNorm."""
+        facts = self.images
+        with torch.device("meta"):
+            model = _transformers.build("AutoModelForImageClassification", self.pretrained_config, None)
+            try:
+                scores = model.eval()(torch.empty(2, facts.channels, facts.size, facts.size)).logits
+            except (RuntimeError, ValueError, AssertionError) as error:
+                size = f"{facts.channels} x {facts.size} x {facts.size}"
+                raise TaskError(
+                    f"task.model: cannot take images of {size} (channels, height, width): {' '.join(str(error).split())}"
+                ) from error
+        if scores.shape != (2, facts.classes):
+            raise TaskError(
+                f"task.model: gives {list(scores.shape)}, not one score for each of {facts.classes} classes"
+            )
+        self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
     def _unlike(self) -> list[str]:
         """What the folder's own processor does to pictures, and the training does not."""

@@ -29,7 +29,8 @@ class VisionTask(Task):
         if settings.model != "cnn":
             from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
 
-            _torchvision.check_name(settings.model)
+            images = self.images
+            self.batch_dependent = _torchvision.probe(settings.model, images.channels, images.size, images.classes)
 
     def layers(self) -> Sequence[Layer] | None:
         if self.settings.model != "cnn":

@@ -20,13 +20,11 @@ from torch import nn
 from dsframe import Task
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.schema.settings import LanguageTask as LanguageSettings
-from dsframe.config.schema.settings import VisionTask
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
-from dsframe.tasks.layers import Layer, Tied, seed_generators
+from dsframe.tasks.layers import Layer, Tied
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -144,31 +142,6 @@ def built() -> dict[str, Any]:
     aliases = dict(engine.state().aliases)
     engine._engine.destroy()
     return {"layers": told, "bounds": engine._engine.module.parts, "aliases": aliases}
-
-
-def names_and_weights() -> dict[str, Any]:
-    """A torchvision model, built whole and cut: its state is the model's own, buffers of all stages included."""
-    section = {"name": "vision", "model": "shufflenet_v2_x0_5", "dataset": "synthetic", "image_size": 32, "samples": 16}
-    start, loader = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": section}}, "deepspeed")
-    engine: Any = start()
-    held = sum(p.numel() for p in engine._model.parameters())
-    told = Snapshot(engine.state())
-    task = build(VisionTask.model_validate(section), seed=0)
-    seed_generators(0)
-    model = task.model()
-    own = dict(model.named_parameters())
-    result = engine.train_step(MicroBatch.of(loader.micro_batches(0)))
-    report = {
-        "names": set(told.shapes) == set(own),
-        "weights": all(torch.equal(told.parameter(name).weight, weight) for name, weight in own.items()),
-        "buffers": {name: list(b.shape) for name, b in told.buffers().items()}
-        == {name: list(b.shape) for name, b in model.named_buffers()},
-        "held": [int(text) for text in all_gather_text(engine, str(held))],
-        "whole": sum(p.numel() for p in own.values()),
-        "loss": float(result.loss),
-    }
-    engine._engine.destroy()
-    return report
 
 
 def recomputed() -> dict[str, Any]:
@@ -329,7 +302,6 @@ def main(path: str) -> None:
         report["clipped"] = clipped()
         report["grouped"] = grouped()
         report["built"] = built()
-        report["torchvision"] = names_and_weights()
         report["recomputed"] = recomputed()
         report["not finite"] = not_finite()
         report["sizes"] = sizes()

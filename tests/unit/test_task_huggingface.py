@@ -239,7 +239,7 @@ def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
     torch.testing.assert_close(task.loss(outputs, labels), model(images, labels=labels).loss)
     assert outputs.logits.shape == (8, 10)
     assert task.metrics(outputs, labels)["accuracy"].count == 8
-    assert task.hidden_size == 32
+    assert (task.hidden_size, task.batch_dependent) == (32, False)
     save(task, tmp_path)
     other = classifier(model=str(tmp_path), classes=7)
     again = made(other)
@@ -248,6 +248,11 @@ def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
     kept = dict(made(classifier(model=str(tmp_path))).named_parameters())
     assert len(encoder) > 20
     assert all(torch.equal(dict(again.named_parameters())[name], kept[name]) for name in encoder)
+
+
+def test_batch_norm_is_found() -> None:
+    resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    assert classifier(model=resnet).batch_dependent
 
 
 @pytest.mark.parametrize(
@@ -364,7 +369,9 @@ def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in made(task).parameters()} == {torch.float32}
 
 
-def test_a_model_of_another_kind_is_refused() -> None:
+def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"cannot take images of 3 x 16 x 16"):
+        classifier(model={**VIT, "num_channels": 1})
     with pytest.raises(TaskError, match=r"transformers has no AutoModelForImageClassification"):
         classifier(model=LLAMA)
 

@@ -14,7 +14,7 @@ from dsframe.data import text
 from dsframe.errors import DataError, TaskError
 from dsframe.model.state import aliases
 from dsframe.tasks import build
-from dsframe.tasks.language import LanguageTask, gpt
+from dsframe.tasks.language import LanguageTask, causal, gpt
 from dsframe.tasks.layers import assemble
 
 
@@ -53,6 +53,38 @@ def test_the_gpt_does_not_look_ahead() -> None:
     before, after = network(tokens), network(changed)
     torch.testing.assert_close(before[0, :10], after[0, :10])
     assert not torch.allclose(before[0, 10], after[0, 10])
+
+
+@pytest.mark.parametrize(("time", "by_products"), [(1, True), (96, True), (512, True), (513, False)])
+def test_attention_in_bfloat16_is_as_exact_as_torchs_own(
+    time: int, by_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outcome and gradients beside float64, and beside the errors of torch's kernel."""
+    own, generator, calls = nn.functional.scaled_dot_product_attention, torch.Generator().manual_seed(time), []
+    packed = torch.randn(2, time, 3, 2, 8, generator=generator, dtype=torch.float64)
+    weights = torch.randn(2, time, 2, 8, generator=generator, dtype=torch.float64)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    def errors(short: bool) -> list[float]:
+        monkeypatch.setattr("dsframe.tasks.language._SHORT", 512 if short else 0)
+        found = []
+        for dtype in (torch.float64, torch.bfloat16):
+            given = packed.to(dtype, copy=True).requires_grad_()
+            outcome = causal(*given.unbind(2))
+            (outcome * weights.to(dtype)).sum().backward()
+            assert given.grad is not None
+            found.append((outcome.detach().double(), given.grad.double()))
+        return [float((a - b).norm() / (a.norm() + 1e-9)) for a, b in zip(*found, strict=True)]
+
+    torchs = errors(short=False)
+    calls.clear()
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
+    ours = errors(short=True)
+    assert len(calls) == (1 if by_products else 2), "float64 always goes torch's way"
+    assert all(mine < 1.6 * theirs + 1e-3 for mine, theirs in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
 def test_the_gpt_is_initialised_as_gpt_2() -> None:

@@ -58,18 +58,21 @@ def test_loss_and_metrics() -> None:
     assert float(metrics["accuracy"].total) == 2
 
 
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1"])
-def test_torchvisions_models_by_name(name: str) -> None:
+@pytest.mark.parametrize(("name", "batch_dependent"), [("resnet18", True), ("squeezenet1_1", False)])
+def test_torchvisions_models_by_name(name: str, batch_dependent: bool) -> None:
     vision = task(model=name, dataset="fashion-mnist", image_size=None)
+    assert vision.batch_dependent == batch_dependent
     assert vision.layers() is None
     assert vision.model()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)  # one channel, shown three times
 
 
-def test_unknown_models_are_refused() -> None:
+def test_unknown_models_and_too_small_images_are_refused() -> None:
     with pytest.raises(TaskError, match=r'model "resnet19": neither "cnn" nor .*; did you mean resnet'):
         task(model="resnet19")
     with pytest.raises(TaskError, match=r'model "zzz": .*; there are alexnet, '):
         task(model="zzz")
+    with pytest.raises(TaskError, match=r'model "alexnet" cannot take images of 16 x 16 pixels'):
+        task(model="alexnet", image_size=16)
 
 
 def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning() -> None:
