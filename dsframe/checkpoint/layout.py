@@ -144,9 +144,9 @@ def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
     kinds_of = dict[Place, Any]()
     for text in _gathered(ranks, json.dumps(facts)):
         listed = {name for name, _ in kinds_of}
-        kinds_of |= {
-            (name, key): kind for name, kinds in json.loads(text) if name not in listed for key, *kind in kinds
-        }
+        for name, kinds in json.loads(text):
+            if name not in listed:
+                kinds_of |= {(name, key): kind for key, *kind in kinds}
     table = [ranges.get(place, (0, 0)) for place in kinds_of]
     columns = [table] * ranks.plan.world.size
     if not same(ranks, json.dumps(table)):

@@ -116,9 +116,11 @@ def failures(ranks: Ranks, failure: str) -> list[str]:
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
 
 
-def any_rank(ranks: Ranks, true: bool) -> bool:
-    """**Collective.** Returns, on every rank alike, whether it is ``true`` on some rank."""
-    return bool(ranks.sum_over_ranks(torch.tensor([float(true)], dtype=torch.float64, device=ranks.plan.device)).item())
+def any_rank(ranks: Ranks, holds: bool) -> bool:
+    """**Collective.** Returns, on every rank alike, whether something ``holds`` on some rank."""
+    return bool(
+        ranks.sum_over_ranks(torch.tensor([float(holds)], dtype=torch.float64, device=ranks.plan.device)).item()
+    )
 
 
 def same(ranks: Ranks, text: str) -> bool:

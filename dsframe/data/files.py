@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import math
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,20 +44,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
+def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
 
-    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic.
+    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic. ``mode``: who may read
+    and write it, less the process's umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as out:
         try:
             yield out
             out.flush()
-            os.fchmod(out.fileno(), mode)  # temporary files are private; data may be shared
-            Path(out.name).replace(path)
+            partial.replace(path)
         except BaseException:
-            Path(out.name).unlink()
+            partial.unlink()
             raise
 
 

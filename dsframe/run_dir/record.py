@@ -265,7 +265,7 @@ def _set_aside(directory: Path) -> Path | None:
     return target
 
 
-def _write(path: Path, content: Mapping[str, Any], mode: int = 0o644) -> None:
+def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
     """Raises OSError."""
     with replacing(path, mode) as file:
         file.write((json.dumps(_clean(content), indent=2) + "\n").encode())

@@ -93,8 +93,9 @@ class _SharedPreparation:
 
     def _give_signs(self, over: threading.Event) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, with rank 0
-            while not over.wait(_SIGN_SECONDS):
+            while not over.is_set():
                 self._store.set(f"sign/{self._world.rank}", str(time.monotonic()))
+                over.wait(_SIGN_SECONDS)
 
     def _wait(self) -> str:
         """Returns the first failure, as :func:`_failure_of` has it; empty where all is well."""

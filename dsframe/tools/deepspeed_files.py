@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from dsframe.errors import CheckpointError
-from dsframe.model.state import LossScaleState, ParameterState, split
+from dsframe.model.state import WEIGHT, LossScaleState, ParameterState, split
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 Shapes = Mapping[str, Sequence[int]]
 _FLAT = (1,)
 """Stands for the shape of flat tensors, which are about many parameters at once."""
-_WEIGHT = "weight"
-"""Key of weights among moments."""
 
 
 class Inert:
@@ -219,7 +217,7 @@ def _stage_0(
     trained = [name for name, is_one in is_trained.items() if is_one]
     if flat := list(optimizer.get("fp32_groups_flat", ())):
         moments, scalars = split(base["state"].get(0, {}), _FLAT)
-        yield from _cut({name: shapes[name] for name in trained}, [{_WEIGHT: flat[0], **moments}], scalars)
+        yield from _cut({name: shapes[name] for name in trained}, [{WEIGHT: flat[0], **moments}], scalars)
         return
     masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
     for names in (list(is_trained), trained):
@@ -252,7 +250,7 @@ def _cut(
             key: torch.cat([of_rank[key][start:end] for of_rank in ranks])[:size].view(*shape).float()
             for key in ranks[0]
         }
-        yield ParameterState(name, tensors.pop(_WEIGHT), tensors, dict(scalars))
+        yield ParameterState(name, tensors.pop(WEIGHT), tensors, dict(scalars))
         start = end
 
 
@@ -272,7 +270,7 @@ def _stage_1_2(
                 message = "parameters are padded one by one, which dsframe does not support"
                 raise CheckpointError(f"{checkpoint.path}: {message}")
             moments, scalars = split(_base(optimizer, 2)["state"].get(number, {}), _FLAT)
-            parts.append({_WEIGHT: optimizer["single_partition_of_fp32_groups"][number], **moments})
+            parts.append({WEIGHT: optimizer["single_partition_of_fp32_groups"][number], **moments})
         yield from _cut(group, [_joined(parts)], scalars)
 
 
@@ -283,6 +281,6 @@ def _stage_3(
     for optimizer in checkpoint.optimizers:
         states = [split(state, _FLAT) for _, state in sorted(_base(optimizer, 3)["state"].items())]
         weights = torch.cat([flat.flatten() for flat in optimizer["fp32_flat_groups"]])
-        of_ranks.append({_WEIGHT: weights, **_joined([moments for moments, _ in states])})
+        of_ranks.append({WEIGHT: weights, **_joined([moments for moments, _ in states])})
         scalars = states[0][1] if states else {}
     yield from _cut(checkpoint.shapes, of_ranks, scalars)

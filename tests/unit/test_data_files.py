@@ -195,7 +195,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         interrupted_write(path)
     assert path.read_bytes() == b"first"
     assert names(path.parent) == ["file"]
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_the_umask_decides_who_may_write_to_a_file(tmp_path: Path) -> None:
+    before = os.umask(0o002)  # as on clusters where a group works in one folder
+    try:
+        with replacing(tmp_path / "shared") as out:
+            out.write(b"for the group")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o664
 
 
 def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path: Path) -> None:

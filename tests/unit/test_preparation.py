@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,22 @@ def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < 2.0
     assert "(rank 0) ended before it was done" in str(said)
     assert said.first_is_gone
+
+
+def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one it would be taken for a process that does not prepare, and waited for for ever."""
+    store: Any = Store()
+    signs: list[str] = []
+    monkeypatch.setattr(store, "set", lambda key, value: signs.append(key), raising=False)
+    over = threading.Event()
+    preparing = threading.Thread(
+        target=_SharedPreparation(Task(), World(size=2), lambda line: None, store)._give_signs, args=(over,)
+    )
+    preparing.start()
+    time.sleep(0.05)
+    over.set()
+    preparing.join()
+    assert signs == ["sign/0"]
 
 
 def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
