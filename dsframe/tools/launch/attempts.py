@@ -99,7 +99,7 @@ class Attempts:
             now = self._newest()
             saved = saved or (began and now is not None)
             if why := self._why_no_restart(lost=saved and now is None):
-                if self._restarts or not failure.reason:  # else the process has said the same
+                if self._restarts or not ended.message:  # else the process has said the same
                     say(f"failed {why}")
                 return failure.code
             wait = self._first_wait if now != newest else wait
