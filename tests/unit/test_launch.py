@@ -408,14 +408,19 @@ def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.M
     assert waits == [20, 40, 60, 20, 40], "a new checkpoint is progress"
 
 
-def test_a_signal_of_ours_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [130, 246, 1])
+def test_a_signal_of_ours_is_no_failure(
+    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``code``: torchrun's, DeepSpeed's and horovodrun's where workers were asked to end before they could hear it."""
     monkeypatch.setattr(attempts, "clean", lambda: None)
 
     def attempt(resume: bool, received: list[int]) -> int:
         received.append(signal.SIGINT)
-        return 130
+        return code
 
     assert Attempts(tmp_path, restarts=9, wait_seconds=1.0).run(attempt) == 130
+    assert "ended by SIGINT" in capfd.readouterr().err
 
 
 def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ class Attempts:
             if ended.code == StoppedError.exit_code:
                 return StoppedError.exit_code
             if supervise.ENDING & {*received}:
-                return code or 128 + received[-1]
+                if ended.code is None:  # launchers have codes of their own for workers that a signal ends
+                    say(f"ended by {signal.Signals(received[-1]).name}")
+                return ended.code or 128 + received[-1]
             failure = Failure.of(ended, code, newest)
             self._failures.append(failure)
             now = self._newest()
