@@ -422,7 +422,7 @@ def test_rows_that_depend_on_other_rows_are_said(
 ) -> None:
     monkeypatch.setitem(CASES, "centred", ("Centred", {"what": what, **says}, {}))
     finished = run(tmp_path, file("centred", "ddp"), 2).check()
-    assert ("model gives a row other outputs beside other rows" in finished.stderr) == (not says)
+    assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
