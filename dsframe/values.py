@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ ELEMENTS = 1 << 22
 """Elements of a tensor or an array that is copied."""
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
 """Classes of containers whose content is put back."""
+COUNTERS: tuple[type, ...] = (itertools.count, type(iter(range(0))), type(iter([])), type(iter(())))
+"""Classes of iterators whose place is put back, by a copy in their place."""
 
 
 def copied(value: Any, depth: int = 2) -> Any:
@@ -31,14 +36,37 @@ def copied(value: Any, depth: int = 2) -> Any:
             dict.update(twin, {key: copied(item, depth - 1) for key, item in value.items()} if depth else {})
             return twin
         return type(value)(copied(item, depth - 1) if depth else item for item in value)
-    if isinstance(value, (nn.Module, Dataset)) or not depth or not type(value).__dict__.get("__dict__"):
+    if not isinstance(value, COUNTERS) and (not depth or not has_attributes(value)):
         return value
     try:
-        twin = copy.copy(value)
-        vars(twin).update({name: copied(item, depth - 1) for name, item in vars(value).items()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.14 copies no itertools.count
+            twin = copy.copy(value)
+        apart = twin is not value and not isinstance(value, COUNTERS)  # a logger is its own copy
+        for name, item in attributes_of(value).items() if apart else ():
+            object.__setattr__(twin, name, copied(item, depth - 1))
     except Exception:  # an object that cannot be copied
         return value
     return twin
+
+
+def has_attributes(value: Any) -> bool:
+    """True of an object with attributes of its own, in ``__dict__`` or ``__slots__``; not of modules, data, and what frees
+    something when it ends."""
+    others = (nn.Module, Dataset, Tensor, type, FunctionType, ModuleType)
+    if isinstance(value, others) or hasattr(type(value), "__del__"):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(cls) for cls in type(value).__mro__)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of such an object."""
+    named = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
+    slots = [name for names in named for name in ([names] if isinstance(names, str) else names)]
+    return {
+        **{name: getattr(value, name) for name in slots if hasattr(value, name)},
+        **getattr(value, "__dict__", {}),
+    }
 
 
 def same(before: Any, after: Any) -> bool:
@@ -58,6 +86,12 @@ def same(before: Any, after: Any) -> bool:
         return before.keys() == after.keys() and all(same(value, after[key]) for key, value in before.items())
     if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
         return len(before) == len(after) and all(map(same, before, after))
-    if type(before) is type(after) and type(before).__dict__.get("__dict__") and not isinstance(before, nn.Module):
-        return before is after or same(vars(before), vars(after))
+    if isinstance(before, COUNTERS) and type(before) is type(after):
+        return before is after or _place(before) == _place(after)
+    if type(before) is type(after) and has_attributes(before):
+        return before is after or same(attributes_of(before), attributes_of(after))
     return True
+
+
+def _place(counter: Any) -> Any:
+    return repr(counter) if isinstance(counter, itertools.count) else counter.__length_hint__()

@@ -21,6 +21,7 @@ from dsframe.errors import CheckpointError
 from dsframe.model.state import (
     WEIGHT,
     EngineState,
+    Number,
     ParameterShard,
     ParameterState,
     ShardedParameters,
@@ -110,13 +111,13 @@ class Layout:
         self._entries, self._buffers = Entries(), Entries()
         self._plan = FilePlan()
 
-    def agree(self, ranks: Ranks, state: EngineState) -> tuple[FilePlan, dict[str, dict[str, float]]]:
+    def agree(self, ranks: Ranks, state: EngineState) -> tuple[FilePlan, dict[str, dict[str, Number]]]:
         """**Collective.** Returns the plan for ``state``, and the scalars of each parameter in the order of the ranks' lists.
 
         Parameters that come from an iterator are used up. Raises CheckpointError, on every rank, where the ranges leave a gap
         or overlap: a fault of the engine.
         """
-        held, scalars = [], dict[str, dict[str, float]]()
+        held, scalars = [], dict[str, dict[str, Number]]()
         for shard in shards_of(state):
             tensors = shard.tensors.items()
             held.append([shard.name, [[key, t.shape, _text(t.dtype), t.first, t.size] for key, t in tensors]])
@@ -131,7 +132,7 @@ class Layout:
             world = ranks.plan.world
             self._plan = _plan(self._entries | buffers, world.rank, world.size, self._file_bytes)
             self._buffers = buffers
-        of_all = dict[str, dict[str, float]]()
+        of_all = dict[str, dict[str, Number]]()
         for numbers in _gathered(ranks, json.dumps(scalars)):
             of_all |= {name: of for name, of in json.loads(numbers).items() if name not in of_all}
         return self._plan, of_all

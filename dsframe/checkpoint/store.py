@@ -336,7 +336,7 @@ class _Tensor(_Part):
 
 class _Parameter(_Part):
     tensors: dict[_Name, _Tensor]
-    scalars: dict[str, float]
+    scalars: dict[str, bool | float | Annotated[list[bool | float], Field(min_length=1, max_length=1)]]
 
 
 class _Known(_Part):

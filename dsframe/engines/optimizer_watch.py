@@ -1,25 +1,67 @@
-"""What an optimizer of a user's keeps outside of its state: counts in its groups, or in attributes. No checkpoint has it."""
+"""An optimizer of a user's: what no engine can run, and what it keeps that no checkpoint has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dsframe.errors import TaskError
 from dsframe.model.optimizers import OptimizerSpec
 from dsframe.values import copied, same
 
 
-def build(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer. Of a user's own the first step is watched. Raises as ``spec.build`` does."""
+def build(spec: OptimizerSpec, parameters: list[Any], *, shards: bool = False) -> torch.optim.Optimizer:
+    """The optimizer. Of a user's own the first step is watched. ``shards``: each rank has a part of what it updates.
+
+    Raises TaskError for one that needs more than a call of ``step()``, and as ``spec.build`` does.
+    """
+    if not spec.is_custom:
+        return spec.build(parameters)
+    _refuse_closure(spec)
     optimizer = spec.build(parameters)
-    if spec.is_custom:
-        _watch_first_step(optimizer, spec.kept_outside)
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise TaskError(
+            f"{type(optimizer).__name__} has other weights for evaluations (its train() and eval()), which no engine exchanges; "
+            'choose another optimizer, and "ema" for an average of the weights'
+        )
+    _watch_first_step(optimizer, spec.kept_outside, shards)
     return optimizer
 
 
-def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str]) -> None:
-    """Adds to ``kept_outside`` the names of what the first step changes in groups and attributes."""
+def _refuse_closure(spec: OptimizerSpec) -> None:
+    """Raises TaskError for an optimizer that computes the loss itself, as L-BFGS and sharpness-aware minimisation do."""
+    number = torch.nn.Parameter(torch.ones(1))
+    number.grad = torch.ones(1)
+    calls = 0
+
+    def closure() -> Any:
+        nonlocal calls
+        calls += 1
+        return number.sum()
+
+    optimizer: Any = None
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # such as one that knows the model's own parameters
+        optimizer = spec.build([number])
+        try:
+            optimizer.step()
+        except NotImplementedError:  # it has a first and a second step
+            calls = 1
+        except Exception:
+            optimizer.step(closure)
+    if calls:
+        name = type(optimizer).__name__
+        raise TaskError(
+            f"{name} computes the loss again in its step (closure), and an engine computes it once for each update; choose another "
+            "optimizer"
+        )
+
+
+def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], shards: bool) -> None:
+    """Adds to ``kept_outside`` the names of what the first step changes that no checkpoint has."""
     before: dict[str, Any] = {}
     depth = 0
 
@@ -38,6 +80,7 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str]) 
             made = name not in before and isinstance(value, (int, float, torch.Tensor))
             if made or not same(before.get(name), value):
                 kept_outside.add(name)
+        kept_outside.update(_not_saved(optimizer, shards))
         for hook in hooks:
             hook.remove()
 
@@ -51,3 +94,22 @@ def _values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     torchs = vars(torch.optim.SGD([torch.empty(0)])).keys() | {"_opt_called", "_step_count"}
     own = {name: value for name, value in vars(optimizer).items() if name not in torchs}
     return {name: copied(value) for name, value in {**of_groups, **own}.items()}
+
+
+def _not_saved(optimizer: torch.optim.Optimizer, shards: bool) -> Iterator[str]:
+    """Yields names of the state that checkpoints do not have: they hold numbers, and tensors in the format of the weights. Raises
+    TaskError for tensors that cannot be sharded."""
+    for weight, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is None or isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):
+                continue
+            if not isinstance(value, Tensor):
+                yield f"state[...][{key!r}] ({type(value).__name__})"
+            elif value.dtype != weight.dtype:
+                yield f"state[...][{key!r}] ({str(value.dtype).removeprefix('torch.')})"
+            elif shards and value.shape != weight.shape:
+                shapes = f"of shape {list(value.shape)} about {list(weight.shape)}"
+                raise TaskError(
+                    f"{type(optimizer).__name__} keeps state[...][{key!r}] {shapes}, and ranks hold shards, which only tensors of "
+                    "a parameter's shape have: choose an engine with whole weights on each rank (ddp, horovod, or ZeRO-0)"
+                )

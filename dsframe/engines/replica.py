@@ -66,7 +66,9 @@ class ReplicaEngine(ModelEngine):
         self._updates = 0
         if not plan.frozen:
             groups = self.built.groups.split(self._named_parameters())
-            self.optimizer = self._distribute(optimizer_watch.build(plan.optimizer, groups))
+            self.optimizer = self._distribute(
+                optimizer_watch.build(plan.optimizer, groups, shards=self.forward_is_collective)
+            )
             keep_ratios(self.optimizer.param_groups, plan.optimizer.learning_rate)
             self.module = self._wrap(self.model)
 

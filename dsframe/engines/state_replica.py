@@ -15,6 +15,7 @@ from torch import Tensor
 from dsframe.errors import CheckpointError
 from dsframe.model.state import (
     WEIGHT,
+    Number,
     ParameterShard,
     ParameterState,
     SavedState,
@@ -90,7 +91,7 @@ def read(
 ) -> Iterator[ParameterState]:
     """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have only a weight."""
     for slot in slots:
-        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
+        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape, optimizer)
         weight = slot.whole(slot.cut(slot.master.detach()))
         full = {key: slot.whole(slot.cut(moment)) for key, moment in moments.items()}
         yield ParameterState(slot.name, weight, full, scalars)
@@ -104,12 +105,12 @@ def shards(
     """This rank's ranges of each parameter's state: views of the living one."""
     local = []
     for slot in slots:
-        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
+        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape, optimizer)
         local.append(_shard(slot, {WEIGHT: slot.master, **moments}, scalars))
     return local + [_shard(slot, {WEIGHT: slot.master}, {}) for slot in frozen]
 
 
-def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
+def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> ParameterShard:
     def shard_of(tensor: Tensor) -> TensorShard:
         as_weight = slot.start is not None or tensor.shape == slot.master.shape
         shape = tuple(slot.shape if as_weight else tensor.shape)
@@ -125,7 +126,7 @@ def write(
     """Puts saved state back, in place where there is some. Raises CheckpointError where the models differ."""
     compare("parameter", {slot.name: tuple(slot.shape) for slot in (*slots, *frozen)}, saved.shapes)
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
-    shared: dict[int, dict[str, float]] = {}
+    shared: dict[int, dict[str, Number]] = {}
     for slot in slots:
         parameter = slot.load(saved)
         same_step(slot.name, shared.setdefault(id(slot.master), dict(parameter.scalars)), parameter.scalars)
@@ -144,7 +145,7 @@ def write(
         slot.target(slot.master.detach()).copy_(slot.load(saved).weight)
 
 
-def same_step(name: str, first: dict[str, float], other: object) -> None:
+def same_step(name: str, first: dict[str, Number], other: object) -> None:
     """Raises CheckpointError where parameters that share one optimizer entry were saved with different step counts."""
     if first != other:
         raise CheckpointError(

@@ -86,17 +86,23 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
     """**Collective.** Copies of weights are in the place of shards inside. Raises TaskError where one was written to."""
-    sharded = {name: weight for name, weight in module.named_parameters() if not is_whole(weight)}
+    places = {  # a module may have two names, and torch would leave a copy in it
+        f"{prefix}.{key}".removeprefix("."): weight
+        for prefix, part in module.named_modules()
+        for key, weight in part._parameters.items()
+        if weight is not None and not is_whole(weight)
+    }
+    sharded = {weight: name for name, weight in reversed(places.items())}
     if not sharded:
         yield
         return
-    copies = _copies(list(sharded.values()))
+    copies = dict(zip(sharded, _copies(list(sharded)), strict=True))
     if not torch.is_grad_enabled():  # a model may take derivatives in an evaluation all the same
-        for copy, weight in zip(copies, sharded.values(), strict=True):
+        for weight, copy in copies.items():
             copy.requires_grad_(weight.requires_grad)
-    versions = [copy._version for copy in copies]
+    before = [(copy._version, copy.data_ptr()) for copy in copies.values()]
     recurrent = [(inner, inner._flat_weights) for inner in module.modules() if isinstance(inner, nn.RNNBase)]
-    with _reparametrize_module(module, dict(zip(sharded, copies, strict=True)), tie_weights=True):
+    with _reparametrize_module(module, {name: copies[weight] for name, weight in places.items()}):
         for inner, _ in recurrent:  # which keep their weights in a list as well
             inner._flat_weights = [getattr(inner, name, None) for name in inner._flat_weights_names]
         try:
@@ -104,8 +110,8 @@ def whole(module: nn.Module) -> Iterator[None]:
         finally:
             for inner, flat in recurrent:
                 inner._flat_weights = flat
-    for name, copy, version in zip(sharded, copies, versions, strict=True):
-        if copy._version != version:
+    for name, copy, then in zip(sharded.values(), copies.values(), before, strict=True):
+        if (copy._version, copy.data_ptr()) != then:
             raise TaskError(
                 f"{name} was written where weights are gathered, which changes only a copy of it; define "
                 "after_step(name, weight) in the task to write to weights"

@@ -89,7 +89,8 @@ class OptimizerSpec:
                 f"{self.name} has {len(given & has)} of the {len(given)} tensors that it was given, and {len(has - given)} others; "
                 'give it all, and freeze parameters by "parameter_groups": [{"match": ..., "freeze": true}]'
             )
-        refuse_decay(optimizer)
+        if any("weight_decay" in given for given in parameters if isinstance(given, dict)):
+            refuse_decay(optimizer)
         return optimizer
 
     def for_deepspeed(self) -> dict[str, Any]:

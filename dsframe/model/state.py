@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
 
+Number = float | list[float]
+"""A number that an optimizer keeps; in a list, if a user's optimizer keeps it in a tensor without dimensions."""
+
 
 @dataclass(frozen=True)
 class ParameterState:
@@ -26,7 +29,7 @@ class ParameterState:
     """float32, float64 where the model trains in it; full shape."""
     moments: Mapping[str, Tensor]
     """The optimizer's tensors, such as ``exp_avg``; as the weight is. Empty before the first update."""
-    scalars: Mapping[str, float]
+    scalars: Mapping[str, Number]
     """The optimizer's numbers, such as Adam's ``step``."""
 
     @property
@@ -62,7 +65,7 @@ class ParameterShard:
     name: str
     tensors: Mapping[str, TensorShard]
     """The weight under ``WEIGHT``, first, and then the moments by their keys."""
-    scalars: Mapping[str, float]
+    scalars: Mapping[str, Number]
 
 
 class ShardedParameters:
@@ -283,23 +286,30 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """Names of counters that torch's optimizers keep as 0-d tensors for every weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
 
 
-def split(held: Mapping[str, Any], shape: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def split(
+    held: Mapping[str, Any], shape: Sequence[int], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[dict[str, Tensor], dict[str, Number]]:
     """An optimizer's entry for a weight of ``shape`` as tensors and numbers. Entries that are None (SGD without momentum) are
     left out. About a weight without dimensions, such as CLIP's ``logit_scale``, tensors have none either."""
+    users = optimizer is not None and not _is_of(optimizer, "torch.optim", "deepspeed.")
     tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     moments = {key: value for key, value in tensors.items() if value.ndim or (not len(shape) and key not in _NUMBERS)}
-    scalars = {
-        key: float(value)
-        for key, value in held.items()
-        if key not in moments and isinstance(value, (Tensor, int, float))
-    }
-    return moments, scalars
+    numbers = {k: v for k, v in held.items() if k not in moments and isinstance(v, (Tensor, int, float))}
+    if users:
+        return moments, {key: [value.item()] if isinstance(value, Tensor) else value for key, value in numbers.items()}
+    return moments, {key: float(value) for key, value in numbers.items()}
+
+
+def _is_of(optimizer: torch.optim.Optimizer, *packages: str) -> bool:
+    """True of an optimizer of these packages, or of a class made from one."""
+    keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
+    return any(cls.__module__.startswith(packages) for cls in type(keeper).__mro__[:-2])
 
 
 def put_scalars(
     optimizer: torch.optim.Optimizer,
     held: dict[str, Any],
-    scalars: Mapping[str, float],
+    scalars: Mapping[str, Number],
     group: Mapping[str, Any],
     device: torch.device,
 ) -> None:
@@ -308,12 +318,15 @@ def put_scalars(
     torch keeps them on the CPU unless the update is fused or capturable. Of DeepSpeed's Muon, which counts nothing itself, they are
     those of the Adam inside.
     """
-    keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
-    torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(keeper).__mro__[:-2])
+    torchs_own = _is_of(optimizer, "torch.optim")
     step_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():
+        if isinstance(value, list):
+            held[key] = torch.tensor(value[0], device=step_device)
+            continue
         held[key] = torch.tensor(value, dtype=torch.float32, device=step_device) if torchs_own else _plain(value)
 
 
 def _plain(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value  # DeepSpeed's Adam counts its steps in whole numbers
+    whole = float(value).is_integer() and not isinstance(value, bool)
+    return int(value) if whole else value  # DeepSpeed's Adam counts its steps in whole numbers

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dsframe.errors import CheckpointError
-from dsframe.model.state import WEIGHT, LossScaleState, ParameterState, split
+from dsframe.model.state import WEIGHT, LossScaleState, Number, ParameterState, split
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 Shapes = Mapping[str, Sequence[int]]
@@ -237,7 +237,7 @@ def _stage_0(
 
 
 def _cut(
-    shapes: Shapes, of_ranks: Sequence[Mapping[str, Tensor]], scalars: Mapping[str, float]
+    shapes: Shapes, of_ranks: Sequence[Mapping[str, Tensor]], scalars: Mapping[str, Number]
 ) -> Iterator[ParameterState]:
     """Parameters that lie one after the other in flat tensors, each in equal parts on all ranks: weights and moments by key."""
     ranks, start = [{key: flat.flatten() for key, flat in of_rank.items()} for of_rank in of_ranks], 0

@@ -44,9 +44,11 @@ class FirstStep(Listener):
                 'Let models() return it too ("average_of" for a mean teacher), or write it in on_checkpoint and read it in on_start'
             )
         if names := ", ".join(sorted(training.engine.plan.optimizer.kept_outside)):
-            text = f"optimizer keeps {names} from one step to the next outside of its state, and no checkpoint has it"
+            text = f"optimizer keeps {names} from one step to the next, and no checkpoint has it"
             if step > 1:
-                raise TaskError(f"this {text}: keep it in self.state[parameter], as a number or a tensor")
+                raise TaskError(
+                    f"this {text}: keep it in self.state[parameter], as a number, or a tensor in its format"
+                )
             progress.say(f"dsframe: this {text}")
         self._say_draws(training)
         if names := but_statistics(training.engine, differ):

@@ -69,6 +69,21 @@ class Penalty(Rows):
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
 
+class TwoNames(Rows):
+    """One layer under two names, whole for each step; in forward it may be converted and back."""
+
+    whole_weights = True
+
+    def __init__(self, *, converts: bool = False) -> None:
+        self.converts = converts
+
+    def model(self) -> nn.Module:
+        layer = nn.Linear(8, 8)
+        if self.converts:
+            layer.register_forward_pre_hook(lambda module, _: module.half().float() and None)
+        return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(8, 3))
+
+
 class _Listing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

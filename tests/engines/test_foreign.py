@@ -40,6 +40,8 @@ SHARDED = {"fsdp", "zero3"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     # name: (task, options, what is refused: set-up -> words of the message)
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
+    "a layer of two names": ("TwoNames", {}, {}),
+    "converted in forward": ("TwoNames", {"converts": True}, {"fsdp": "changes only a copy"}),
     "a weight in a list": ("Listed", {}, {"fsdp": "by a reference from before the training"}),
     "gathered weights in the loss": ("Gathered", {}, {}),
     "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy")),
@@ -210,6 +212,7 @@ RIGHT = {
     **dict.fromkeys((*COUNTS, "noise of its own"), ("single",)),
     "auxiliary losses in attributes": ("fsdp",),
     "weights in the loss": ("zero2",),
+    "a layer of two names": ("fsdp", "zero3"),
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
     "clamped after a step": ENGINES,
     "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.config import load
 from dsframe.data import Sampler, TensorSource
+from dsframe.engines import optimizer_watch
 from dsframe.engines.deepspeed import optimizer_trial
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import optimizers
@@ -288,6 +290,78 @@ def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tu
                 optimizer_trial.refuse_dependent(spec, stage)
         else:
             optimizer_trial.refuse_dependent(spec, stage)
+
+
+class TwoSteps(Signs):
+    """As sharpness-aware minimisation is often written: the loss is computed again between two steps."""
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+class Closure(Signs):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "needs a closure"
+        with torch.enable_grad():
+            closure()
+
+
+class ScheduleFree(Signs):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS computes the loss again in its step"),
+        (Closure, "Closure computes the loss again in its step"),
+        (TwoSteps, "TwoSteps computes the loss again in its step"),
+        (ScheduleFree, "ScheduleFree has other weights for evaluations"),
+    ],
+)
+def test_an_optimizer_that_needs_more_than_a_step_is_refused(made: Any, message: str) -> None:
+    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    with pytest.raises(TaskError, match=message):
+        optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
+
+
+class Around(torch.optim.Optimizer):
+    """Has the groups of the optimizer inside, with a weight decay, as wrappers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_a_decay_of_the_optimizer_inside_is_its_own() -> None:
+    spec = optimizers.OptimizerSpec("task", Around, {"lr": 0.1})
+    optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigError, match="Around has no weight_decay"):
+        optimizer_watch.build(spec, [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1}])
+
+
+class Factored(Signs):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = parameter.grad.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_state_of_another_shape_needs_whole_weights(shards: bool) -> None:
+    spec = optimizers.OptimizerSpec("task", Factored, {"lr": 0.1})
+    weight = nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones(2, 3)
+    optimizer = optimizer_watch.build(spec, [weight], shards=shards)
+    with pytest.raises(TaskError, match=r"rows'\] of shape \[2, 1\] about \[2, 3\]") if shards else nullcontext():
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,62 @@ def test_an_optimizers_count_is_said_and_a_resume_refused(tmp_path: Path, capsys
     assert "keeps" not in capsys.readouterr().err
 
 
+class Kept(torch.optim.Optimizer):
+    """Keeps something about each parameter, as copies of torch's optimizers keep their steps."""
+
+    def __init__(self, params: Any, lr: float, what: str) -> None:
+        super().__init__(params, {"lr": lr})
+        self.what = what
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, factor = self.state[parameter], 1.0
+            if self.what == "tensor":
+                steps = state.setdefault("step", torch.tensor(0))
+                steps += 1  # a number would stay in the state as it is
+                factor = 1 / steps.item()
+            elif self.what == "number":
+                state["count"] = state.get("count", 0) + 1
+                factor = 1 / state["count"]
+            elif self.what == "bool":
+                factor = 0.5 if state.get("first", True) is True else 1.0
+                state["first"] = False
+            elif self.what == "list":
+                state.setdefault("sizes", []).append(1.0)
+            else:
+                state["signs"] = parameter.grad > 0
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] * factor)
+
+
+class Keeping(Rows):
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        return Kept(groups, what=self.what, **params)
+
+
+@pytest.mark.parametrize("what", ["tensor", "number", "bool"])
+def test_numbers_of_an_optimizer_go_on_as_they_were_kept(what: str, tmp_path: Path) -> None:
+    how = {"type": "task", "params": {"lr": 0.5}}
+    fit(tmp_path / "whole", Keeping(what), 4, optimizer=how)
+    for steps in (2, 4):
+        fit(tmp_path / "parts", Keeping(what), steps, optimizer=how, resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("what", "name"), [("list", "'sizes'] (list)"), ("signs", "'signs'] (bool)")])
+def test_state_that_no_checkpoint_has_is_said_and_a_resume_refused(
+    what: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = {"type": "task", "params": {"lr": 0.5}}
+    fit(tmp_path, Keeping(what), 2, optimizer=how)
+    assert f"this optimizer keeps state[...][{name}" in capsys.readouterr().err
+    with pytest.raises(TaskError, match=r"keep it in self\.state"):
+        fit(tmp_path, Keeping(what), 4, optimizer=how, resume="auto")
+
+
 def test_sums_of_bools_and_narrow_numbers_add_up() -> None:
     every = [sums({"a": dsframe.Sum(torch.tensor(True), torch.tensor(200, dtype=torch.uint8))}, "A")["a"]] * 3
     total = every[0] + every[1] + every[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,3 +41,14 @@ def test_a_parameter_that_is_trained_anew_has_no_part_in_its_neighbours_step_cou
     saved = Snapshot(EngineState(7, None, {}, {}, iter([head, thawed])))
     with pytest.raises(CheckpointError, match=r"thawed has step count none.*lr_scale"):
         fill(optimizer, flat, [Piece("thawed", 0, 2, 0), Piece("head", 2, 2, 0)], saved)
+
+
+def test_a_number_is_kept_where_there_is_nothing_else() -> None:
+    """As a tensor where it was one, with an optimizer of a user's."""
+    flat = torch.zeros(2)
+    optimizer: Any = SimpleNamespace(state=defaultdict(dict, {flat: {}}), param_groups=[{}])
+    each = ParameterState("a", torch.ones(2), {}, {"count": 3, "step": [4]})
+    fill(optimizer, flat, [Piece("a", 0, 2, 0)], Snapshot(EngineState(3, None, {}, {}, iter([each]))))
+    held = optimizer.state[flat]
+    assert (held["count"], held["step"]) == (3, torch.tensor(4))
+    assert isinstance(held["step"], torch.Tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -17,6 +19,16 @@ class Held:
         self.value = value
 
 
+class Slotted(Held):
+    """Has an attribute in a slot, and one of its class's."""
+
+    __slots__ = ("other",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(0)
+        self.other = value
+
+
 PAIRS: list[tuple[Any, Any]] = [
     (None, torch.zeros(2)),
     (None, np.zeros(2)),
@@ -30,6 +42,9 @@ PAIRS: list[tuple[Any, Any]] = [
     (Held([1]), Held([2])),
     (Held(None), Held(torch.ones(1))),
     (Counter("ab"), Counter("abb")),
+    (Slotted(1), Slotted(2)),
+    (itertools.count(3), itertools.count(4)),
+    (iter([1, 2]), iter([1])),
 ]
 
 
@@ -50,3 +65,16 @@ def test_a_copy_is_of_the_same_class_and_apart() -> None:
     array = np.zeros(2)
     copied(array)[0] = 1
     assert array[0] == 0
+
+
+def test_counters_and_slots_are_copied_and_loggers_are_not_touched() -> None:
+    for value, move in ((itertools.count(3), next), (iter([3, 4]), next), (Slotted(3), vars)):
+        twin = copied(value)
+        move(twin)
+        if isinstance(twin, Slotted):
+            twin.other += 1
+        assert not same(value, twin)
+    logger = logging.getLogger(__name__)
+    handlers = logger.handlers
+    assert copied(logger) is logger
+    assert logger.handlers is handlers

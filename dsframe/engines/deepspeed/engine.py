@@ -225,7 +225,7 @@ class ZeroEngine(ModelEngine):
 
                 optimizer_trial.refuse_dependent(self.plan.optimizer, self._stage)
             del document["optimizer"]
-            optimizer = partial(optimizer_watch.build, self.plan.optimizer)
+            optimizer = partial(optimizer_watch.build, self.plan.optimizer, shards=self._stage > 0)
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsframe.engines.state_replica import same_step
-from dsframe.model.state import ParameterState, SavedState, put_scalars, split
+from dsframe.model.state import Number, ParameterState, SavedState, put_scalars, split
 
 
 class Piece(NamedTuple):
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
     """Weights, moments and step count of one flat tensor, from the saved ranges of its pieces, read one at a time."""
     held = optimizer.state[flat]
-    common: dict[str, float] | None = None
+    common: dict[str, Number] | None = None
     anew = ""
     for name, start, size, first in pieces:
         parameter = saved.part(name, first, size)
@@ -52,15 +52,15 @@ def _make_moments(held: dict[str, Any], parameter: ParameterState, flat: Tensor)
             held[key] = torch.zeros_like(flat.detach())
 
 
-def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
+def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, Number] | None) -> None:
     """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
     held = optimizer.state[flat]
-    if not held:
+    if not held and not scalars:
         optimizer.state.pop(flat)  # to be made at the first step
         return
     if scalars is None:
-        moments, numbers = split(held, flat.shape)
+        moments, numbers = split(held, flat.shape, optimizer)
         for moment in moments.values():
             moment.zero_()
-        scalars = dict.fromkeys(numbers, 0.0)
+        scalars = {key: [0.0] if isinstance(number, list) else 0.0 for key, number in numbers.items()}
     put_scalars(optimizer, held, scalars, optimizer.param_groups[0], flat.device)
