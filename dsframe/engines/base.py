@@ -35,6 +35,9 @@ TWICE = (
     "a backward pass inside of the backward pass (torch.autograd.backward in an autograd.Function, or use_reentrant=True) reaches "
     "a weight several times, and {} reduces a gradient once: return gradients (torch.autograd.grad)"
 )
+COPIED = (
+    "copy.deepcopy of a module whose weights {} shards: make copies in model() or models(), or by run.model() in a hook"
+)
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:

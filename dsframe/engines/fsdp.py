@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engines import fsdp_scalars, fsdp_units, precision
-from dsframe.engines.base import JVP
+from dsframe.engines.base import COPIED, JVP
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
@@ -54,6 +54,7 @@ class FsdpEngine(ReplicaEngine):
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
+        "FSDP does not support deepcopy": COPIED,
         "mixed torch.Tensor and DTensor": "a part of a block is called while the block itself does not run, so that {} has not "
         "gathered its weights: write whole_weights = True in the task",
         "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "

@@ -23,6 +23,7 @@ from dsframe.engines import precision
 from dsframe.host import source_files
 from dsframe.model import forward
 from dsframe.model.micro_batch import Arguments
+from dsframe.tasks.task import Task
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
@@ -44,6 +45,10 @@ _IN_16_BITS = re.compile("same dtype|scalar type|dtype mismatch", re.IGNORECASE)
 _BUFFERS = (
     '\nUnder "bf16" and "fp16" weights and inputs are 16-bit, and buffers stay float32: cast them where they are used '
     '(x + self.table.to(x.dtype)), or write "torch_autocast" in the place of the section'
+)
+_EVALUATES = (
+    "An evaluation calls the loss with what the model returns in evaluation mode; if that differs from training, as in detectors, "
+    "define metrics(outputs, targets)"
 )
 _READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
 
@@ -125,6 +130,8 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
+    if by.frame.f_code is Task.validation_loss.__code__:
+        lines.append(_EVALUATES)
     model = by.frame.f_locals.get("model")
     short = isinstance(model, nn.Module) and any(precision.is_short(one.dtype) for one in model.parameters())
     return "\n".join(lines) + (_BUFFERS if short and _IN_16_BITS.search(str(error)) else "") + _REMEDY

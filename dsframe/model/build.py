@@ -62,7 +62,7 @@ def build_model(
     formats.expand_buffers(model)
     formats.keep_in_fp32(plan.config, model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
-    dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
+    dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64, part=plan.part)
     parameter_groups = groups.settle_groups(plan.config, task, model)
     parts = parts_of(model)
     adapter = _adapter(ranks, model, peft, spill) if peft else None

@@ -111,8 +111,10 @@ def integers_as_buffers(model: nn.Module) -> None:
                 module.register_buffer(name, parameter.data)
 
 
-def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool) -> torch.dtype:
+def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool, part: str = "") -> torch.dtype:
     """Returns what the masters of ``model``'s parameters are to be in; the model's own where the file names no format.
+
+    ``part``: its name among several.
 
     Raises TaskError for a model that is in 16 bits, or in several formats, without the file saying so; EngineError where the
     model is in float64 and the engine cannot keep it.
@@ -129,7 +131,8 @@ def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bo
             "Horovod, or return model.float()"
         )
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    whose = f"{type(task).__name__}.model{f's: {part!r}' if part else ''}"
     raise TaskError(
-        f"{type(task).__name__}.model is in {names}, and the file names no number format; write "
-        '"bf16": {"enabled": true} (its masters are float32), or return model.float()'
+        f"{whose} is in {names}, and the file names no number format; write "
+        f'"bf16": {{"enabled": true}} (its masters are float32{", for all models" if part else ""}), or return model.float()'
     )

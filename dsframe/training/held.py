@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from dsframe.engine import Engine
 from dsframe.host import source_files
 from dsframe.model import user_state
 from dsframe.model.user_state import functions_of, generators_of, names_of, words_of
-from dsframe.values import CONTAINERS, FEW, copied, same
+from dsframe.values import CONTAINERS, COUNTERS, FEW, attributes_of, copied, has_attributes, same
 
 
 class Values:
@@ -50,7 +50,9 @@ class Values:
                 space.drop(key)
             for key, (value, content) in held.items():
                 _fill(value, content)
-                if now.get(key) is not value:
+                if isinstance(value, COUNTERS):
+                    space.put(key, copied(content))
+                elif now.get(key) is not value:
                     space.put(key, value)
 
     def _plain(self, space: _Space) -> Iterator[tuple[str, Any]]:
@@ -70,7 +72,7 @@ class _Space:
     """Where names have values."""
 
     owner: Any
-    """A dict, a class, or a cell of a closure."""
+    """A dict, a class, an object, or a cell of a closure."""
     names: frozenset[str]
     """Those that are looked at."""
     label: str
@@ -81,6 +83,8 @@ class _Space:
             return self.owner
         if isinstance(self.owner, type):
             return vars(self.owner)
+        if not isinstance(self.owner, CellType):
+            return attributes_of(self.owner)
         (name,) = self.names
         try:
             return {name: self.owner.cell_contents}
@@ -90,18 +94,18 @@ class _Space:
     def put(self, key: str, value: Any) -> None:
         if isinstance(self.owner, dict):
             self.owner[key] = value
-        elif isinstance(self.owner, type):
-            setattr(self.owner, key, value)
-        else:
+        elif isinstance(self.owner, CellType):
             self.owner.cell_contents = value
+        else:
+            setattr(self.owner, key, value)
 
     def drop(self, key: str) -> None:
         if isinstance(self.owner, dict):
             del self.owner[key]
-        elif isinstance(self.owner, type):
-            delattr(self.owner, key)
-        else:
+        elif isinstance(self.owner, CellType):
             del self.owner.cell_contents
+        else:
+            delattr(self.owner, key)
 
 
 def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
@@ -112,10 +116,10 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
     names = names_of(modules.values())
     spaces = [_Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
     for name, module in modules.items():
-        objects = [(key, value) for key, value in vars(module).items() if key in names and hasattr(value, "__dict__")]
+        objects = [(key, value) for key, value in vars(module).items() if key in names and has_attributes(value)]
         for key, value in objects:
-            if not isinstance(value, (type, nn.Module, Tensor)) and [*_users_classes([type(value)])]:
-                spaces.append(_Space(vars(value), names_of([value]), f"{name}.{key}.{{}}"))
+            if [*_users_classes([type(value)])]:
+                spaces.append(_Space(value, names_of([value]), f"{name}.{key}.{{}}"))
     for name, module in modules.items() if buffers else ():
         if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
             spaces.append(_Space(module._buffers, transient, f"{name}.{{}}", holds_buffers=True))
@@ -161,7 +165,7 @@ class _Plain:
         if isinstance(value, np.ndarray):
             return not value.dtype.hasobject and value.__array_interface__["data"][0] not in self._memory
         if not isinstance(value, Tensor):
-            return isinstance(value, (int, float, complex, str, np.generic, type(None)))
+            return isinstance(value, (int, float, complex, str, np.generic, type(None), *COUNTERS))
         if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.layout != torch.strided:
             return False
         return value.untyped_storage().data_ptr() not in self._memory

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
     "a layer of two names": ("TwoNames", {}, {}),
     "converted in forward": ("TwoNames", {"converts": True}, {"fsdp": "changes only a copy"}),
+    "a copy in the loss": ("CopiedInLoss", {}, {"fsdp": "copy.deepcopy of a module whose weights", "zero3": READ}),
     "a weight in a list": ("Listed", {}, {"fsdp": "by a reference from before the training"}),
     "gathered weights in the loss": ("Gathered", {}, {}),
     "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy")),

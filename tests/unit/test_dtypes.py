@@ -72,6 +72,8 @@ def test_what_keeps_float32_refuses_float64() -> None:
     task, config = Line(torch.float64), load(file(1))
     with pytest.raises(EngineError, match="the model is in float64, and this engine keeps float32"):
         own_dtype(config, task, nn.Linear(2, 2).double(), keeps_float64=False)
+    with pytest.raises(TaskError, match=r"Line\.models: 'teacher' is in bfloat16.*for all models"):
+        own_dtype(config, task, nn.Linear(2, 2).bfloat16(), keeps_float64=True, part="teacher")
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(TaskError, match="is in float32, float64"):
         own_dtype(config, task, mixed, keeps_float64=True)

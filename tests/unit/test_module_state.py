@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,30 @@ class Meter:
         self.mean = 0.5 * self.mean + value
 
 
+class Derived(Meter):
+    """Has its attributes from another class."""
+
+
+class Slotted:
+    """Has its attribute in a slot."""
+
+    __slots__ = ("mean",)
+    follow = Meter.follow
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+
+class Ticks:
+    """As itertools.count, with an attribute."""
+
+    count = 0
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
 KEPT: dict[str, Callable[[], Any]] = {
     "array": lambda: np.zeros(1),
     "arrays": lambda: {"mean": np.zeros(1)},
@@ -89,13 +114,17 @@ KEPT: dict[str, Callable[[], Any]] = {
     "counter": Counter,
     "defaultdict": lambda: defaultdict(float),
     "meter": Meter,
+    "derived": Derived,
+    "slotted": Slotted,
 }
 
 
 def followed(holder: Any, value: float) -> float:
     """The mean that ``holder.kept`` follows, after ``value``."""
     kept = holder.kept
-    if isinstance(kept, Meter):
+    if hasattr(kept, "__next__"):
+        return 1.0 + next(kept)
+    if isinstance(kept, (Meter, Slotted)):
         kept.follow(value)
         return kept.mean
     if isinstance(kept, dict) and not isinstance(kept, (Counter, defaultdict)):
@@ -143,6 +172,18 @@ def test_the_look_moves_no_state_of_any_kind(in_task: bool, tmp_path: Path, caps
         assert losses(tmp_path / kind) == losses(tmp_path / "float"), kind
     said = [line for line in capsys.readouterr().err.splitlines() if "keeps values in attributes" in line]
     assert len(said) == 1 + len(KEPT)
+
+
+@pytest.mark.parametrize("in_task", [False, True])
+def test_the_look_moves_no_counter(in_task: bool, tmp_path: Path) -> None:
+    for kind, kept in {
+        "ticks": Ticks(),
+        "count": itertools.count(),
+        "range": iter(range(99)),
+        "list": iter([*range(99)]),
+    }.items():
+        fit(tmp_path / kind, Follows(kept, in_task=in_task), 3)
+        assert losses(tmp_path / kind) == losses(tmp_path / "ticks"), kind
 
 
 class Scaled(nn.Module):

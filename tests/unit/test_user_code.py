@@ -76,6 +76,23 @@ class TwoModels(Broken):
         return Rows()
 
 
+class Detector(Broken):
+    """Gives losses in training mode, and what it has found in evaluation mode."""
+
+    def model(self) -> nn.Module:
+        layer = nn.Linear(2, 1)
+        layer.register_forward_hook(
+            lambda module, _, outputs: {"loss": outputs.mean()} if module.training else [outputs]
+        )
+        return layer
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return sum(outputs.values())  # type: ignore[return-value]
+
+    def eval_data(self) -> Rows:
+        return Rows()
+
+
 class Table(nn.Linear):
     """Adds a table, a buffer, as positional encodings are."""
 
@@ -94,6 +111,7 @@ CASES = {
     "pair": ("missing 1 required positional argument: 'second'", "in call: ", "here they are one Tensor of shape [4, 2]"),
     "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
     "evaluated": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "they are one Tensor of shape [4, 2]"),
+    "detector": ("object has no attribute 'values'", "in loss\n", "define metrics(outputs, targets)"),
     "disk": ("the task's code raised OSError: [Errno 5] Input/output error", "in train_data", "called by dsframe/"),
 }  # fmt: skip
 
@@ -102,7 +120,7 @@ CASES = {
 def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
-        dsframe.fit(TwoModels(where) if where == "evaluated" else Broken(where), FILE)
+        dsframe.fit({"evaluated": TwoModels, "detector": Detector}.get(where, Broken)(where), FILE)
     told = user_code.user_traceback(raised.value)
     assert told
     for words in CASES[where]:

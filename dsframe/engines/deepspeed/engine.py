@@ -24,7 +24,7 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, torch_patches
-from dsframe.engines.base import JVP, TWICE, ModelEngine, without_gradients
+from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
@@ -59,6 +59,7 @@ class ZeroEngine(ModelEngine):
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
+        "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no words
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
