@@ -40,7 +40,7 @@ def copied(value: Any, depth: int = 2) -> Any:
         return value
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.14 copies no itertools.count
+            warnings.simplefilter("ignore")  # from Python 3.12 on it says that 3.14 copies no itertools.count
             twin = copy.copy(value)
         apart = twin is not value and not isinstance(value, COUNTERS)  # a logger is its own copy
         for name, item in attributes_of(value).items() if apart else ():
