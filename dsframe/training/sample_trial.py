@@ -111,7 +111,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
                 f"{whose}: the {text}, and no checkpoint has it. Make it a buffer of the model; the number of the step is "
                 "self.context.step in the task"
             )
-        return f"{text}; no checkpoint has it"
+        return f"{text}: this look has moved it, and no checkpoint has it"
     known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
     return "" if known or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
 
