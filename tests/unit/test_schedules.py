@@ -15,6 +15,7 @@ from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import schedules
 from dsframe.model.rates import Rates, keep_ratios
+from tests.files import ds_config
 
 BASE = 0.05
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -204,7 +205,7 @@ class Halving(dsframe.Task):
 
 
 def test_a_tasks_own_schedule() -> None:
-    document = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.8}}}
+    document = ds_config(4, "SGD", 0.8)
     rates = schedules.planned(load(document), Halving(), 0.8)
     assert [rates(updates).learning_rate for updates in (0, 1, 3, 1)] == [0.8, 0.4, 0.1, 0.4]
     with pytest.raises(TaskError, match=r"Halving\.schedule\(5\) returned nan; return a factor"):
@@ -222,7 +223,7 @@ class Decaying(dsframe.Task):
 
 def test_a_tasks_own_weight_decay() -> None:
     """Groups without a decay keep none; others have it again after it was 0."""
-    document = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.8}}}
+    document = ds_config(4, "AdamW", 0.8)
     schedule = schedules.planned(load(document), Decaying(), 0.8)
     groups: list[dict[str, Any]] = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
     seen = []
