@@ -82,6 +82,8 @@ class TaskContext:
     step: int = 0
     """The optimizer step that is being made, counted from 1; 0 before the first."""
     evaluating: bool = False
+    local_rows: bool = False
+    """True where :meth:`Task.all_rows` has given an evaluation the rows of one batch of this rank."""
     """True during an evaluation, and while the first loss is looked at: each rank judges its own rows then."""
     eval_set: str = ""
     """The set of ``eval_data`` that is evaluated, if that names several."""
@@ -293,7 +295,8 @@ class Task:
 
     def all_rows(self, rows: Tensor) -> Tensor:
         """**Collective.** For a loss over the global batch: returns ``rows`` (outputs or targets) of all ranks, in rank order, with
-        gradients such that the training is that of one process. In an evaluation, and on one process, ``rows`` themselves.
+        gradients such that the training is that of one process. In an evaluation (which says so) and on one process, ``rows``
+        themselves.
 
         Call it in :meth:`loss`, the same times on every rank. The loss is then that of the step, a mean or a sum. Raises TaskError
         where a step has several micro-batches, with :attr:`loss_is` ``"sum"``, which is for the rows of one rank, and with a
@@ -302,6 +305,7 @@ class Task:
         self.gathers_rows = True
         if self.loss_is == "sum":
             raise TaskError(f'{type(self).__name__}: all_rows() has the rows of all ranks; leave out loss_is = "sum"')
+        self.context.local_rows |= self.context.evaluating
         if self.context.ranks is None or self.context.evaluating:
             return rows
         return all_rows(self.context.ranks, rows)

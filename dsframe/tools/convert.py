@@ -1,181 +1,160 @@
-"""``dsframe import``: goes on with dsframe from a checkpoint that a program of its own saved with DeepSpeed."""
+"""``dsframe convert``: settings of Accelerate or the Hugging Face Trainer as a dsframe file.
+
+Each setting is taken, changed, or listed as still to be done. What has a counterpart is in the table
+``config/read/foreign.json``; ``convert_settings`` is for values that have another form.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dsframe.cluster.world import World
-from dsframe.config import Facts, load
-from dsframe.errors import CheckpointError
-from dsframe.run_dir.lock import RunLock
-from dsframe.tools.commands import add_overrides, command
+from dsframe.errors import ConfigError, Problem
+from dsframe.tools.commands import command
+from dsframe.tools.conversion import Conversion
+from dsframe.tools.convert_settings import accelerate, trainer
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dsframe.checkpoint.store import Store
-    from dsframe.config import Config
-    from dsframe.model.state import EngineState
-    from dsframe.tasks.task import Task
-    from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
+_TAG = "tag:yaml.org,2002:"
+TASK = "my_module:MyTask"
+"""What the file has in the place of the user's own task."""
+KINDS = ("taken", "changed", "to do", "nothing to do")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    about = "Convert a DeepSpeed checkpoint (ZeRO 0 to 3, weights and optimizer state) into dsframe's format."
-    parser = command("import", about)
-    add = parser.add_argument
-    add("directory", type=Path, help="the folder given to save_checkpoint, or one checkpoint in it")
-    add("--config", required=True, metavar="FILE", help="the file of the training to continue")
-    add_overrides(parser, "one key of the file")
-    add("--tag", help="name of the checkpoint (default: the one that the file latest names)")
-    add("--run-dir", type=Path, help="directory of the run to continue (default: the file's, else runs/NAME-deepspeed)")
-    add(
-        "--trust",
-        action="store_true",
-        help="you trust the origin of the files: they are pickled (none of their code is run)",
+    parser = command(
+        "convert",
+        "Write a dsframe file from Accelerate's YAML or a file of TrainingArguments; JSON from a ds_config in YAML or TOML.",
     )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the checkpoint, says where and returns 0. Raises CheckpointError where it cannot be read or is of another model."""
-    options = parser().parse_args(argv)
-    if not options.trust:
-        raise CheckpointError(
-            f"{options.directory}: DeepSpeed's files are pickled, a format that can contain code; add --trust if you know "
-            "who wrote them"
-        )
-    from dsframe import tasks
+    """Prints the file, or writes it, and says on standard error what became of each argument; returns 0.
 
-    config = load(options.config, overrides=options.overrides)
-    task = tasks.build(config.settings.task, config.settings.seed)
-    stem = config.path.stem if config.path else "run"
-    run_dir = options.run_dir or Path(config.settings.run_dir or f"runs/{stem}-deepspeed")
-    path = convert(options.directory, options.tag, config, task, run_dir)
-    print(f"{path}: go on with --config {options.config} --run-dir {run_dir} --resume auto", file=sys.stderr)
+    Raises ConfigError for a file that cannot be read, or that is none of these.
+    """
+    options = parser().parse_args(argv)
+    converted = convert(options.file)
+    if converted.entries:
+        converted.document.setdefault("dsframe", {}).setdefault("task", {"name": TASK})
+    text = json.dumps(converted.document, indent=2) + "\n"
+    if options.out is None:
+        print(text, end="")
+    elif options.out.exists():
+        raise _wrong(options.out, "exists already", "choose another name")
+    else:
+        options.out.write_text(text)
+    print(*_lines(converted, options.out), sep="\n", file=sys.stderr)
     return 0
 
 
-def convert(directory: Path, tag: str | None, config: Config, task: Task, run_dir: Path) -> Path:
-    """Writes a DeepSpeed checkpoint as one of dsframe's into the checkpoints of ``run_dir``; returns where.
+def _lines(converted: Conversion, out: Path | None) -> list[str]:
+    lines = []
+    for kind in KINDS:
+        entries = [f"  {name}: {text}" for of_kind, name, text in converted.entries if of_kind == kind]
+        lines += [f"{kind}:", *entries] if entries else []
+    name = out or "FILE"
+    processes = f" -np {converted.processes}" if converted.processes else ""
+    if converted.entries:
+        lines.append(f"Next: write your task in the place of {TASK} (docs/tasks.md), then dsframe check {name}")
+    return [*lines, f"To start it: dsframe launch{processes} --config {name}"]
 
-    One parameter is in memory at a time, beside what torch maps and, at stages 1 to 3, one flat tensor with its moments.
-    Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
-    """
-    from dsframe.checkpoint import store
-    from dsframe.checkpoint.byte_files import catch_io_error
-    from dsframe.checkpoint.store import Store
-    from dsframe.model import groups
-    from dsframe.model.state import EngineState, aliases, compare, persistent_buffers
-    from dsframe.tools import deepspeed_files
 
-    task.seed = config.settings.seed
-    checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))
-    model = task.model()
-    asked = groups.settle_groups(config, task, model).asked
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    trained = {name: shape for name, shape in shapes.items() if trainable[name]} if checkpoint.shapes else {}
-    compare(
-        "parameter",
-        trained,
-        {name: tuple(shape) for name, shape in checkpoint.shapes.items() if trainable.get(name, True)},
+def convert(path: Path) -> Conversion:
+    """Reads a file of any of the kinds. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(path, f"cannot be read: {error}", "give a text file") from None
+    given = _mapping(path, text)
+    if "distributed_type" in given or "compute_environment" in given:
+        return accelerate(given, lambda named: _ds_config(path, named))
+    if {"per_device_train_batch_size", "learning_rate", "output_dir", "num_train_epochs"} & given.keys():
+        return trainer(given, lambda named: _ds_config(path, named))
+    if path.suffix in (".yaml", ".yml", ".toml") and {"train_batch_size", "dsframe", "optimizer"} & given.keys():
+        return Conversion(given)
+    message = "is neither an Accelerate configuration (distributed_type) nor TrainingArguments (output_dir)"
+    raise _wrong(path, message, "give one of these; a ds_config in JSON needs no conversion")
+
+
+def _mapping(path: Path, text: str) -> dict[str, Any]:
+    try:
+        given = _parsed(path.suffix, text)
+        json.dumps(given, allow_nan=False)
+    except ImportError as error:
+        remedy = "pip install pyyaml" if error.name == "yaml" else "use Python 3.11 or newer, or write JSON"
+        raise _wrong(path, f"needs {error.name}, which is not installed", remedy) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _wrong(path, f"cannot be read: {error}", "correct the file") from None
+    if not isinstance(given, dict):
+        message = f"holds {type(given).__name__} where keys and values are expected"
+        raise _wrong(path, message, "give another file")
+    return {str(key): value for key, value in given.items()}
+
+
+def _parsed(suffix: str, text: str) -> Any:
+    """Raises ValueError for what is wrong in the text, ImportError for a missing reader."""
+    if suffix == ".toml":
+        import tomllib
+
+        return tomllib.loads(text)
+    if suffix not in (".yaml", ".yml"):
+        return json.loads(text)
+    return _yaml(text)
+
+
+def _yaml(text: str) -> Any:
+    """YAML 1.1 as far as JSON has its values, but 1e-3 is a number. Raises ValueError with the line."""
+    import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+    def examine(node: Any) -> None:
+        kind = node.tag.removeprefix(_TAG)
+        if kind not in ("map", "seq", "str", "int", "float", "bool", "null"):
+            raise ValueError(f"line {node.start_mark.line + 1}: {kind} is no value of JSON; quote it if it is text")
+        names = set[str]()
+        for part in node.value if kind in ("map", "seq") else ():
+            key, value = part if kind == "map" else (None, part)
+            if key is not None and key.value in names:
+                raise ValueError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
+            names.update([key.value] if key is not None else [])
+            examine(value)
+
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has aliases (*name), which can grow without end; write the values out")
+        if (root := yaml.compose(text, Loader)) is not None:
+            examine(root)
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _ds_config(path: Path, named: Any) -> dict[str, Any] | None:
+    """A ds_config that a file names, or holds."""
+    if named is None or isinstance(named, dict):
+        return named
+    for candidate in (path.parent / str(named), Path(str(named))):
+        if candidate.is_file():
+            return _mapping(candidate, candidate.read_text(encoding="utf-8-sig"))
+    raise _wrong(
+        path, f"names the ds_config {named}, which does not exist", "give its path from here, or from that file"
     )
-    folder = Store(run_dir / "checkpoints")
-    manifest = {
-        "format": store.FORMAT,
-        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "step": checkpoint.step,
-        "updates": checkpoint.updates,
-        "loss_scale": asdict(checkpoint.loss_scale) if checkpoint.loss_scale else None,
-        "learning_rate": checkpoint.learning_rate,
-        "loss": None,
-        "evaluation": {},
-        "aliases": aliases(model),
-        **_about(config, task, checkpoint),
-    }
-    manifest["course"].update(asked)
-    buffers = _buffers(checkpoint, model, persistent_buffers(model))
-
-    def state() -> EngineState:
-        parameters = checkpoint.parameters(trainable, shapes)
-        return EngineState(checkpoint.updates, checkpoint.loss_scale, buffers, aliases(model), parameters)
-
-    with RunLock() as claim:
-        claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))
-        if failure := catch_io_error(lambda: folder.begin(checkpoint.step)):
-            raise CheckpointError(failure)
-        try:
-            return _write(folder, state, manifest, shapes)
-        except (OSError, CheckpointError) as error:
-            folder.abandon(checkpoint.step)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
 
 
-def _write(
-    folder: Store, state: Callable[[], EngineState], manifest: dict[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> Path:
-    """Writes the checkpoint, which has begun. Raises OSError, CheckpointError."""
-    from dsframe.checkpoint.saver import write_small
-    from dsframe.checkpoint.writer import Writer
-    from dsframe.cluster.exchange import Alone
-    from dsframe.model.state import compare
-
-    partial = folder.partial(manifest["step"])
-    writer = Writer(Alone(), state(), partial)
-    laid_out = writer.manifest["parameters"].items()
-    saved = {name: entry["tensors"]["weight"]["shape"] for name, entry in laid_out}
-    compare("parameter", {name: shapes[name] for name in saved}, saved)
-    if failure := writer.take(state(), lambda: None):
-        raise CheckpointError(failure)
-    writer.flush(lambda: None)
-    files = write_small(partial, writer, [{"runs": writer.runs}], {})
-    return folder.commit(manifest["step"], {**manifest, **writer.manifest, "files": files})
-
-
-def _buffers(checkpoint: DeepSpeedCheckpoint, model: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name in wanted if name not in checkpoint.module]
-    if missing:
-        raise CheckpointError(f"{checkpoint.path} has no buffer {missing[0]}, which the model has")
-    return {name: checkpoint.module[name].clone() for name in wanted}
-
-
-def _about(config: Config, task: Task, checkpoint: DeepSpeedCheckpoint) -> dict[str, Any]:
-    from dsframe.checkpoint.changes import about
-    from dsframe.data.loader import as_source
-    from dsframe.data.sampler import Sampler
-    from dsframe.model import optimizers
-    from dsframe.tasks import preparation
-    from dsframe.tasks.given import given
-
-    settings = config.settings
-    preparation.alone(task, lambda line: print(f"dsframe: {line}", file=sys.stderr))
-    samples, batch = (
-        len(as_source(given(task, "train_data"), settings.seed, task.collate, streams=True)),
-        config.batch(checkpoint.ranks),
-    )
-    sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
-    steps = settings.steps or sampler.total_steps(settings.epochs or 1)
-    facts = Facts(checkpoint.ranks, steps, sampler.epoch_steps)
-    config = config.resolve(facts)
-    manifest = about(
-        config,
-        task,
-        optimizers.read(config),
-        batch,
-        samples=samples,
-        world_size=checkpoint.ranks,
-        engine="deepspeed",
-        package=None,
-    )
-    manifest["versions"]["deepspeed"] = checkpoint.version
-    return manifest
+def _wrong(path: Path, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("error", "", message, remedy, str(path), code="convert")])

@@ -147,6 +147,8 @@ class Evaluation:
         """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
+        context = self._engine.plan.task.context
+        context.local_rows = False
         local_totals = self._batches(name, batches, measure, stops, self._join)
         if local_totals is None:
             return None
@@ -154,6 +156,11 @@ class Evaluation:
             self._has_loss = False
             self._tell(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
             local_totals.pop("loss", None)
+        if context.local_rows:
+            self._tell(
+                "note: all_rows() has the rows of one batch in an evaluation, whose metrics depend on eval_micro_batch_size and, "
+                "where the file leaves that out, on the number of processes; keep() and metrics_of_all() see all rows"
+            )
         return totals(self._engine, local_totals)
 
     def _batches(

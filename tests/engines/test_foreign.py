@@ -418,7 +418,7 @@ def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -
 )
 def test_rows_that_depend_on_other_rows_are_said(what: str, says: dict[str, bool], tmp_path: Path) -> None:
     finished = run(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
-    assert ("model gives a row other outputs beside other rows" in finished.stderr) == (not says)
+    assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 

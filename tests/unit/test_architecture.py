@@ -282,7 +282,7 @@ MAY_NAME_ENGINES = {
     "tools/launch/launchers.py": "the launcher of that name",
     "tools/launch/command.py": "the launcher of that name",
     "tools/doctor.py": "the package and the launcher of that name",
-    "tools/convert.py": "whose checkpoint is imported",
+    "tools/import_deepspeed.py": "whose checkpoint is imported",
     "tools/convert_settings.py": "the engine that does what another framework's settings say",
     "tools/conversion.py": "whose section has the number format",
     "tools/plan/footprint.py": "what each engine holds, for predictions",

@@ -23,7 +23,7 @@ from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
 from dsframe.run_dir import lock
 from dsframe.run_dir.lock import RunLock
-from dsframe.tools import convert, deepspeed_files
+from dsframe.tools import deepspeed_files, import_deepspeed
 from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
 from tests.engines.odd_task import Odd
 from tests.files import ds_config
@@ -98,7 +98,7 @@ def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(deepspeed_files, "find", lambda directory, tag: directory)
     monkeypatch.setattr(deepspeed_files, "read", lambda path: found)
     with held(tmp_path) as (holder, _), pytest.raises(WorldError, match=f"in use by another run .process {holder} on"):
-        convert.convert(tmp_path / "theirs", None, load(file), task, tmp_path)
+        import_deepspeed.convert(tmp_path / "theirs", None, load(file), task, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dsframe.config import Config, Facts, load
 from dsframe.data.sampler import Sampler
 from dsframe.model import groups, schedules
-from dsframe.tools.convert_config import convert
+from dsframe.tools.convert import convert
 from tests.files import write_json
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[transformers]'")

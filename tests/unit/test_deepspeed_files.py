@@ -13,7 +13,7 @@ import torch
 
 from dsframe.config import load
 from dsframe.errors import CheckpointError
-from dsframe.tools import convert, deepspeed_files
+from dsframe.tools import deepspeed_files, import_deepspeed
 
 
 class Hostile:
@@ -98,7 +98,7 @@ def test_padding_is_no_weight() -> None:
 def test_a_tag_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"global_step\xff")
     with pytest.raises(CheckpointError, match="global_step� does not exist"):
-        convert.convert(tmp_path, None, load({"train_batch_size": 8}), Mock(), tmp_path / "run")
+        import_deepspeed.convert(tmp_path, None, load({"train_batch_size": 8}), Mock(), tmp_path / "run")
 
 
 def test_updates_are_steps_that_were_not_skipped(tmp_path: Path) -> None:

@@ -202,6 +202,22 @@ class Perplexity(Task):
         return {"perplexity": math.exp(sums["loss"].mean), "f1": 2 * right / (said + there)}
 
 
+class GatheringTask(ReadyTask):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(self.all_rows(outputs), targets)
+
+
+@pytest.mark.parametrize(("task", "lines"), [(ReadyTask, 0), (GatheringTask, 1)])
+def test_rows_of_one_batch_in_the_place_of_all_are_said(
+    task: type[Task], lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once: the trial before training says it first."""
+    _, evaluation = make(task())
+    evaluation.try_out()
+    evaluation.run()
+    assert capsys.readouterr().out.count("note: all_rows() has the rows of one batch") == lines
+
+
 def test_what_is_no_mean_follows_from_the_sums() -> None:
     sums = {"loss": Sum(torch.tensor(6.0), 3), "right": Sum(torch.tensor(3.0), 9), "said": Sum(torch.tensor(4.0), 9)}
     sums["there"] = Sum(torch.tensor(8.0), 9)

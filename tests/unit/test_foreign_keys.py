@@ -96,7 +96,7 @@ def test_what_is_assumed_is_checked_and_no_second_error() -> None:
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "toml"])
 def test_other_forms_are_refused_in_one_line(suffix: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """... that names the command which makes JSON of them; aliases, which can grow without end, are refused there."""
-    from dsframe.tools import check, convert_config
+    from dsframe.tools import check, convert
 
     texts = {"toml": 'train_batch_size = 8\n[optimizer]\ntype = "AdamW"\n[optimizer.params]\nlr = 0.1\n'}
     text = texts.get(suffix, "train_batch_size: 8\noptimizer: {type: AdamW, params: {lr: 0.1}}\n")
@@ -104,10 +104,10 @@ def test_other_forms_are_refused_in_one_line(suffix: str, here: Path, capsys: py
     assert check.main([str(path)]) == 2
     out = capsys.readouterr().out
     assert f"error: {suffix.upper()} is not read; write JSON: dsframe convert {path} --out ds.json [syntax]" in out
-    assert convert_config.main([str(path), "--out", "ds.json"]) == 0
+    assert convert.main([str(path), "--out", "ds.json"]) == 0
     made = read_json(here / "ds.json")
     assert made == ds_config(8, "AdamW", 0.1)
     if suffix != "toml":
         path.write_text("a: &a [x, x]\nb: [*a, *a]\n")
         with pytest.raises(Exception, match="aliases"):
-            convert_config.main([str(path)])
+            convert.main([str(path)])

@@ -333,6 +333,27 @@ def test_restarts(
     assert not list(tmp_path.glob("outcome*")), "it was for the launcher alone"
 
 
+def test_a_program_that_never_trains_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without restarts, too: no process has said why the exit code is 1."""
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+    launched = Attempts(tmp_path, restarts=0, wait_seconds=1.0)
+    assert launched.run(Played(launched, says(0))) == 1
+    assert "the launcher ended with 0, but no process said" in capfd.readouterr().err
+
+
+def test_a_program_that_is_not_there_starts_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("circles.py").touch()
+    Path("config.json").write_text('{"train_batch_size": 2}')
+    with pytest.raises(SystemExit):
+        command.main(["--config", "config.json", "-np", "2", "--script", "cirlces.py"])
+    assert "--script: cirlces.py is no file; did you mean circles.py?" in capsys.readouterr().err
+
+
 def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,14 +409,19 @@ def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.M
     assert waits == [20, 40, 60, 20, 40], "a new checkpoint is progress"
 
 
-def test_a_signal_of_ours_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [130, 246, 1])
+def test_a_signal_of_ours_is_no_failure(
+    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``code``: torchrun's, DeepSpeed's and horovodrun's where workers were asked to end before they could hear it."""
     monkeypatch.setattr(attempts, "clean", lambda: None)
 
     def attempt(resume: bool, received: list[int]) -> int:
         received.append(signal.SIGINT)
-        return 130
+        return code
 
     assert Attempts(tmp_path, restarts=9, wait_seconds=1.0).run(attempt) == 130
+    assert "ended by SIGINT" in capfd.readouterr().err
 
 
 def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,13 +94,15 @@ class Attempts:
             if ended.code == StoppedError.exit_code:
                 return StoppedError.exit_code
             if supervise.ENDING & {*received}:
-                return code or 128 + received[-1]
+                if ended.code is None:  # launchers have codes of their own for workers that a signal ends
+                    say(f"ended by {signal.Signals(received[-1]).name}")
+                return ended.code or 128 + received[-1]
             failure = Failure.of(ended, code, newest)
             self._failures.append(failure)
             now = self._newest()
             saved = saved or (began and now is not None)
             if why := self._why_no_restart(lost=saved and now is None):
-                if self._restarts or not failure.reason:  # else the process has said the same
+                if self._restarts or not ended.message:  # else the process has said the same
                     say(f"failed {why}")
                 return failure.code
             wait = self._first_wait if now != newest else wait

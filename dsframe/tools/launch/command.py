@@ -14,6 +14,7 @@ from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
 from dsframe.config import Config, Facts, load
+from dsframe.config.read.suggest import near_path
 from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.show:
         print(launch)
         return 0
+    if options.script and not Path(options.script).is_file():
+        parser().error(f"--script: {options.script} is no file{near_path(Path(options.script))}")
     streams.survive()
     if code := _check(request):
         return code

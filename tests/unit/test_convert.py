@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dsframe.config import load
 from dsframe.errors import ConfigError
-from dsframe.tools import convert_config
-from dsframe.tools.convert_config import convert
+from dsframe.tools.convert import convert, main
 from tests.files import read_json, write_json
 
 
@@ -178,7 +177,7 @@ def test_mistakes(name: str, text: str, said: str, tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.json"
     source = given(tmp_path, "a.yaml", DEEPSPEED)
-    assert convert_config.main([str(source), "--out", str(out)]) == 0
+    assert main([str(source), "--out", str(out)]) == 0
     said = capsys.readouterr().err
     assert "  zero_stage: zero_optimization.stage = 3\n" in said
     assert "nothing to do:\n" in said
@@ -186,6 +185,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"To start it: dsframe launch -np 16 --config {out}" in said
     assert read_json(out)["dsframe"]["task"] == {"name": "my_module:MyTask"}
     with pytest.raises(ConfigError, match="exists already"):
-        convert_config.main([str(source), "--out", str(out)])
-    assert convert_config.main([str(source)]) == 0
+        main([str(source), "--out", str(out)])
+    assert main([str(source)]) == 0
     assert json.loads(capsys.readouterr().out)["zero_optimization"]["stage"] == 3
