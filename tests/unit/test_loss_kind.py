@@ -265,7 +265,7 @@ def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert said in printed
     assert said or "this task's" not in printed
-    assert "model gives a row" not in printed
+    assert said or "gives a row" not in printed
 
 
 def test_a_sum_of_a_task_of_parts() -> None:
