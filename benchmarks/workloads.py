@@ -24,8 +24,9 @@ from dsframe.data._torchvision import torchvision
 from dsframe.data.sampler import Sampler
 from dsframe.data.source import Batch, ImageSource, draws
 from dsframe.data.text import TextSource
+from dsframe.host import generators
 from dsframe.tasks.language import LanguageTask
-from dsframe.tasks.layers import Layer, seed_generators
+from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Task
 from dsframe.tasks.vision import VisionTask
 
@@ -131,7 +132,7 @@ def task(name: str, gate: Gate | None, *, checked: int = CHECKED_STEPS) -> Task:
 
 def model(name: str) -> nn.Module:
     """The workload's model with the weights that every contestant starts from."""
-    seed_generators(0)
+    generators.seed(0)
     return task(name, None).model()
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dsframe.checkpoint import generators
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.engine import Engine, StepResult
 from dsframe.hooks import Hooks, RunView
+from dsframe.host import generators
 from dsframe.results import Summary
 
 if TYPE_CHECKING:
@@ -241,13 +241,10 @@ class UserHooks(Listener):
         if not methods:
             return
         view, watch = training.view(), training.engine.built.watch
-        device = training.engine.plan.device
-        kept = generators.capture(device) if event in _OTHER_STEPS else None
-        with watch.inside(always=True) if watch else nullcontext():
+        unmoved = generators.kept(training.engine.plan.device) if event in _OTHER_STEPS else nullcontext()
+        with unmoved, watch.inside(always=True) if watch else nullcontext():
             for method in methods:
                 method(view, *values)
-        if kept is not None:
-            generators.restore(kept, device)
 
     def on_start(self, training: Training) -> None:
         self._call("on_start", training)

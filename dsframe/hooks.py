@@ -7,16 +7,12 @@ of the mistake; one that hangs is found by the watchdog, as any other code of th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-
-from dsframe.errors import TaskError
-from dsframe.user_class import named_class
 
 if TYPE_CHECKING:
     from dsframe.results import Summary
@@ -87,30 +83,3 @@ class Hooks:
 
     def on_end(self, run: RunView, summary: Summary) -> None:
         """After the last step, its evaluation and its checkpoint. Not after an error."""
-
-
-def all_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ...]:
-    """Returns the hooks that a file names, then ``objects``. Raises TaskError for what is no Hooks."""
-    for hook in objects:
-        if not isinstance(hook, Hooks):
-            kind = type(hook).__name__
-            raise TaskError(f'hooks: {kind} is no Hooks; write "class {kind}(dsframe.Hooks)"')
-    return (*from_names(names), *objects)
-
-
-def from_names(names: Sequence[str]) -> list[Hooks]:
-    """The hooks that a file names, each ``package.module:Class`` without arguments. Raises TaskError."""
-    hooks = []
-    for name in names:
-        cls = named_class(name, Hooks, "hook")
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(cls).parameters.values()
-            if parameter.default is parameter.empty and parameter.kind < 2
-        ]
-        if needed:
-            raise TaskError(
-                f'hook "{name}": its class needs {", ".join(needed)}; give them defaults, or give fit() an object'
-            )
-        hooks.append(cls())
-    return hooks

@@ -13,7 +13,6 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from dsframe import engines
-from dsframe.checkpoint import generators
 from dsframe.checkpoint.changes import about
 from dsframe.checkpoint.resume import Start, begin, refuse
 from dsframe.checkpoint.saver import ModelFiles, Saver
@@ -31,7 +30,7 @@ from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError
 from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
-from dsframe.host import phases
+from dsframe.host import generators, phases
 from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules
 from dsframe.model.followers import EarlyStop
@@ -278,12 +277,10 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.built.groups.asked})
     for section, more in engine.built.manifest.items():
         mine[section].update(more)
-    with watchdog:
-        kept = generators.capture(plan.device)  # reading may draw
+    with watchdog, generators.kept(plan.device):  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)
         for held_out in job.work.evaluation.values():
             assert_same_samples(engine, held_out)
-        generators.restore(kept, plan.device)
     return mine
 
 

@@ -163,9 +163,10 @@ def prepared(
         from dsframe.host import numerics
 
         numerics.check_default_device()
-        from dsframe import hooks, job, tasks
-        from dsframe.checkpoint import generators, pretrained
+        from dsframe import job, tasks
+        from dsframe.checkpoint import pretrained
         from dsframe.guard import uncalled
+        from dsframe.host import generators
         from dsframe.tasks import given, preparation
 
         phases.done("imports")
@@ -184,7 +185,7 @@ def prepared(
             return given.given(task, "train_data"), given.given(task, "eval_data")
 
         data = cache(read)
-        called = hooks.all_hooks(config.settings.hooks, task.hooks)
+        called = tasks.build_hooks(config.settings.hooks, task.hooks)
         lines += tuple(line for user in (task, *called) for line in uncalled.lines(type(user)))
         settings = config.settings
         chosen = numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32)

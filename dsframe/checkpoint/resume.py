@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe.checkpoint import generators, store
+from dsframe.checkpoint import store
 from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.preflight import damaged_files, preflight
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
+from dsframe.host import generators
 from dsframe.model import ema
 from dsframe.model.schedules import notes
 from dsframe.model.state import ParameterState, SavedState, SavedView
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -247,7 +247,7 @@ def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
     if rank < len(kept):
         generators.restore(kept[rank], plan.device)
     else:
-        seed_generators(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
+        generators.seed(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
 
 
 def _quietly(action: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dsframe.checkpoint import generators, staging, store
+from dsframe.checkpoint import staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.byte_files import catch_io_error, combined, write
 from dsframe.checkpoint.layout import Layout
@@ -35,6 +35,7 @@ from dsframe.checkpoint.writer import Writer
 from dsframe.cluster.exchange import failures
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
+from dsframe.host import generators
 from dsframe.model.state import ShardedParameters
 
 if TYPE_CHECKING:

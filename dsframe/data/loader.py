@@ -12,7 +12,6 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from dsframe.data.sampler import Order, Part, Sampler, sequential
 from dsframe.data.source import Batch, GatheringSource, ImageSource, Source, TensorSource, draw, own_rows
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
+from dsframe.host import generators
 from dsframe.values import same
 
 Item = tuple[int, int, Any]
@@ -98,7 +98,7 @@ class DatasetSource:
 
     def gather(self, parts: list[Part]) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
-        with kept_generators():
+        with generators.kept():
             items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
             return self.collated(items)
 
@@ -158,18 +158,6 @@ def _seed(bits: int) -> None:
     random.seed(bits)
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Training's own generators, which dropout uses, go on afterwards as if nothing had happened."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
-
-
 class StreamSource(DatasetSource):
     """An ``IterableDataset``: rows in its own order, numbered as they come, one pass after the other. Reading goes forward."""
 
@@ -204,7 +192,7 @@ class StreamSource(DatasetSource):
     def collated(self, items: list[Item]) -> Batch:
         """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
         may shuffle with them, and ranks make other batches of its rows."""
-        with kept_generators():
+        with generators.kept():
             _seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF)
             return super().collated(items)
 
@@ -332,7 +320,7 @@ class _Fetcher:
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),
         )
-        with held(), kept_generators():
+        with held(), generators.kept():
             return bool(next(in_one_line(iter(loader))))
 
     def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:

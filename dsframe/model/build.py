@@ -16,6 +16,7 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
 from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
+from dsframe.host import generators
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
@@ -26,7 +27,6 @@ from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual
-from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
 
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
@@ -92,7 +92,7 @@ def build_model(
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.
-    seed_generators(plan.seed + 1 + plan.data_rank)
+    generators.seed(plan.seed + 1 + plan.data_rank)
     return model, built
 
 
@@ -137,7 +137,7 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     """**Collective.** Builds the task's model on the CPU, with the file's adapter in it; returns also
     peft's settings, or ""."""
     plan = ranks.plan
-    seed_generators(plan.seed)
+    generators.seed(plan.seed)
     if spill is not None and plan.device.type == "cpu":
         give_back()
     model, peft, failed = None, "", None

@@ -1,6 +1,6 @@
 """Tasks: image classification, language modelling, and the user's own. :func:`build` makes one from the settings."""
 
-from dsframe.tasks.build import build
+from dsframe.tasks.build import build, build_hooks
 from dsframe.tasks.task import Sum, Task
 
-__all__ = ["Sum", "Task", "build"]
+__all__ = ["Sum", "Task", "build", "build_hooks"]

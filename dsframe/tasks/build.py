@@ -1,14 +1,15 @@
-"""From the file's ``task`` section to a :class:`~dsframe.tasks.task.Task`."""
+"""From the names in a file to the objects: its ``task`` section, a :class:`~dsframe.tasks.task.Task`, and its hooks."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import TaskError
+from dsframe.hooks import Hooks
 from dsframe.tasks.given import seeded
 from dsframe.tasks.task import Task
 from dsframe.user_class import close_match, named_class
@@ -70,3 +71,27 @@ def _construct(cls: type[Task], options: Mapping[str, Any], path: str) -> Task:
             f'task "{path}": options do not fit: {error}{hint}; it takes {", ".join(accepted) or "no options"}'
         ) from error
     return cls(**options)
+
+
+def build_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ...]:
+    """Returns the hooks that a file names, each ``package.module:Class`` without arguments, then ``objects``. Raises TaskError
+    for what is no Hooks."""
+    for hook in objects:
+        if not isinstance(hook, Hooks):
+            kind = type(hook).__name__
+            raise TaskError(f'hooks: {kind} is no Hooks; write "class {kind}(dsframe.Hooks)"')
+    return (*map(_hook, names), *objects)
+
+
+def _hook(name: str) -> Hooks:
+    cls = named_class(name, Hooks, "hook")
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind < 2
+    ]
+    if needed:
+        raise TaskError(
+            f'hook "{name}": its class needs {", ".join(needed)}; give them defaults, or give fit() an object'
+        )
+    return cls()

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dsframe.data.loader import kept_generators
 from dsframe.data.source import Source, draw
 from dsframe.errors import DataError
-from dsframe.tasks.layers import seed_generators
+from dsframe.host import generators
 from dsframe.tasks.task import Task
 
 _GIVEN = 0x676976656E  # the stream of draws that seeds the random generators before a task gives its data
@@ -22,8 +21,8 @@ _GIVEN = 0x676976656E  # the stream of draws that seeds the random generators be
 def seeded(seed: int) -> Iterator[None]:
     """Inside, the random generators of this process start from ``seed``; afterwards they are as they were."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    with kept_generators(), torch.random.fork_rng(gpus):
-        seed_generators(seed)
+    with generators.kept(), torch.random.fork_rng(gpus):
+        generators.seed(seed)
         yield
 
 

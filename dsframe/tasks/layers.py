@@ -7,15 +7,13 @@ else the task's ``layers()`` builds, before those that do not need it drop it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from dsframe.errors import TaskError
+from dsframe.host import generators
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,11 @@ class TiedLayer(nn.Module):
         return self._function(inputs, self.weight)
 
 
-def seed_generators(seed: int) -> None:
-    """Python's, NumPy's and torch's global random generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def make(layer: Layer, index: int, seed: int) -> nn.Module:
     """Layer ``index`` by itself, drawn from its own seed. Raises TaskError for what makes no module, and for a tie."""
     if isinstance(layer, nn.Module):
         return layer
-    seed_generators(seed * 1_000_003 + index)
+    generators.seed(seed * 1_000_003 + index)
     made = layer() if callable(layer) else layer
     if not isinstance(made, nn.Module):
         raise TaskError(

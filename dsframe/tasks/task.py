@@ -34,9 +34,10 @@ from torch.utils.data import Dataset
 from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.host import generators
 from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.global_batch import all_rows
-from dsframe.tasks.layers import Layer, assemble, seed_generators
+from dsframe.tasks.layers import Layer, assemble
 
 if TYPE_CHECKING:
     from dsframe.hooks import Hooks
@@ -232,7 +233,7 @@ class Task:
             raise TaskError(
                 f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
             )
-        seed_generators(self.seed * 1_000_003 + list(models).index(name))
+        generators.seed(self.seed * 1_000_003 + list(models).index(name))
         model = made()
         if not isinstance(model, nn.Module):
             raise TaskError(f"{type(self).__name__}.models: {name!r} made {type(model).__name__}, which is no module")

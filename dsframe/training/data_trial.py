@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dsframe.checkpoint import generators
 from dsframe.data.fingerprint import digest
-from dsframe.data.loader import DatasetSource, StreamSource, as_source, in_one_line, kept_generators
+from dsframe.data.loader import DatasetSource, StreamSource, as_source, in_one_line
 from dsframe.data.source import Source
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
+from dsframe.host import generators
 from dsframe.model.user_state import functions_of, is_generator, state_of, words_of
-from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Task
 from dsframe.training.loaders import sets
 from dsframe.values import FEW
@@ -60,9 +59,9 @@ def _refuse_changing_order(task: Task, samples: int) -> None:
     if type(task).order is Task.order or not samples:
         return
     orders = []
-    with kept_generators():
+    with generators.kept():
         for asked, epoch in enumerate((0, 1, 0)):
-            seed_generators(asked)
+            generators.seed(asked)
             order = task.order(epoch, samples)
             orders.append(order.clone() if isinstance(order, Tensor) else order)  # it may be changed in place
     first, _, again = orders
@@ -93,7 +92,7 @@ class _Readings(Dataset[_Reading]):
 
     def __getitem__(self, number: int) -> _Reading:
         source = self._source
-        with kept_generators():
+        with generators.kept():
             if isinstance(source, DatasetSource):
                 row = source.item(0, 0)  # which seeds
                 drawn = generators.capture(_CPU)

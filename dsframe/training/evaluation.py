@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import DsframeError, EngineError, TaskError
+from dsframe.host import generators
 from dsframe.model import metric_objects
 from dsframe.model.forward import elsewhere
 from dsframe.model.metric_objects import FailedMetricError

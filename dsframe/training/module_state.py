@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
+from dsframe.host import generators
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.state import persistent_buffers
 from dsframe.training import held, sample_trial, unmoved

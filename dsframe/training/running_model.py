@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import failures
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
+from dsframe.host import generators
 from dsframe.model import ema
-from dsframe.tasks.layers import seed_generators
 from dsframe.text import reason
 
 
@@ -25,14 +24,13 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
     plan = engine.plan
     if averages and plan.config.settings.ema is None:
         raise TaskError('model(averages=True): the file keeps no average of the weights; write "ema"')
-    kept = generators.capture(plan.device)
     model, failure = None, ""
     if plan.world.is_main or all_ranks:
         try:
-            model = _made(engine)
+            with generators.kept(plan.device):
+                model = _made(engine)
         except Exception as error:
             failure = reason(error, 400)
-    generators.restore(kept, plan.device)
     if wrong := failures(engine, failure):
         raise TaskError(f"{type(plan.task).__name__}.model: {wrong[0]}")
     state = engine.state()
@@ -57,7 +55,7 @@ def _fill(tensors: Mapping[str, Tensor], name: str, content: Tensor) -> None:
 def _made(engine: Engine) -> nn.Module:
     """A new model of the task's, with the file's adapter in it."""
     plan = engine.plan
-    seed_generators(plan.seed)
+    generators.seed(plan.seed)
     with torch.device("cpu"):
         model = plan.task.model()
         if engine.built.adapter is not None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text, by_value
 from dsframe.data import Loader
 from dsframe.data.fingerprint import digest
@@ -28,6 +27,7 @@ from dsframe.data.source import Batch
 from dsframe.engine import Engine
 from dsframe.engines import precision
 from dsframe.errors import EngineError, TaskError, WorldError
+from dsframe.host import generators
 from dsframe.model import derivatives
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sum, Task, loss_and_terms
@@ -146,9 +146,9 @@ class _Trial:
             return None, "the samples cannot be read again"
         losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
-        kept = generators.capture(plan.device)
         try:
             with (
+                generators.kept(plan.device),  # reading may draw
                 watch.trial(),
                 plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
                 training_mode(models, watch) if self._training else nullcontext(),
@@ -166,8 +166,6 @@ class _Trial:
         except Exception as error:  # such as a model that takes batches of one size
             first = error.__context__ or error  # a library's hooks may raise another behind it
             return None, reason(first, 100)
-        finally:
-            generators.restore(kept, plan.device)  # reading may draw
         return losses, ""
 
     def _batches(self) -> Iterator[Batch]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64_hexdigest
 
-from dsframe.checkpoint import generators
 from dsframe.engine import Engine
+from dsframe.host import generators
 from dsframe.tasks.task import Task
 from dsframe.training import held
 from dsframe.values import copied, same
@@ -86,17 +86,13 @@ class Buffers:
 @contextmanager
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     """Puts back the random generators, buffers and attributes of the modules of ``model``, and what user code keeps elsewhere."""
-    device = engine.plan.device
-    kept = generators.capture(device)
-    values = (held.attributes(model), held.outside(engine), held.Generators(engine))
-    buffers = Buffers(model.named_modules())
-    try:
-        yield
-    finally:
-        for value in values:
-            value.put_back()
-        buffers.put_back()
-        generators.restore(kept, device)
+    changing = (held.attributes(model), held.outside(engine), held.Generators(engine), Buffers(model.named_modules()))
+    with generators.kept(engine.plan.device):
+        try:
+            yield
+        finally:
+            for values in changing:
+                values.put_back()
 
 
 class HeldBuffers:

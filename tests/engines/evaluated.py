@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsframe import Hooks, RunView, Sum, Task
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.data.loader import as_source
-from dsframe.tasks.layers import seed_generators
+from dsframe.host import generators
 from dsframe.training.evaluation import Evaluation
 from dsframe.training.loaders import sets
 from tests.engines.several import one_process_group, prepare
@@ -267,7 +267,7 @@ TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Mixed, Loop
 def by_hand(name: str) -> dict[str, float]:
     """The metrics of a loop on one process, sample by sample."""
     task = TASKS[name]()
-    seed_generators(0)
+    generators.seed(0)
     model = task.model().eval()
     with torch.no_grad():
         found: dict[str, float] = task.by_hand(model)

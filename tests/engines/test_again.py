@@ -31,7 +31,7 @@ PROGRAM = """
 import os, sys, logging, signal, warnings
 import torch, torch.utils.data, dsframe, dsframe.errors
 import torch.nn.functional
-from dsframe.checkpoint import generators
+from dsframe.host import generators
 class Line(dsframe.Task):
     def model(self): return torch.nn.Linear(2, 1)
     def loss(self, outputs, targets): return (outputs - targets).square().mean()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from dsframe.host import generators
 from dsframe.model.forward import call
-from dsframe.tasks.layers import seed_generators
 from dsframe.tools.compare import losses
 from tests.engines import batch_tasks
 from tests.engines.test_foreign import SETUPS
@@ -23,7 +23,7 @@ STEPS = 4
 
 def by_hand(name: str) -> list[float]:
     task: Any = getattr(batch_tasks, name)()
-    seed_generators(0)
+    generators.seed(0)
     model, data, found = task.model().train(), task.train_data(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     for step in range(STEPS):

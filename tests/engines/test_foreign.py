@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from dsframe.host import generators
 from dsframe.run_dir.record import read_summary
-from dsframe.tasks.layers import seed_generators
 from dsframe.tools.compare import losses
 from tests.engines import foreign_tasks
 from tests.files import read_rows, write_json
@@ -319,7 +319,7 @@ def by_hand(case: Case) -> list[float]:
     """The losses of a loop on one process."""
     name, options, *_ = CASES[case] if isinstance(case, str) else case
     task = getattr(foreign_tasks, name)(**options)
-    seed_generators(0)
+    generators.seed(0)
     model, data = task.model().train(), task.train_data()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)

@@ -23,8 +23,8 @@ from dsframe.checkpoint import store
 from dsframe.config import load
 from dsframe.data import Loader, as_source
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.host import generators
 from dsframe.model import adapter as model_adapter
-from dsframe.tasks.layers import seed_generators
 from dsframe.tools import export
 from tests import text_files
 from tests.files import ds_config, read_json, write_json
@@ -58,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_peft_by_hand(trained: Path) -> None:
     config = load(trained / "config.json")
     task = tasks.build(config.settings.task, 0)
-    seed_generators(0)
+    generators.seed(0)
     found = by_hand(peft.get_peft_model(task.model(), peft.LoraConfig(**LORA)), task)  # type: ignore[arg-type]
     assert list(losses(trained).values()) == pytest.approx(found, rel=1e-6)
     assert found[-1] < found[0]
@@ -88,7 +88,7 @@ def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None
     fit(file(run, adapter={**LORA, "base_format": "nf4"}, checkpoints={"every_steps": 10, "keep_last": 9}))
     config = load(run / "config.json")
     task = tasks.build(config.settings.task, 0)
-    seed_generators(0)
+    generators.seed(0)
     plain = task.model()
     logits = plain.get_output_embeddings()  # type: ignore[operator]
     for module in plain.modules():
@@ -174,7 +174,7 @@ def test_to_peft_and_merged(trained: Path, here: Path) -> None:
         logits = model(tokens).logits
     assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
     assert export.main([str(trained), "--to", "huggingface", "--merge", "--out", "merged"]) == 0
-    seed_generators(0)
+    generators.seed(0)
     base = tasks.build(load(trained / "config.json").settings.task, 0).model().eval()
     theirs = peft.PeftModel.from_pretrained(base, here / "peft").eval()
     merged = AutoModelForCausalLM.from_pretrained(here / "merged").eval()

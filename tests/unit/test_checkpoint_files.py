@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dsframe.checkpoint import generators, layout, store
+from dsframe.checkpoint import layout, store
 from dsframe.checkpoint import writer as writer_module
 from dsframe.checkpoint.byte_files import damage_of
 from dsframe.checkpoint.reader import Checkpoint
@@ -33,6 +33,7 @@ from dsframe.config import load
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError, WorldError
+from dsframe.host import generators
 from dsframe.model.state import (
     WEIGHT,
     EngineState,

@@ -18,6 +18,7 @@ from torch import Tensor
 from dsframe.checkpoint import byte_files, resume
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
+from dsframe.host import generators
 from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Task
 from tests.unit.test_checkpoint_background import Training, saver
@@ -261,7 +262,7 @@ def test_ranks_go_on_with_the_numbers_of_their_group(monkeypatch: pytest.MonkeyP
     """Two share their samples. Ranks that the saved run did not have draw others, and others after each resume."""
     said: list[Any] = []
     monkeypatch.setattr(resume.generators, "restore", lambda kept, device: said.append(kept))
-    monkeypatch.setattr(resume, "seed_generators", said.append)
+    monkeypatch.setattr(generators, "seed", said.append)
     for step in (7, 8):
         saved: Any = SimpleNamespace(generators=lambda: ["a", "b", "c", "d"], step=step)
         for rank in range(8):

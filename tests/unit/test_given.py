@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dsframe
-from dsframe.checkpoint import generators
 from dsframe.config import load
 from dsframe.errors import DataError
+from dsframe.host import generators
 from dsframe.run import execute
 from dsframe.tasks.given import given
 from tests import portability

@@ -21,11 +21,12 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe import cli, inference
-from dsframe.checkpoint import generators, store
+from dsframe.checkpoint import store
 from dsframe.cluster.world import World
 from dsframe.data import Pad, TensorSource
 from dsframe.data.loader import DatasetSource
 from dsframe.errors import CheckpointError, TaskError
+from dsframe.host import generators
 from dsframe.inference import load_model
 from dsframe.job import Run
 from dsframe.run import execute, prepared

@@ -13,10 +13,10 @@ import torch
 
 import dsframe
 from dsframe import run
-from dsframe.checkpoint import generators
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.errors import EngineError, TaskError
+from dsframe.host import generators
 from dsframe.host.numerics import CUBLAS, chosen
 from tests.files import ds_config
 

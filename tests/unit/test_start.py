@@ -9,7 +9,7 @@ MEASURE = """
 import os, re
 def resident():
     with open("/proc/self/status") as status:
-        return int(re.search(r"VmRSS:\\s+(\\d+) kB", status.read())[1]) / 1024
+        return int(re.search(r"RssAnon:\\s+(\\d+) kB", status.read())[1]) / 1024
 import torch, torch.distributed
 before = resident()
 import dsframe.train, dsframe.run
@@ -21,6 +21,7 @@ print(resident() - before)
 
 
 def test_a_ranks_imports_take_little_memory_beside_torch() -> None:
-    """Everything that comes before the engine; 19.0 MiB measured, most of it the configuration's pydantic."""
+    """Everything that comes before the engine; 13.9 MiB of its own measured, most of it the configuration's pydantic. Files that
+    are mapped count more or less as the system has them in memory, for all ranks."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 20
+    assert float(done.stdout) < 15

@@ -19,6 +19,7 @@ from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.guard.signals import StopRequest
+from dsframe.host import generators
 from dsframe.model import build, optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
@@ -320,7 +321,7 @@ def test_ranks_with_other_modules_are_refused(modules: tuple[nn.Module, nn.Modul
 
 def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(build, "seed_generators", seeds.append)
+    monkeypatch.setattr(generators, "seed", seeds.append)
     config = load(file(tmp_path))
 
     def built(ranks: Any) -> None:

@@ -27,13 +27,14 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
+from dsframe.host import generators
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences, described
 from dsframe.model.parts import parts_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.model.state import aliases
-from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, ready, seed_generators, tied_weight
+from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, ready, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -53,7 +54,7 @@ class Cut:
         # On the CPU, as every engine builds it: initial weights depend on no kind of device. A model that comes whole lies in
         # files, of which this rank reads its stage's.
         self._spill = on_disk(plan.directory)
-        seed_generators(plan.seed)
+        generators.seed(plan.seed)
         with torch.device("cpu"), self._spill.building():
             self.layers = self._find()
         probes: list[nn.Module] = []
@@ -207,7 +208,7 @@ class Cut:
         module.name(self._whole, self.layers, local_layers, self._probes)
         self.groups.freeze(module.model)
         patches.count_for_clipping(module)
-        seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
+        generators.seed(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
         self.layers, self._whole, self._probes = [], None, nn.Sequential()
         self._spill.close()
         return module

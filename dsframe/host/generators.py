@@ -1,13 +1,39 @@
-"""The random generators of one process, as JSON: torch's on the CPU and on this rank's GPU, NumPy's, Python's."""
+"""The random generators of one process: torch's on the CPU and on this rank's GPU, NumPy's, Python's."""
 
 from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+_CPU = torch.device("cpu")
+
+
+def seed(number: int) -> None:
+    """Seeds every generator of this process."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+@contextmanager
+def kept(device: torch.device = _CPU) -> Iterator[None]:
+    """Puts every generator back afterwards, a GPU's if ``device`` is one."""
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
