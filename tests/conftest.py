@@ -68,6 +68,13 @@ def signals_as_before() -> Iterator[None]:
     assert after == handlers, "the test leaves other handlers of signals than it found"
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own folder, in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make

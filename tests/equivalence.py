@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from torch import Tensor
 from dsframe.checkpoint import store
 from dsframe.tools import export
 from dsframe.tools.compare import losses
+from tests.files import write_json
 from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun
 
 STEPS = 30
@@ -235,7 +235,7 @@ def train(task: str, case: Case, accumulation: int = 2, launcher: Launcher | Non
     """A real run from its first to its last step, under the case's own launcher or another."""
     with tempfile.TemporaryDirectory(prefix="dsframe-equivalence-") as directory:
         file, run_dir = Path(directory, "file.json"), Path(directory, "run")
-        file.write_text(json.dumps(document(task, case, accumulation)))
+        write_json(file, document(task, case, accumulation))
         # The suite's launcher leaves most of the evaluation out, which nothing here looks at.
         module = "tests.engines.briefly" if launcher else "dsframe.train"
         arguments = ["-m", module, "--config", str(file), "--run-dir", str(run_dir)]

@@ -29,6 +29,7 @@ from dsframe.checkpoint import store
 from dsframe.tools import export
 from tests.engines.parts import GROUPS, SGD, SMOOTH
 from tests.equivalence import EARLY, EARLY_BOUND, NOISE_FACTOR, STEPS, pipeline, zero
+from tests.files import write_json
 from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA
 
@@ -218,7 +219,7 @@ def train(feature: Feature, *ways: Way) -> Run:
         run_dir = Path()
         for number, way in enumerate(ways, start=1):
             file, before, run_dir = Path(directory, "file.json"), run_dir, Path(directory, f"run-{number}")
-            file.write_text(json.dumps(document(feature, way, STEPS * number // len(ways))))
+            write_json(file, document(feature, way, STEPS * number // len(ways)))
             arguments = ["-m", "dsframe.train", "--config", str(file), "--run-dir", str(run_dir)]
             arguments += ["--resume", str(before)] if number > 1 else []
             run_ranks(warm(way.ranks, arguments), timeout_seconds=300).check()

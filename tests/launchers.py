@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from dsframe.run_dir.record import read_summary
 from dsframe.tools.launch.launchers import Job, plan
 from tests.cluster import network, slurm
 from tests.cluster.jobs import losses
+from tests.files import ds_config, write_json
 from tests.processes import free_port, run_ranks
 
 PROCESSES, STEPS = 2, 10
@@ -37,18 +37,17 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
 }
 """Name -> the engine and what its file says beyond the others'."""
-TRAINING: dict[str, Any] = {
-    "train_batch_size": 8,
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.002}},
-    "dsframe": {
-        "task": {"name": "language", "layers": 2, "width": 32, "context": 32, "corpus": "synthetic", "samples": 300},
-        "steps": STEPS,
-        "eval_micro_batch_size": 200,
-        "log_every_steps": 1,
-        "checkpoints": {"at_end": False},
-    },
-}
+TRAINING: dict[str, Any] = ds_config(
+    8,
+    "AdamW",
+    0.002,
+    sections={"train_micro_batch_size_per_gpu": 2},
+    task={"name": "language", "layers": 2, "width": 32, "context": 32, "corpus": "synthetic", "samples": 300},
+    steps=STEPS,
+    eval_micro_batch_size=200,
+    log_every_steps=1,
+    checkpoints={"at_end": False},
+)
 TOLERANCE = 1e-5
 Cluster = tuple[network.Network, slurm.Slurm]
 
@@ -88,7 +87,7 @@ def _train(
     folder: Path,
     cluster: Cluster | None,
 ) -> list[float]:
-    (folder / "file.json").write_text(json.dumps(TRAINING | more))
+    write_json(folder / "file.json", TRAINING | more)
     arguments = ("--config", "file.json", "--engine", engine, "--run-dir", "run")
     launch = plan(launcher, Job(processes, ("-m", "dsframe.train"), arguments, port=free_port()))
     command, variables = list(launch.command), dict(launch.environment)

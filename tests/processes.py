@@ -29,10 +29,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from dsframe.host.leftovers import SHARED_MEMORY, unused_buffers
+from tests.files import read_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -184,6 +186,24 @@ def run_ranks(
     if leaked:
         raise AssertionError(f"left in {SHARED_MEMORY}: {', '.join(leaked)}\n{finished}")
     return finished
+
+
+def reported(
+    module: str,
+    folder: Path,
+    launch: int | Callable[[list[str]], list[str]],
+    cases: Iterable[str] = (),
+    *,
+    timeout_seconds: float = 300.0,
+) -> Any:
+    """The report of ``tests.engines.MODULE`` on its cases, which runs in ``folder``.
+
+    launch: the number of its ranks, or what makes the command line.
+    """
+    arguments = ["-m", f"tests.engines.{module}", str(folder / "report.json"), *cases]
+    command = warm(launch, arguments) if isinstance(launch, int) else launch(arguments)
+    run_ranks(command, cwd=folder, timeout_seconds=timeout_seconds).check()
+    return read_json(folder / "report.json")
 
 
 @contextlib.contextmanager

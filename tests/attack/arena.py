@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
+from tests.files import ds_config, write_json
 from tests.portability import losses
 from tests.processes import Finished, Running, free_port, python, run_ranks
 
@@ -53,8 +54,8 @@ def write(folder: Path, *, ranks: int = 2, **settings: object) -> None:
         "task": {"name": "tests.faults.slow_task:SlowTask"},
         **settings,
     }
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "dsframe": dsframe}
-    (folder / "attack.json").write_text(json.dumps(file))
+    file = ds_config(8, "AdamW", 0.01, **dsframe)
+    write_json(folder / "attack.json", file)
 
 
 def train(

@@ -17,25 +17,25 @@ from dsframe.cluster.world import here
 from dsframe.config import load
 from dsframe.run import execute
 from dsframe.train import leave_at_once
+from tests.files import ds_config
 
 TASK = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 
 
 def train(number: int, engine: str, stage: str) -> float:
     """The last loss of four steps."""
-    file: dict[str, Any] = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
-        "zero_optimization": {"stage": int(stage or 0)},
-        "dsframe": {
-            "engine": engine,
-            "task": TASK,
-            "steps": 4,
-            "eval_micro_batch_size": 200,
-            "threads_per_rank": 1,
-            "run_dir": f"run-{number}",
-        },
-    }
+    file: dict[str, Any] = ds_config(
+        8,
+        "AdamW",
+        0.001,
+        sections={"zero_optimization": {"stage": int(stage or 0)}},
+        engine=engine,
+        task=TASK,
+        steps=4,
+        eval_micro_batch_size=200,
+        threads_per_rank=1,
+        run_dir=f"run-{number}",
+    )
     return execute(load(file), quiet=True).loss
 
 

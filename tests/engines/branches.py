@@ -7,10 +7,6 @@ leaves the losses and the last weights of each training in FOLDER/CASE.json. tes
 
 from __future__ import annotations
 
-import atexit
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +16,8 @@ from torch.utils.data import TensorDataset
 import dsframe
 from dsframe.cluster import world
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group, prepare
+from tests.engines import several
+from tests.engines.several import prepare
 
 STEPS, ROWS, WIDTH = 8, 8, 6
 
@@ -99,19 +95,11 @@ def train(case: str, way: str, accumulation: int) -> dict[str, Any]:
         engine.close()
 
 
-def main(folder: str, cases: list[str]) -> None:
-    ways = ("idle", "rows", "ranks") if world.here().size > 1 else ("idle", "rows")
-    with one_process_group():
-        for case in cases:
-            told = (
-                ways[:1] if case == "deepspeed:3" else ways
-            )  # where ranks of ZeRO-3 call different layers, they are told so
-            found = {f"{way}, accumulation {n}": train(case, way, n) for way in told for n in (1, 2)}
-            if world.here().is_main:
-                Path(folder, f"{case}.json").write_text(json.dumps(found))
+def each_way(case: str) -> dict[str, Any]:
+    """Where ranks of ZeRO-3 call different layers, they are told so."""
+    ways = ["idle", "rows", "ranks"][: 1 if case == "deepspeed:3" else 3 if world.here().size > 1 else 2]
+    return {f"{way}, accumulation {n}": train(case, way, n) for way in ways for n in (1, 2)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
-    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
-    leave_at_once(0)
+    several.report(each_way, [])

@@ -22,6 +22,7 @@ from dsframe.host import generators
 from dsframe.training.evaluation import Evaluation
 from dsframe.training.loaders import sets
 from tests.engines.several import one_process_group, prepare
+from tests.files import write_json
 
 F = nn.functional
 SAMPLES, MICRO_BATCHES = 13, (1, 4, 7)
@@ -153,7 +154,7 @@ class Look(Hooks):
         if model is not None:
             assert not model.training
             found = [metrics["loss"], Rated().by_hand(model)["loss"], metrics["images"]]
-            (run.directory / "seen.json").write_text(json.dumps(found))
+            write_json(run.directory / "seen.json", found)
 
 
 class Rated(Boxes):
@@ -310,7 +311,7 @@ def main(path: str, engine_name: str) -> None:
     with one_process_group():
         report = {name: measure(name, engine_name) for name in TASKS}
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
+            write_json(Path(path), report)
 
 
 if __name__ == "__main__":

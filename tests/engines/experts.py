@@ -8,16 +8,9 @@ other's state. By SGD without clipping unless it says otherwise: Adam and clippi
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from dsframe.engines.deepspeed.imports import groups
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group
+from tests.engines import several
 from tests.engines.tensor import BF16, measure, zero
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}, "gradient_clipping": 0.0}
@@ -48,18 +41,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """In the section "dsframe", by the last word of a case's name."""
 
 
-def main(path: str, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    with one_process_group():
-        for case in cases:
-            kind, changes = CASES[case]
-            report[case] = measure(kind, "deepspeed", changes, **SETTINGS.get(case.rpartition(" ")[2], {}))
-            groups._release_process_group_references()
-        if torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
+def of(case: str) -> dict[str, Any]:
+    kind, changes = CASES[case]
+    return measure(kind, "deepspeed", changes, **SETTINGS.get(case.rpartition(" ")[2], {}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or list(CASES))
-    leave_at_once(0)
+    several.report(of, CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from tests.files import write_json
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = {**SIZES, "vocab_size": 48, "max_position_embeddings": 16, "initializer_range": 0.3, "pad_token_id": 0}
@@ -82,7 +83,7 @@ def read(kind: str, path: Path) -> Any:
 def main(kind: str) -> None:
     found = {path.name: loss(read(kind, path), kind) for path in sorted(Path("out").iterdir())}
     assert "dsframe.checkpoint" not in sys.modules
-    Path("found.json").write_text(json.dumps(found))
+    write_json(Path("found.json"), found)
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit
 

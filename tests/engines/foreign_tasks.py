@@ -36,6 +36,10 @@ class Rows(Task):
         return TensorDataset(torch.randn(48, 8, generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
 
+def _eleven(task: Any) -> TensorDataset:
+    return TensorDataset(*(one[:11] for one in task.train_data().tensors))
+
+
 class Words(Rows):
     """Four words, three classes."""
 
@@ -261,17 +265,25 @@ class TwoTables(MaxNorm):
         return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
 
 
+class _First(Rows):
+    """A layer of another class in the first place."""
+
+    layer: type[nn.Module]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(self.layer(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
 class _Clamped(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         self.weight.data.clamp_(-0.1, 0.1)
         return super().forward(input)
 
 
-class Clamped(Rows):
+class Clamped(_First):
     """Writes to a weight by ``data``, in forward."""
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(_Clamped(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    layer = _Clamped
 
 
 class Layered(Rows):
@@ -951,9 +963,7 @@ class Classes(Rows):
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs.hidden, targets)
 
-    def eval_data(self) -> Any:
-        rows = self.train_data().tensors
-        return TensorDataset(*(one[:11] for one in rows))
+    eval_data = _eleven
 
 
 class Adversarial(Rows):
@@ -1449,11 +1459,10 @@ class _Normed(nn.Linear):
         return super().forward(input)
 
 
-class Normed(Rows):
+class Normed(_First):
     """Brings the rows of a weight to length one in forward, as nGPT does."""
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(_Normed(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    layer = _Normed
 
 
 class _Turned(nn.Module):
@@ -1506,8 +1515,7 @@ class FromData(Rows):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), _ActNorm(16), nn.Tanh(), nn.Linear(16, 3))
 
-    def eval_data(self) -> Any:
-        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+    eval_data = _eleven
 
 
 class _Adjoint(torch.autograd.Function):
@@ -1679,8 +1687,7 @@ class Backwards(Rows):
         }
         return {"adjoint": _Ode, **kinds}[self.kind]()
 
-    def eval_data(self) -> Any:
-        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+    eval_data = _eleven
 
 
 class SecondView(Rows):
@@ -1717,8 +1724,7 @@ class HeldTeacher(Rows):
         wanted = self.teacher(torch.linspace(-1, 1, 8))
         return super().loss(outputs, targets) + 0.1 * (outputs - wanted).square().mean()
 
-    def eval_data(self) -> Any:
-        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+    eval_data = _eleven
 
 
 class _Following(_Clipping):
@@ -1756,11 +1762,10 @@ class _Observed(nn.Linear):
         return F.linear(input, self.observer(self.weight), self.bias)
 
 
-class Observing(Rows):
+class Observing(_First):
     """Buffers that are None, or have no elements, before the first step."""
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(_Observed(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    layer = _Observed
 
 
 class Balanced(Rows):
@@ -1825,8 +1830,7 @@ class Again(Rows):
     def metrics_of_all(self, kept: Any) -> dict[str, float]:
         return {"kept": float(len(kept))}
 
-    def eval_data(self) -> Any:
-        return TensorDataset(*(one[:11] for one in self.train_data().tensors))
+    eval_data = _eleven
 
 
 _COUNT = [0]

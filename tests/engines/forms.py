@@ -7,7 +7,6 @@ Rank 0 writes report.json: what differs, by way, and the losses that follow.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from tests.engines.round_trip import build
+from tests.files import write_json
 
 WAYS = ("at once", "in the background", "gathered")
 
@@ -98,7 +98,7 @@ def main(path: str) -> None:
         report["repeated"][name] = [go_on(), same(again, kept)]
         saved.close()
     if world.is_main:
-        Path("report.json").write_text(json.dumps(report))
+        write_json(Path("report.json"), report)
     all_gather_text(engine, "")
     engine.close()
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit

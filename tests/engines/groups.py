@@ -7,16 +7,9 @@ Each case as in tests/engines/tensor.py: losses, states with every parameter's m
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from dsframe.engines.deepspeed.imports import groups
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group
+from tests.engines import several
 from tests.engines.tensor import BF16, CUT, TASKS, measure, zero
 
 STAGES = {"pipeline": {"stages": 2}}
@@ -54,21 +47,13 @@ CASES["adapter fsdp bf16"] = ("fsdp", BF16, {})
 CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}, {})
 
 
-def main(path: str, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    with one_process_group():
-        for case in cases:
-            engine, changes, model = CASES[case]
-            settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
-            if "nf4" in case:
-                settings["adapter"] = {**settings["adapter"], "base_format": "nf4"}
-            report[case] = measure("gpt", engine, {**changes, "dsframe": settings})
-            groups._release_process_group_references()
-        if torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
+def of(case: str) -> dict[str, Any]:
+    engine, changes, model = CASES[case]
+    settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
+    if "nf4" in case:
+        settings["adapter"] = {**settings["adapter"], "base_format": "nf4"}
+    return measure("gpt", engine, {**changes, "dsframe": settings})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or list(CASES))
-    leave_at_once(0)
+    several.report(of, CASES)

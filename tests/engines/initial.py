@@ -7,10 +7,7 @@ leaves a digest of each parameter and buffer in FOLDER/CASE.json. tests/engines/
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe.cluster import world
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group, prepare
+from tests.engines import several
+from tests.engines.several import prepare
+from tests.files import ds_config
 
 WORDS, WIDTH = 1200, 256
 
@@ -87,11 +84,7 @@ FOLDER = "llama-folder"
 
 def file(case: str, task: dict[str, Any], short: bool) -> dict[str, Any]:
     engine, _, how = case.partition(":")
-    found: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {"engine": engine, "task": task, "seed": 7},
-    }
+    found: dict[str, Any] = ds_config(4, "AdamW", 1e-3, engine=engine, task=task, seed=7)
     if how == "pipeline":
         found["pipeline"] = {"stages": 2}
         found["zero_optimization"] = {"stage": 1}
@@ -129,19 +122,12 @@ def digest(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def main(folder: str, cases: list[str]) -> None:
-    llama = {**TASKS["llama"], "model": str(Path(folder, FOLDER))}
+def each_model(case: str) -> dict[str, Any]:
+    llama = {**TASKS["llama"], "model": str(Path(FOLDER).resolve())}
     models = {name: (task, False) for name, task in TASKS.items()}
     models |= {"gpt in bf16": (TASKS["gpt"], True), FOLDER: (llama, False), f"{FOLDER} in bf16": (llama, True)}
-    with one_process_group():
-        for case in cases:
-            told = LAYERED if case.endswith("pipeline") else models
-            found = {name: digests(case, *models[name]) for name in told}
-            if world.here().is_main:
-                Path(folder, f"{case}.json").write_text(json.dumps(found))
+    return {name: digests(case, *models[name]) for name in (LAYERED if case.endswith("pipeline") else models)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
-    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
-    leave_at_once(0)
+    several.report(each_model, [])

@@ -7,7 +7,6 @@ Each trains twice: ``skip`` leaves its figures in RUN_DIR/skip, and what ``stop`
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dsframe.config import load
 from dsframe.errors import TrainingError
 from dsframe.run import execute
 from dsframe.train import leave_at_once
+from tests.files import write_json
 
 STEPS = 20
 TASK = {"name": "tests.engines.nan_task:OneBrokenSample"}
@@ -51,7 +51,7 @@ def main(cases: list[str]) -> None:
         except TrainingError as error:
             said[case] = str(error)
     if here().is_main:
-        Path("said.json").write_text(json.dumps(said))
+        write_json(Path("said.json"), said)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ case's engine of the same task, which takes the last three steps from there.
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,6 +29,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 from tests.engines.snapshot import Snapshot
+from tests.files import write_json
 
 STEPS, BATCH = 6, 12
 EVERY_STEPS = 5
@@ -408,7 +408,7 @@ def main(path: str, cases: list[str]) -> None:
             report[case] = measure(case, kept)
     report |= {task: loop(task) for task in TASKS}
     if world.here().is_main:
-        Path(path).write_text(json.dumps(report))
+        write_json(Path(path), report)
 
 
 if __name__ == "__main__":

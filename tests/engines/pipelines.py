@@ -29,14 +29,12 @@ from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
 from tests.engines.snapshot import Snapshot
+from tests.files import ds_config, write_json
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 16, "context": 8, "corpus": "synthetic", "samples": 64}
-FILE: dict[str, Any] = {
-    "train_batch_size": 8,
-    "gradient_accumulation_steps": 4,
-    "gradient_clipping": 0.05,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-}
+FILE: dict[str, Any] = ds_config(
+    8, "AdamW", 0.01, sections={"gradient_accumulation_steps": 4, "gradient_clipping": 0.05}
+)
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parameters": ({}, {}),
     "uniform": ({"partition": "uniform"}, {}),
@@ -309,7 +307,7 @@ def main(path: str) -> None:
         report["normed"] = normed()
         speaks = torch.distributed.get_rank() == 0
         if speaks:
-            Path(path).write_text(json.dumps(report))
+            write_json(Path(path), report)
     leave_at_once(0)
 
 

@@ -8,7 +8,6 @@ shares with dsframe is the order of the samples.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from dsframe import Task
 from dsframe.data.sampler import Sampler
+from tests.files import read_json, write_json
 
 SAVED, STEPS = 5, 10
 
@@ -80,7 +80,7 @@ def main(file: str, folder: str) -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles, which takes a minute
-    config = json.loads(Path(file).read_text())
+    config = read_json(Path(file))
     settings = config.pop("dsframe")
     frozen = settings["task"]["options"]["frozen"]
     deepspeed.init_distributed("gloo")
@@ -108,7 +108,7 @@ def main(file: str, folder: str) -> None:
     losses = [step(number) for number in range(SAVED, STEPS)]
     torch.distributed.barrier()
     if rank == 0:
-        Path("losses.json").write_text(json.dumps(losses))
+        write_json(Path("losses.json"), losses)
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit
 
 

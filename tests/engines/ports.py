@@ -9,7 +9,6 @@ DeepSpeedExamples and Horovod's examples show.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
+from tests.files import read_rows, write_json
 
 BATCH, SAMPLES, STEPS = 8, 96, 40
 
@@ -352,7 +352,7 @@ def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample
         dsframe.fit(case.task(), file)
     if not world.here().is_main:
         return {}
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(run_dir / "metrics.jsonl")
     evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
     return {"losses": [line["loss"] for line in lines if "loss" in line], "evaluation": (evaluations or [{}])[-1]}
 
@@ -365,7 +365,7 @@ def main(engine: str, folder: Path) -> None:
             if case.runs_on(engine):
                 found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
     if world.here().is_main:
-        (folder / f"{engine}.json").write_text(json.dumps(found))
+        write_json(folder / f"{engine}.json", found)
 
 
 if __name__ == "__main__":

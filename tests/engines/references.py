@@ -5,7 +5,6 @@ torchrun --nproc-per-node=2 -m tests.engines.references REPORT.json
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
 from tests.engines.several import one_process_group
 from tests.engines.snapshot import Snapshot
+from tests.files import write_json
 
 ADAM = {
     "train_batch_size": 16,
@@ -117,7 +117,7 @@ def main(path: str) -> None:
             leave(made)
         report: dict[str, Any] = {case: measure(name, file) for case, (name, file) in CASES.items()}
         if torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
+            write_json(Path(path), report)
 
 
 if __name__ == "__main__":

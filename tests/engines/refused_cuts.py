@@ -7,13 +7,9 @@ Each case: two steps; the report has their losses, or what was refused.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import TensorDataset
@@ -23,9 +19,9 @@ from dsframe.engines.deepspeed.imports import groups
 from dsframe.errors import EngineError
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks import _transformers
-from dsframe.train import leave_at_once
+from tests.engines import several
 from tests.engines.foreign_tasks import Rows
-from tests.engines.several import one_process_group, prepare
+from tests.engines.several import prepare
 
 
 class Perceptron(nn.Module):
@@ -264,14 +260,5 @@ def trained(case: str) -> str:
     return ""
 
 
-def main(path: str) -> None:
-    torch.set_num_threads(1)
-    with one_process_group():
-        report = {case: trained(case) for case in CASES}
-        if dist.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
-    leave_at_once(0)
+    several.report(trained, CASES)

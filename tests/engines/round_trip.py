@@ -7,7 +7,6 @@ Rank 0 writes report.json: the two sets of losses and what the snapshot held.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dsframe.config import Facts, load
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
+from tests.files import write_json
 
 
 def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
@@ -98,7 +98,7 @@ def main(path: str) -> None:
     }
     engine.close()
     if world.is_main:
-        Path("report.json").write_text(json.dumps(report))
+        write_json(Path("report.json"), report)
     # DeepSpeed's threads abort about one regular exit in ten ("terminate called without an active exception")
     os._exit(0)
 

@@ -8,7 +8,6 @@ Rank 0 writes report.json: bytes, of the rank that grew most.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 from benchmarks.checkpoint import peak_memory, settle_memory
 from tests.engines.round_trip import build
+from tests.files import write_json
 
 
 def main(path: str) -> None:
@@ -62,7 +62,7 @@ def main(path: str) -> None:
     report["kept"] = grown(lambda: save(3, keeps=True))
     report["loaded"] = grown(lambda: load(Path("run/step-00000003")))
     if world.is_main:
-        Path("report.json").write_text(json.dumps(report))
+        write_json(Path("report.json"), report)
     all_gather_text(engine, "")
     engine.close()
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit

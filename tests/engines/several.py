@@ -5,12 +5,16 @@ Only for measurements and tests that compare engines; a run has one engine, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from dsframe import engines, tasks
@@ -23,8 +27,22 @@ from dsframe.engines import parts, precision
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import TaskContext
+from dsframe.train import leave_at_once
+from tests.files import write_json
 
 _open = process_group.open_process_group
+
+
+def report(measure: Callable[[str], Any], cases: Iterable[str]) -> None:
+    """**Collective.** A whole program: ``-m MODULE REPORT.json CASE...`` writes what ``measure`` finds for each case (all)."""
+    path, *chosen = sys.argv[1:]
+    torch.set_num_threads(1)
+    with one_process_group():
+        found = {case: measure(case) for case in chosen or cases}
+        if world.here().is_main:
+            write_json(Path(path), found)
+    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
+    leave_at_once(0)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ those of the same engine without the switch.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from dsframe.cluster import world as worlds
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.run import settle_threads
+from tests.files import ds_config, write_json
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 CNN = {"name": "vision", "dataset": "synthetic", "image_size": 16, "classes": 10, "samples": 64}
@@ -76,13 +76,9 @@ def file(variant: dict[str, Any]) -> dict[str, Any]:
     """The variant as a file: twelve samples a step, whatever the accumulation."""
     variant = dict(variant)
     variant.pop("engine")
-    return {
-        "train_batch_size": 12,
-        "gradient_accumulation_steps": variant.pop("accumulation"),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {"task": GPT, "threads_per_rank": 1, **variant.pop("settings")},
-        **variant,
-    }
+    settings = {"task": GPT, "threads_per_rank": 1, **variant.pop("settings")}
+    variant["gradient_accumulation_steps"] = variant.pop("accumulation")
+    return ds_config(12, "AdamW", 1e-3, sections=variant, **settings)
 
 
 def main(report: Path) -> None:
@@ -121,7 +117,7 @@ def main(report: Path) -> None:
             }
             del make, engine
         if worlds.here().is_main:
-            report.write_text(json.dumps(found))
+            write_json(report, found)
     os._exit(0)
 
 

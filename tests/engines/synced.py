@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 -m tests.engines.synced REPORT.json CASE ...        
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dsframe.cluster import world
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
+from tests.files import ds_config, write_json
 
 
 class BatchNormAct(nn.BatchNorm1d):
@@ -46,17 +46,17 @@ class Picture(dsframe.Task):
 
 def file(case: str, synced: bool) -> dict[str, Any]:
     engine, _, stage = case.partition(":")
-    return {
-        "train_batch_size": 12,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": int(stage or 0), "stage3_param_persistence_threshold": 0},
-        "dsframe": {
-            "engine": engine,
-            "model": {"sync_batch_norm": synced},
-            "task": {"name": "tests.engines.synced:Picture"},
+    return ds_config(
+        12,
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        sections={
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": int(stage or 0), "stage3_param_persistence_threshold": 0},
         },
-    }
+        engine=engine,
+        model={"sync_batch_norm": synced},
+        task={"name": "tests.engines.synced:Picture"},
+    )
 
 
 def train(case: str, synced: bool = True) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def main(path: str, cases: list[str]) -> None:
             report[case] = train(case)
         report["own"] = train(cases[0], synced=False)
     if world.here().is_main:
-        Path(path).write_text(json.dumps(report))
+        write_json(Path(path), report)
 
 
 if __name__ == "__main__":

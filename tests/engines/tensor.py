@@ -8,13 +8,11 @@ and the one of several ranks once more from its own.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
@@ -27,8 +25,7 @@ from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group
+from tests.engines import several
 from tests.engines.snapshot import Snapshot
 
 BF16 = {"bf16": {"enabled": True}}
@@ -168,6 +165,8 @@ def averaged(made: tuple[Engine, Loader]) -> tuple[bool, float]:
 
 def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """``settings``: in the section "dsframe"."""
+    if dist.is_initialized():  # those of the case before
+        groups._release_process_group_references()
     alone, cut = (build(kind, changes, one, **settings) for one in ("single", engine))
     report: dict[str, Any] = {"description": cut[0].description}
     report["before"] = apart(Snapshot(cut[0].state()), Snapshot(alone[0].state()))
@@ -192,17 +191,9 @@ def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) ->
     return report
 
 
-def main(path: str, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    with one_process_group():
-        for case in cases:
-            report[case] = measure(*CASES[case])
-            groups._release_process_group_references()
-        if torch.distributed.get_rank() == 0:
-            Path(path).write_text(json.dumps(report))
+def of(case: str) -> dict[str, Any]:
+    return measure(*CASES[case])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or list(CASES))
-    leave_at_once(0)
+    several.report(of, CASES)

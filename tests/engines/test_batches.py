@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dsframe.model.forward import call
 from dsframe.tools.compare import losses
 from tests.engines import batch_tasks
 from tests.engines.test_foreign import SETUPS
+from tests.files import write_json
 from tests.processes import python, run_ranks, warm
 
 TASKS = ("Packed", "Nested", "OfGraphs", "OfNodes")
@@ -54,7 +54,7 @@ def train(name: str, setup: str, folder: Path) -> Any:
             **changes.get("dsframe", {}),
         },
     }
-    (folder / "file.json").write_text(json.dumps(document))
+    write_json(folder / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json"]
     return run_ranks(
         warm(processes, words) if processes > 1 else python(words), cwd=folder, timeout_seconds=150

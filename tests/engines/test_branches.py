@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import horovodrun, python, run_ranks, warm
+from tests.processes import horovodrun, python, reported
 
 BOUND = 1e-5
 CASES = {
@@ -19,26 +19,20 @@ CASES = {
 }
 
 
-def trained(folder: Path, launch: Any, *cases: str) -> dict[str, dict[str, Any]]:
-    command = ["-m", "tests.engines.branches", str(folder), *cases]
-    run_ranks(launch(command), cwd=folder, timeout_seconds=240).check()
-    return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process; and of Horovod, which waits for nothing, what one process cannot be: a branch for each rank."""
     folder = tmp_path_factory.mktemp("expected")
-    by_rank = trained(folder, lambda command: horovodrun(2, command), "horovod")["horovod"]
-    return by_rank | trained(folder, python, "single")["single"]
+    by_rank = reported("branches", folder, partial(horovodrun, 2), ["horovod"])["horovod"]
+    return by_rank | reported("branches", folder, python, ["single"])["single"]
 
 
 @pytest.mark.parametrize("engine", CASES)
 def test_a_parameter_that_takes_no_part_has_a_zero_gradient(
     engine: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch = horovodrun if engine == "horovod" else warm
-    found = trained(tmp_path, lambda command: launch(2, command), *CASES[engine])
+    launch = partial(horovodrun, 2) if engine == "horovod" else 2
+    found = reported("branches", tmp_path, launch, CASES[engine])
     for case, trainings in found.items():
         assert trainings.keys() == {name for name in expected if case != "deepspeed:3" or name.startswith("idle")}
         for name, one in trainings.items():

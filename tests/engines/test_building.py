@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsframe.model.spill import is_disk
+from tests.files import write_json
 from tests.processes import Finished, run_ranks, warm
 
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 3}}
@@ -30,7 +30,7 @@ def train(folder: Path, engine: str, spill: Path, *, run_dir: Path | None = None
             "task": {"name": "tests.engines.building:Wide", "options": options},
         },
     }
-    (folder / "file.json").write_text(json.dumps(file))
+    write_json(folder / "file.json", file)
     command = ["-m", "dsframe.train", "--config", str(folder / "file.json")]
     return run_ranks(warm(2, command), cwd=folder, timeout_seconds=120, env={"TMPDIR": str(spill)})
 

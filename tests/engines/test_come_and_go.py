@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from dsframe.checkpoint import store
 from dsframe.cli import main as dsframe
 from dsframe.errors import CheckpointError
 from tests.engines.plain_deepspeed import GROUPS, SAVED, STEPS
+from tests.files import ds_config, read_json, write_json
 from tests.portability import losses
 from tests.processes import REPOSITORY, run_ranks, warm
 
@@ -19,26 +19,28 @@ SCRIPT = str(REPOSITORY / "tests" / "engines" / "plain_deepspeed.py")
 
 
 def configuration(stage: int, *, frozen: bool = True, groups: bool = False, **more: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 8,
-        "steps_per_print": 1_000_000,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, **({"sub_group_size": 200} if stage == 3 else {})},
-        "dsframe": {
+    return ds_config(
+        8,
+        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+        sections={
+            "steps_per_print": 1_000_000,
+            "zero_optimization": {"stage": stage, **({"sub_group_size": 200} if stage == 3 else {})},
+            **more,
+        },
+        **{
             "steps": STEPS,
             "log_every_steps": 1,
             "threads_per_rank": 1,
             "task": {"name": "tests.engines.plain_deepspeed:Plain", "options": {"frozen": frozen}},
             **({"parameter_groups": GROUPS} if groups else {}),
         },
-        **more,
-    }
+    )
 
 
 def plain(folder: Path) -> list[float]:
     """The losses of the plain script's steps after the checkpoint."""
     run_ranks(warm(2, [SCRIPT, "config.json", "theirs"]), cwd=folder, timeout_seconds=120).check()
-    found: list[float] = json.loads((folder / "losses.json").read_text())
+    found: list[float] = read_json(folder / "losses.json")
     return found
 
 
@@ -66,7 +68,7 @@ def resumed(folder: Path) -> list[float]:
 def test_a_deepspeed_run_goes_on_in_dsframe(
     stage: int, more: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(configuration(stage, **more)))
+    write_json(tmp_path / "config.json", configuration(stage, **more))
     expected = plain(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["import", "theirs", "--config", "config.json", "--run-dir", "run"]

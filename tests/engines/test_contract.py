@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ import pytest
 from dsframe.engines import TABLE
 from tests.contract import CHECKS, SAMPLES
 from tests.engines.references import CONTRACTS
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
-FILE = {
-    "train_batch_size": 16,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-}
+FILE = ds_config(16, "AdamW", 0.01, sections={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
 ZERO3 = {
     "zero_optimization": {
         "stage": 3,
@@ -105,7 +100,7 @@ LONG = {"horovod bf16", "ddp fp16", "single bf16"}
 def test_contract(case: str, tmp_path: Path) -> None:
     engine, processes, changes = CASES[case]
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**FILE, **changes}))
+    write_json(file, {**FILE, **changes})
     command = warm(processes, ["-m", "tests.contract", str(file), engine])
     said = run_ranks(command, timeout_seconds=150).check().stdout
     assert f"kept: {len(CHECKS)} rules" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError
 from dsframe.tools import doctor, doctor_train
 from tests import standin
+from tests.files import read_json
 from tests.standin import build
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,7 +23,7 @@ def report(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[s
     """What ``dsframe doctor --train`` writes, without what it says of libraries (test_doctor.py)."""
     monkeypatch.setattr(doctor, "probe", lambda name: doctor.Library(name, "0", FACTS) if name == "torch" else None)
     doctor.main(["--train", "--out", str(folder), *words])
-    found: dict[str, Any] = json.loads((folder / "doctor.json").read_text())
+    found: dict[str, Any] = read_json(folder / "doctor.json")
     return found
 
 
@@ -71,7 +71,7 @@ def test_the_branch_for_gpus_runs_on_the_stand_in(tmp_path: Path, monkeypatch: p
     for name, value in standin.environment().items():
         monkeypatch.setenv(name, value)
     assert doctor_train.run([("Stand-in", 80 << 30)] * 2, ["ddp", "fsdp", "horovod"], tmp_path / "out", {})
-    found = json.loads((tmp_path / "out" / "doctor.json").read_text())
+    found = read_json(tmp_path / "out" / "doctor.json")
     rows = {row["name"]: row for row in found["rows"]}
     assert found["verdict"].startswith("ok on 2 x Stand-in, ")
     assert rows["ddp"]["peak_bytes"] < 2**26, "of the device"

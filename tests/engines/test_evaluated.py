@@ -11,7 +11,8 @@ import pytest
 
 from dsframe.inference import load_model
 from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
-from tests.processes import Finished, python, run_ranks, warm
+from tests.files import read_json, read_rows, write_json
+from tests.processes import Finished, python, reported, run_ranks, warm
 
 SETUPS = [
     ("single", 1),
@@ -24,9 +25,7 @@ QUICK = {("single", 1), ("ddp", 3), ("horovod", 2), ("fsdp", 2), ("zero1", 2), (
     ("engine", "ranks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.long) for one in SETUPS]
 )
 def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
-    words = ["-m", "tests.engines.evaluated", str(tmp_path / "report.json"), engine]
-    run_ranks(warm(ranks, words) if ranks > 1 else python(words), timeout_seconds=100).check()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = reported("evaluated", tmp_path, ranks if ranks > 1 else python, [engine])
     for name, found in report.items():
         expected = by_hand(name)
         for size in MICRO_BATCHES:
@@ -42,7 +41,7 @@ def on(ranks: int, words: Sequence[str], folder: Path) -> Finished:
 
 
 def read(path: Path) -> list[Any]:
-    return [json.loads(row) for row in path.read_text().splitlines()]
+    return read_rows(path)
 
 
 def file(task: str, engine: str, **more: Any) -> dict[str, Any]:
@@ -61,9 +60,9 @@ def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path
     """And the run's best is found by evaluations and predictions on other ranks: rows in order, each once."""
     kept = {"every_steps": 2, "keep_best": "loss:min"}
     document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=kept)
-    (tmp_path / "file.json").write_text(json.dumps(document))
+    write_json(tmp_path / "file.json", document)
     on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path).check()
-    own, copied, images = json.loads((tmp_path / "run" / "seen.json").read_text())
+    own, copied, images = read_json(tmp_path / "run" / "seen.json")
     assert own == pytest.approx(copied, rel=1e-6)
     assert images == SAMPLES
     seen = [row for path in (tmp_path / "run").glob("outputs*.jsonl") for row in read(path)]
@@ -89,13 +88,13 @@ def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path
 def test_ranks_may_call_the_model_as_often_as_they_like(engine: str, tmp_path: Path) -> None:
     """Also before the first step, when ZeRO-3 has gathered nothing yet: there they waited for each other."""
     document = file("Generates", engine, eval_micro_batch_size=1)
-    (tmp_path / "file.json").write_text(json.dumps(document))
+    write_json(tmp_path / "file.json", document)
     on(2, ["dsframe.train", "--config", "file.json"], tmp_path).check()
-    assert "last" in json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert "last" in read_json(tmp_path / "run" / "summary.json")["metrics"]
 
 
 def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file.json").write_text(json.dumps(file("Words", "single")))
+    write_json(tmp_path / "file.json", file("Words", "single"))
     on(1, ["dsframe.train", "--config", "file.json"], tmp_path).check()
     finished = on(2, ["dsframe.tools.evaluate", "predict", "run", "--engine", "ddp", "--out", "a.jsonl"], tmp_path)
     assert finished.returncode != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +17,21 @@ from dsframe.model.state import EngineState, ParameterState, compare
 from tests.engines.experts import CASES
 from tests.engines.snapshot import Snapshot
 from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance
-from tests.processes import run_ranks, warm
+from tests.processes import reported
 
 SHORT = ("zero0", "zero2", "zero3")
 """One for each way to reduce; the others repeat them with other optimizers, sizes and formats."""
-
-
-def measured(cases: tuple[str, ...], folder: Any) -> dict[str, dict[str, Any]]:
-    path = folder / "report.json"
-    run_ranks(warm(4, ["-m", "tests.engines.experts", str(path), *cases]), timeout_seconds=500).check()
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return found
+LONG = [case for case in CASES if case not in SHORT]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return measured(SHORT, tmp_path_factory.mktemp("experts"))
+    return reported("experts", tmp_path_factory.mktemp("experts"), 4, SHORT)
 
 
 @pytest.fixture(scope="module")
 def more_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return measured(tuple(case for case in CASES if case not in SHORT), tmp_path_factory.mktemp("experts"))
+    return reported("experts", tmp_path_factory.mktemp("experts"), 4, LONG, timeout_seconds=500)
 
 
 def check(case: str, report: dict[str, Any]) -> None:
@@ -63,7 +56,7 @@ def test_spread_experts_are_one_process(case: str, reports: dict[str, dict[str, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in CASES if case not in SHORT])
+@pytest.mark.parametrize("case", LONG)
 def test_spread_experts_in_other_ways(case: str, more_reports: dict[str, dict[str, Any]]) -> None:
     check(case, more_reports[case])
 

@@ -3,7 +3,6 @@ the evaluation's loss in a fresh process that loads it with the library it is fo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.export import main as export
 from tests.engines import exported
+from tests.files import ds_config, read_json, write_json
 from tests.processes import run_ranks, torchrun, warm
 
 ENGINES = {"single": 1, "ddp": 2, "deepspeed": 2}
@@ -36,13 +36,14 @@ def test_every_export_is_the_model_that_was_trained(
     torch.manual_seed(0)
     cls(cls.config_class(**sizes)).save_pretrained("base")
     task = {"name": "tests.engines.exported_task:Exported", "options": {"kind": kind}}
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": 3 if engine == "deepspeed" else 0},
-        "dsframe": {"task": task, "steps": 6, "threads_per_rank": 1, **({"adapter": adapter} if adapter else {})},
-    }
-    Path("file.json").write_text(json.dumps(file))
+    file = ds_config(
+        4,
+        "AdamW",
+        0.02,
+        sections={"zero_optimization": {"stage": 3 if engine == "deepspeed" else 0}},
+        **{"task": task, "steps": 6, "threads_per_rank": 1, **({"adapter": adapter} if adapter else {})},
+    )
+    write_json(Path("file.json"), file)
     command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
     run_ranks(warm(ENGINES[engine], command), cwd=tmp_path, timeout_seconds=150).check()
     merge = ["--merge"] if adapter else []
@@ -53,7 +54,7 @@ def test_every_export_is_the_model_that_was_trained(
     for to in others:
         assert export(["run", "--to", to, "--out", f"out/{to}"]) == 0
     run_ranks(torchrun(1, [exported.__file__, kind]), cwd=tmp_path, timeout_seconds=150).check()
-    found = json.loads(Path("found.json").read_text())
+    found = read_json(Path("found.json"))
     trained = read_summary(tmp_path / "run")["metrics"]["loss"]
     assert trained < exported.loss(exported.base(kind), kind) - 0.05
     assert found == pytest.approx(

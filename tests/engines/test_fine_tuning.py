@@ -3,7 +3,6 @@ own Trainer on the same rows."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from dsframe.run_dir.record import read_summary
 from dsframe.tasks import build
 from dsframe.tools.compare import losses
 from dsframe.tools.export import main as export
+from tests.files import ds_config, write_json
 from tests.processes import python, run_ranks, warm
 from tests.text_files import LLAMA, conversations, jsonl, tokenizer
 
@@ -27,15 +27,21 @@ TASK = {
     "data_dir": "cache",
     "data": {"train": "chats.jsonl", "eval": "held_out.jsonl", "format": "conversations"},
 }
-FILE = {
-    "train_batch_size": BATCH,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
-    "scheduler": {"type": "linear", "params": {"num_warmup_steps": 3, "num_training_steps": STEPS}},
-    "dsframe": {"task": TASK, "steps": STEPS, "seed": 5, "log_every_steps": 1, "no_decay": "norms-and-biases"},
-}
+FILE = ds_config(
+    BATCH,
+    {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
+    sections={
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+        "scheduler": {"type": "linear", "params": {"num_warmup_steps": 3, "num_training_steps": STEPS}},
+    },
+    task=TASK,
+    steps=STEPS,
+    seed=5,
+    log_every_steps=1,
+    no_decay="norms-and-biases",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer(here / "llama")
     jsonl(here / "chats.jsonl", conversations(120))
     jsonl(here / "held_out.jsonl", conversations(19, seed=1))
-    (here / "my.json").write_text(json.dumps(FILE))
+    write_json(here / "my.json", FILE)
     return here
 
 

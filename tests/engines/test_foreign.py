@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from dsframe.host import generators
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
 from tests.engines import foreign_tasks
+from tests.files import read_rows, write_json
 from tests.processes import python, run_ranks, warm
 
 SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -288,8 +288,12 @@ RIGHT = {
 }
 
 
-def file(case: str, setup: str, **more: Any) -> dict[str, Any]:
-    name, options, _ = CASES[case]
+Case = str | tuple[str, dict[str, Any]]
+"""One of CASES, or its task and options."""
+
+
+def file(case: Case, setup: str, **more: Any) -> dict[str, Any]:
+    name, options, *_ = CASES[case] if isinstance(case, str) else case
     ours = {
         "task": {"name": f"tests.engines.foreign_tasks:{name}", "options": options},
         "steps": 4,
@@ -310,14 +314,14 @@ def file(case: str, setup: str, **more: Any) -> dict[str, Any]:
 
 def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
     """Goes on from the run before, if there is one."""
-    (tmp_path / "file.json").write_text(json.dumps(document))
+    write_json(tmp_path / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json", "--resume", "auto"]
     return run_ranks(warm(processes, words) if processes > 1 else python(words), cwd=tmp_path, timeout_seconds=150)
 
 
-def by_hand(case: str) -> list[float]:
+def by_hand(case: Case) -> list[float]:
     """The losses of a loop on one process."""
-    name, options, _ = CASES[case]
+    name, options, *_ = CASES[case] if isinstance(case, str) else case
     task = getattr(foreign_tasks, name)(**options)
     generators.seed(0)
     model, data = task.model().train(), task.train_data()
@@ -358,11 +362,7 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
     (line,) = {line for line in said if line.startswith(("dsframe: error: ", "error: "))}
     words = CASES[case][2][setup].split("|")
     assert any(word in line for word in words), line
-    rows = (
-        [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        if (tmp_path / "run" / "metrics.jsonl").exists()
-        else []
-    )
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl") if (tmp_path / "run" / "metrics.jsonl").exists() else []
     assert len([row for row in rows if "loss" in row]) <= LATER.get(case, 1), "a second update"
 
 
@@ -409,11 +409,10 @@ def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_pa
     assert "its loss depends on them" in finished.stderr
 
 
-def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "slowing", ("Slowing", {}, {}))
+def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -> None:
     text = "its buffers depend on them (calls, norm.momentum)"
-    assert text in run(tmp_path, file("slowing", "single", steps=2), 1).check().stderr
-    finished = run(tmp_path, file("slowing", "single", steps=4), 1)
+    assert text in run(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
+    finished = run(tmp_path, file(("Slowing", {}), "single", steps=4), 1)
     assert finished.returncode == 5
     assert text in finished.stderr
 
@@ -421,31 +420,26 @@ def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("what", "says"), [("always", {}), ("training", {}), ("branch", {}), ("always", {"batch_dependent": True})]
 )
-def test_rows_that_depend_on_other_rows_are_said(
-    what: str, says: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, "centred", ("Centred", {"what": what, **says}, {}))
-    finished = run(tmp_path, file("centred", "ddp"), 2).check()
+def test_rows_that_depend_on_other_rows_are_said(what: str, says: dict[str, bool], tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
     assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
-def test_limits_hold_in_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "two tables", ("TwoTables", {}, {}))
+def test_limits_hold_in_several_models(tmp_path: Path) -> None:
     found = []
     for setup in ("single", "ddp", "zero3"):
         (tmp_path / setup).mkdir()
-        run(tmp_path / setup, file("two tables", setup), SETUPS[setup][0]).check()
+        run(tmp_path / setup, file(("TwoTables", {}), setup), SETUPS[setup][0]).check()
         found.append(list(losses(tmp_path / setup / "run").values()))
     assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
-def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "routed", ("Routed", {}, {}))
-    document = file("routed", setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
+def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path) -> None:
+    document = file(("Routed", {}), setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
     finished = run(tmp_path, document, SETUPS[setup][0]).check()
-    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand("routed"), rel=2e-2)
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(("Routed", {})), rel=2e-2)
     assert "bfloat16 for all parameters but *norm*, router.*, with fp32 masters" in finished.stderr
     if setup == "fsdp":
         document["dsframe"]["model"] = {"keep_in_fp32": ["router.scale"]}
@@ -472,15 +466,12 @@ def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path
 
 
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])
-def test_recomputed_blocks_change_their_buffers_once(
-    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, "buffers", ("Buffers", {}, {}))
+def test_recomputed_blocks_change_their_buffers_once(setup: str, tmp_path: Path) -> None:
     found = {}
     for again in (False, True):
         folder = tmp_path / str(again)
         folder.mkdir()
-        run(folder, file("buffers", setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
+        run(folder, file(("Buffers", {}), setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
         found[again] = losses(folder / "run")
     assert found[True] == found[False]
 
@@ -498,11 +489,8 @@ def test_recomputed_blocks_change_their_buffers_once(
         ("straight through", ""),
     ],
 )
-def test_what_clips_gradients_in_the_backward_pass_is_said(
-    what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, what, ("Guarded", {"what": what}, {}))
-    finished = run(tmp_path, file(what, "ddp"), 2).check()
+def test_what_clips_gradients_in_the_backward_pass_is_said(what: str, said: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("Guarded", {"what": what}), "ddp"), 2).check()
     assert finished.stderr.count("and not linearly") == (1 if said else 0)
     assert f"{said}, and not linearly" in finished.stderr or not said
 
@@ -514,36 +502,30 @@ def test_what_clips_gradients_in_the_backward_pass_is_said(
         ("own", "buffer 0.running_mean follows the samples"),
     ],
 )
-def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, what, ("Statistics", {"what": what}, {}))
-    finished = run(tmp_path, file(what, "ddp"), 2).check()
+def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("Statistics", {"what": what}), "ddp"), 2).check()
     assert [line for line in finished.stderr.splitlines() if "this model's" in line and said in line]
     assert finished.stderr.count("this model's") == 1
 
 
 @pytest.mark.parametrize("where", ["loss", "hook"])
-def test_a_teacher_that_no_checkpoint_has_is_said(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "a teacher", ("HeldTeacher", {"where": where}, {}))
-    finished = run(tmp_path, file("a teacher", "single"), 1).check()
+def test_a_teacher_that_no_checkpoint_has_is_said(where: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("HeldTeacher", {"where": where}), "single"), 1).check()
     (line,) = (line for line in finished.stderr.splitlines() if "which no checkpoint has" in line)
     assert "teacher.0.weight" in line
     assert ("a hook changes" in line) == (where == "hook")
 
 
-def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "balanced", ("Balanced", {}, {}))
-    finished = run(tmp_path, file("balanced", "ddp"), 2).check()
+def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("Balanced", {}), "ddp"), 2).check()
     assert (
         "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size" in finished.stderr
     )
 
 
 @pytest.mark.parametrize("setup", ["ddp", "zero3"])
-def test_a_fault_of_the_model_is_the_models_on_every_engine(
-    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, "narrow", ("Narrow", {}, {}))
-    finished = run(tmp_path, file("narrow", setup), SETUPS[setup][0])
+def test_a_fault_of_the_model_is_the_models_on_every_engine(setup: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(("Narrow", {}), setup), SETUPS[setup][0])
     assert finished.returncode == 5, finished
     assert "error: the task's model raised RuntimeError: mat1 and mat2 shapes" in finished.stderr
 

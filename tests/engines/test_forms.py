@@ -11,6 +11,7 @@ import torch
 
 from dsframe.tools import export
 from tests.engines.test_round_trips import BF16, CPU, PIPELINE, also_long, configuration, zero
+from tests.files import read_json, write_json
 from tests.processes import run_ranks, warm
 
 TEXT = {"context": 32, "corpus": "synthetic", "samples": 200}
@@ -49,10 +50,10 @@ def test_every_way_writes_the_same_files(case: str, tmp_path: Path) -> None:
 
 def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: float = 150) -> dict[str, Any]:
     """Runs tests.engines.forms; whatever the engine, each way holds the state and goes on from it."""
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     command = warm(ranks, ["-m", "tests.engines.forms", "config.json"])
     run_ranks(command, timeout_seconds=timeout_seconds, cwd=folder).check()
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    report: dict[str, Any] = read_json(folder / "report.json")
     assert report["differences"] == {name: [] for name in report["differences"]}
     assert report["damaged"] == []
     assert len(report["after"]) == 2
@@ -70,9 +71,9 @@ def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: flo
 def test_a_save_takes_a_window_and_a_load_its_own_pages(tmp_path: Path) -> None:
     """Of a parameter that is far larger than the window."""
     config = configuration("deepspeed", zero(3), 4000)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     run_ranks(warm(2, ["-m", "tests.engines.save_memory", "config.json"]), timeout_seconds=150, cwd=tmp_path).check()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = read_json(tmp_path / "report.json")
     share = report["share"]
     assert report["at once"] < SLACK_BYTES < share
     assert report["kept"] < share + SLACK_BYTES

@@ -6,22 +6,18 @@ Beside torch's own groups: tests/engines/test_ports.py.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.engines.groups import CASES
 from tests.engines.test_tensor import BF16_NOISE, NOISE, distance
-from tests.processes import run_ranks, warm
+from tests.processes import reported
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    path = tmp_path_factory.mktemp("groups") / "report.json"
-    run_ranks(warm(2, ["-m", "tests.engines.groups", str(path)]), timeout_seconds=300).check()
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return found
+    return reported("groups", tmp_path_factory.mktemp("groups"), 2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,13 @@ import torch
 
 from dsframe.tasks import _transformers
 from tests.engines.initial import FOLDER, LAYERED, TASKS
-from tests.processes import horovodrun, python, run_ranks, warm
+from tests.processes import horovodrun, python, reported, warm
 
 LAUNCHES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "torch and ZeRO": (warm, ["ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4))]),
     "horovod": (horovodrun, ["horovod"]),
     "pipeline": (warm, ["deepspeed:pipeline"]),
 }
-
-
-def found(folder: Path, launch: Callable[[list[str]], Any], cases: list[str]) -> dict[str, Any]:
-    command = ["-m", "tests.engines.initial", str(folder), *cases]
-    run_ranks(launch(command), cwd=folder, timeout_seconds=240).check()
-    return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, Any]:
-    one: dict[str, Any] = found(folder, python, ["single"])["single"]
-    return one
+    return reported("initial", folder, python, ["single"])["single"]
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_initial_weights_are_those_of_one_process(name: str, folder: Path, expected: dict[str, Any]) -> None:
     launch, cases = LAUNCHES[name]
-    for case, models in found(folder, lambda command: launch(2, command), cases).items():
+    for case, models in reported("initial", folder, partial(launch, 2), cases).items():
         assert models.keys() == (set(LAYERED) if name == "pipeline" else expected.keys()), case
         for model, digests in models.items():
             assert digests == expected[model], (case, model)

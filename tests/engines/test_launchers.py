@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from dsframe.config import load
 from dsframe.run_dir.record import read_summary
 from tests import launchers
 from tests.cluster.slurm import DoesNotStartError
+from tests.files import write_json
 from tests.processes import run_ranks
 
 CELLS = (
@@ -44,7 +44,7 @@ def short(directory: Path, steps: int) -> None:
         "log_every_steps": 1,
         "task": {"name": "vision", "dataset": "synthetic", "samples": 1024},
     }
-    (directory / "zero3.json").write_text(json.dumps(document))
+    write_json(directory / "zero3.json", document)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.tools.report.runs import read_run
+from tests.files import ds_config, read_json, write_json
 from tests.processes import horovodrun, run_ranks, torchrun
 
 STEPS, BATCH = 4, 8
@@ -45,20 +46,23 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         "eval_micro_batch_size": 200,
         "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True},
     }  # fmt: skip
-    content = {
-        "train_batch_size": BATCH,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
-        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
-        "wandb": {"enabled": True, "project": "tests"},
-        "comet": {"enabled": True, "online": False, "api_key": SECRET, "samples_log_interval": 1},
-        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(folder / "flops.txt")},
-        "comms_logger": {"enabled": True},
-        "dsframe": section,
-    }
+    content = ds_config(
+        BATCH,
+        "AdamW",
+        1e-3,
+        sections={
+            "gradient_accumulation_steps": 2,
+            "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
+            "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
+            "wandb": {"enabled": True, "project": "tests"},
+            "comet": {"enabled": True, "online": False, "api_key": SECRET, "samples_log_interval": 1},
+            "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(folder / "flops.txt")},
+            "comms_logger": {"enabled": True},
+        },
+        **section,
+    )
     path = folder / "file.json"
-    path.write_text(json.dumps(content | more))
+    write_json(path, content | more)
     return path
 
 
@@ -124,7 +128,7 @@ def check_profiles(case: str, folder: Path, summary: dict[str, Any] | None) -> N
         assert {"aten::mm", "[memory]"} <= names
         assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
         assert "Self CPU" in (run / "profile" / f"rank{rank}-steps-2-3.txt").read_text()
-    sent = json.loads((run / "communication.json").read_text())
+    sent = read_json(run / "communication.json")
     assert sent["steps"] == STEPS
     counted = [sum(kind["sent_bytes"] for kind in rank.values()) / STEPS for rank in sent["ranks"]]
     assert max(counted) == pytest.approx(SENT[case], rel=0.05)  # and a few numbers beside

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import dsframe
 from dsframe.tools.compare import losses
 from tests.engines.model_data import REFRESH_STEPS, SelfLabelled, file
+from tests.files import write_json
 from tests.processes import run_ranks, warm
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_two_ranks_renew_the_same_data(engine: str, alone: list[float], tmp_path: Path) -> None:
     """The first steps on two ranks, the others on one process."""
     steps = 2 * REFRESH_STEPS
-    (tmp_path / "file.json").write_text(json.dumps(file(str(tmp_path / "run"), engine, steps, **CASES[engine])))
+    write_json(tmp_path / "file.json", file(str(tmp_path / "run"), engine, steps, **CASES[engine]))
     command = warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")])
     run_ranks(command, timeout_seconds=120).check()
     dsframe.fit(SelfLabelled(), file(str(tmp_path / "run"), "single"), resume="auto")

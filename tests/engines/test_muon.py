@@ -6,7 +6,6 @@ Nothing else trains with it, so one process at stage 0 is the reference. Clippin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from dsframe.tools.compare import losses
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
 STEPS, HALF = 10, 5
@@ -31,23 +31,20 @@ def train(folder: Path, ranks: int, zero: dict[str, Any], *words: str) -> Path:
     folder.mkdir()
     params = {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.01}
     task = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 32, "samples": 200}
-    file = {
-        "train_batch_size": 8,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": zero,
-        "dsframe": {
-            "task": task,
-            "engine": "deepspeed",
-            "steps": STEPS,
-            "log_every_steps": 1,
-            "eval_every_steps": STEPS,
-            "threads_per_rank": 1,
-            "checkpoints": {"every_steps": HALF},
-        },
-    }
+    file = ds_config(
+        8,
+        {"type": "Muon", "params": params},
+        sections={"gradient_clipping": 0, "zero_optimization": zero},
+        task=task,
+        engine="deepspeed",
+        steps=STEPS,
+        log_every_steps=1,
+        eval_every_steps=STEPS,
+        threads_per_rank=1,
+        checkpoints={"every_steps": HALF},
+    )
     path = folder / "file.json"
-    path.write_text(json.dumps(file))
+    write_json(path, file)
     arguments = ["-m", "tests.engines.briefly", "--config", str(path), "--run-dir", str(folder / "run"), *words]
     run_ranks(warm(ranks, arguments), timeout_seconds=300).check()
     return folder / "run"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from pathlib import Path
@@ -17,17 +16,19 @@ from dsframe.data.sampler import Sampler
 from dsframe.errors import TrainingError
 from dsframe.run_dir.record import read_metrics, read_summary
 from tests.engines.nan_task import BROKEN, OneBrokenSample
+from tests.files import ds_config, read_json, write_json
 from tests.processes import Finished, run_ranks, warm
 
 STEPS = 20
 
 
 def configuration(folder: Path, engine: str = "single", stage: int = 0, **settings: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "dsframe": {
+    return ds_config(
+        8,
+        "AdamW",
+        1e-2,
+        sections={"zero_optimization": {"stage": stage}},
+        **{
             "engine": engine,
             "steps": STEPS,
             "threads_per_rank": 1,
@@ -35,7 +36,7 @@ def configuration(folder: Path, engine: str = "single", stage: int = 0, **settin
             "log_every_steps": 1,
             **settings,
         },
-    }
+    )
 
 
 def broken_step() -> int:
@@ -51,7 +52,7 @@ def losses(folder: Path) -> dict[int, float]:
 def train(folder: Path, config: dict[str, Any], processes: int = 1) -> Finished:
     """A run of its own: DeepSpeed is set up once in the life of a process."""
     config["dsframe"]["task"] = {"name": "tests.engines.nan_task:OneBrokenSample"}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     command = ["-m", "dsframe.train", "--config", "config.json"]
     return run_ranks(warm(processes, command), cwd=folder, timeout_seconds=100)
 
@@ -94,7 +95,7 @@ def test_every_engine_leaves_out_the_same_updates(jobs: Path) -> None:
 def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs: Path) -> None:
     step = broken_step()
     for processes, cases in ENGINES.items():
-        said = json.loads((jobs / f"{processes}" / "said.json").read_text())
+        said = read_json(jobs / f"{processes}" / "said.json")
         assert list(said) == list(cases)
         for case, text in said.items():
             rank = 0 if processes == 1 or case == "deepspeed:pipeline" else holder(step)

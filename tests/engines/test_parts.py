@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,8 @@ from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.observe.meta import model_of
 from dsframe.tools.compare import losses
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
-from tests.processes import horovodrun, python, run_ranks, warm
+from tests.files import ds_config, read_rows, write_json
+from tests.processes import horovodrun, python, reported, run_ranks, warm
 
 BOUND = 1e-5
 BF16_BOUND = 0.05
@@ -52,9 +52,7 @@ HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "critic 2 horovod", "dino 1 h
     ids=["alone", "2", "horovod", "3"],
 )
 def test_a_loop_by_hand(launch: Any, processes: int, cases: list[str], tmp_path: Path) -> None:
-    command = ["-m", "tests.engines.parts", str(tmp_path / "report.json"), *cases]
-    run_ranks(launch(processes, command), timeout_seconds=400).check()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = reported("parts", tmp_path, partial(launch, processes), cases, timeout_seconds=400)
     for case in cases:
         task, found = case.split()[0], report[case]
         wanted, bound = report[task], BF16_BOUND if "bf16" in case else BOUND
@@ -95,7 +93,7 @@ def run_file(tmp_path: Path, case: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("task", ["gan", "distilled"])
 def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints have what is trained and name what is frozen; the metrics have each loss; the module comes out."""
-    (tmp_path / "file.json").write_text(json.dumps(run_file(tmp_path, f"{task} 1 fsdp", steps=3)))
+    write_json(tmp_path / "file.json", run_file(tmp_path, f"{task} 1 fsdp", steps=3))
     first = run_ranks(
         warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=200
     ).check()
@@ -109,7 +107,7 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
     found = losses(tmp_path / "run")
     assert [found[step] for step in sorted(found)] == like([sum(one) for one in wanted["losses"]], BOUND)
     assert summary.metrics["distance"] == like(wanted["distance"], BOUND)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     logged = [row for row in rows if "loss" in row]
     if "generator" in TASKS[task]().models():
         assert logged[-1]["discriminator_loss"] == like(wanted["losses"][-1][0], BOUND)
@@ -137,7 +135,7 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed:3"])
 def test_ranks_that_call_other_models(engine: str, tmp_path: Path) -> None:
     given = run_file(tmp_path, f"gan 1 {engine}", task={"name": "tests.engines.parts:Uneven"}, hang_timeout_seconds=2)
-    (tmp_path / "file.json").write_text(json.dumps(given))
+    write_json(tmp_path / "file.json", given)
     run = run_ranks(warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=100)
     assert run.returncode != 0
     assert "Uneven: ranks call different modules of the model. The first difference: " in run.stderr
@@ -214,7 +212,7 @@ def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], path: str) -> None:
-    plain = {"train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    plain = ds_config(12, "AdamW", 0.01)
     config = load({**plain, **changes, "dsframe": {"engine": engine, **changes.get("dsframe", {})}})
     (problem,) = engines.problems_with_several_models(config, engine)
     assert problem.path == path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 import dsframe
 from tests.engines.ports import BATCH, CASES, STEPS, Carried, Found, moved, plain
+from tests.files import read_json
 from tests.processes import horovodrun, run_ranks, warm
 
 BOUND = 1e-5
@@ -58,7 +58,7 @@ def test_two_ranks_are_one_process(engine: str, alone: dict[str, Found], tmp_pat
     command = ["-m", "tests.engines.ports", engine, str(tmp_path)]
     ranks = horovodrun(2, command) if engine == "horovod" else warm(2, command)
     run_ranks(ranks, cwd=tmp_path, timeout_seconds=300).check()
-    found = json.loads((tmp_path / f"{engine}.json").read_text())
+    found = read_json(tmp_path / f"{engine}.json")
     distances = {name: off(found[name], alone[name]) for name in found}
     assert found.keys() == {name for name, case in CASES.items() if case.runs_on(engine)}
     assert {name: distance for name, distance in distances.items() if distance > BOUND} == {}, distances

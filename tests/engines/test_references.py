@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.ports import moved
-from tests.processes import run_ranks, warm
+from tests.files import ds_config, write_json
+from tests.processes import reported, run_ranks, warm
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One job for all of them: tests/engines/references.py, which also checks that each keeps the engines' contract."""
-    file = tmp_path_factory.mktemp("references") / "report.json"
-    run_ranks(warm(2, ["-m", "tests.engines.references", str(file)]), timeout_seconds=150).check()
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return reported("references", tmp_path_factory.mktemp("references"), 2)
 
 
 def largest(left: list[float], right: list[float]) -> float:
@@ -91,15 +88,8 @@ def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: f
 
 @pytest.mark.parametrize("engine", ["reference-parameter-averaging", "reference-async-parameter-server"])
 def test_ranks_with_other_weights_are_not_compared(engine: str, tmp_path: Path) -> None:
-    document = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {
-            "engine": engine,
-            "steps": 3,
-            "task": {"name": "tests.engines.foreign_tasks:Rows"},
-            "run_dir": "run",
-        },
-    }
-    (tmp_path / "file.json").write_text(json.dumps(document))
+    document = ds_config(
+        8, "SGD", 0.1, engine=engine, steps=3, task={"name": "tests.engines.foreign_tasks:Rows"}, run_dir="run"
+    )
+    write_json(tmp_path / "file.json", document)
     run_ranks(warm(2, ["-m", "dsframe.train", "--config", "file.json"]), cwd=tmp_path, timeout_seconds=120).check()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests import portability
 from tests.engines.test_round_trips import also_long, configuration
+from tests.files import write_json
 from tests.processes import run_ranks, warm
 
 PAIRS = [
@@ -74,7 +74,7 @@ def test_several_buckets_on_three_ranks_go_on_to_the_last_bit(
 def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     config = configuration("ddp", {}, 19)
     config["dsframe"] |= {"steps": 20, "log_every_steps": 1, "checkpoints": {"every_steps": 7}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     arguments = ["-m", "dsframe.train", "--config", "config.json", "--run-dir"]
     run_ranks(warm(2, [*arguments, "whole"]), timeout_seconds=100, cwd=tmp_path).check()
     saved = str(tmp_path / "whole" / "checkpoints" / "step-00000014")

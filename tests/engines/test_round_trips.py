@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.files import ds_config, read_json, write_json
 from tests.processes import run_ranks, warm
 
 
@@ -94,24 +94,26 @@ def round_trip(
     engine: str, changes: dict[str, Any], folder: Path, width: int = 19, timeout_seconds: float = 150
 ) -> dict[str, Any]:
     file = folder / "config.json"
-    file.write_text(json.dumps(configuration(engine, changes, width)))
+    write_json(file, configuration(engine, changes, width))
     arguments = ["-m", "tests.engines.round_trip", str(file)]
     run_ranks(warm(1 if engine == "single" else 2, arguments), timeout_seconds=timeout_seconds, cwd=folder).check()
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    report: dict[str, Any] = read_json(folder / "report.json")
     return report
 
 
 def configuration(engine: str, changes: dict[str, Any], width: int) -> dict[str, Any]:
-    return {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "dsframe": {
+    return ds_config(
+        8,
+        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        sections={
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            **{key: value for key, value in changes.items() if key != "dsframe"},
+        },
+        **{
             "engine": engine,
             "task": {"name": "tests.engines.odd_task:Odd", "options": {"width": width}},
             "threads_per_rank": 1,
             **changes.get("dsframe", {}),
         },
-        **{key: value for key, value in changes.items() if key != "dsframe"},
-    }
+    )

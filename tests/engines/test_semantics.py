@@ -14,29 +14,29 @@ from dsframe.errors import TaskError
 from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests.engines.norm_task import Normed
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
 STEPS = 12
-BASE: dict[str, Any] = {
-    "train_batch_size": 32,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
-    "dsframe": {
-        "task": {
-            "name": "language",
-            "layers": 2,
-            "heads": 2,
-            "width": 32,
-            "context": 32,
-            "corpus": "synthetic",
-            "samples": 256,
-        },
-        "steps": STEPS,
-        "eval_micro_batch_size": 200,
-        "log_every_steps": 1,
-        "seed": 3,
+BASE: dict[str, Any] = ds_config(
+    32,
+    "AdamW",
+    2e-3,
+    sections={"gradient_accumulation_steps": 2},
+    task={
+        "name": "language",
+        "layers": 2,
+        "heads": 2,
+        "width": 32,
+        "context": 32,
+        "corpus": "synthetic",
+        "samples": 256,
     },
-}
+    steps=STEPS,
+    eval_micro_batch_size=200,
+    log_every_steps=1,
+    seed=3,
+)
 # No gradient_clipping anywhere: DeepSpeed's default of 1.0 must hold on every engine. The learning rates make it bite.
 FILES: dict[str, dict[str, Any]] = {
     "sgd, torch schedule, predivided": {
@@ -69,7 +69,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def curve(directory: Path, name: str, engine: str) -> list[float]:
     changes = ENGINES[engine]
     document = {**BASE, **FILES[name], **changes, "dsframe": {**BASE["dsframe"], **changes.get("dsframe", {})}}
-    (directory / "file.json").write_text(json.dumps(document))
+    write_json(directory / "file.json", document)
     run_ranks(
         warm(2, ["-m", "dsframe.train", "--config", "file.json", "--run-dir", engine]),
         cwd=directory,
@@ -91,18 +91,17 @@ def test_one_meaning(name: str, tmp_path: Path) -> None:
 
 def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> None:
     """BatchNorm's statistics differ between ranks, and DDP by itself has other ones than the rest."""
-    file = {
-        "train_batch_size": 16,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "dsframe": {
-            "task": {"name": "tests.engines.norm_task:Normed"},
-            "steps": 8,
-            "eval_every_steps": 3,
-            "eval_micro_batch_size": 7,
-            "checkpoints": {"at_end": True},
-        },
-    }
-    (tmp_path / "file.json").write_text(json.dumps(file))
+    file = ds_config(
+        16,
+        "AdamW",
+        0.01,
+        task={"name": "tests.engines.norm_task:Normed"},
+        steps=8,
+        eval_every_steps=3,
+        eval_micro_batch_size=7,
+        checkpoints={"at_end": True},
+    )
+    write_json(tmp_path / "file.json", file)
     found: dict[str, dict[int, float]] = {}
     for engine in ("ddp", "horovod", "fsdp", "deepspeed"):
         command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", engine]
@@ -126,12 +125,8 @@ def evaluations(directory: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine: str, tmp_path: Path) -> None:
-    file = {
-        "train_batch_size": 16,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "dsframe": {"task": {"name": "tests.engines.norm_task:Scaled"}, "steps": 8},
-    }
-    (tmp_path / "file.json").write_text(json.dumps(file))
+    file = ds_config(16, "AdamW", 0.01, task={"name": "tests.engines.norm_task:Scaled"}, steps=8)
+    write_json(tmp_path / "file.json", file)
     command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
     done = run_ranks(warm(1 if engine == "single" else 2, command), cwd=tmp_path, timeout_seconds=200)
     assert done.returncode == TaskError.exit_code
@@ -159,7 +154,7 @@ def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path: Path)
         optimizer = {"type": "AdamW", "params": {"lr": 0.02}}
         file = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "optimizer": optimizer, **changes}
         file["dsframe"] = {**section, **changes.get("dsframe", {})}
-        (tmp_path / "file.json").write_text(json.dumps(file))
+        write_json(tmp_path / "file.json", file)
         command = ["-m", "dsframe.train", "--config", "file.json", "--run-dir", name]
         run_ranks(warm(ranks, command), cwd=tmp_path, timeout_seconds=200).check()
         evaluation = next(iter(evaluations(tmp_path / name).values()))

@@ -20,6 +20,7 @@ from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import MicroBatch
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
+from tests.files import ds_config, read_rows, write_json
 from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA
 
@@ -31,10 +32,10 @@ def records(
     file = {**equivalence.document("gpt", case), **(file or {})}
     file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7, **(section or {})}
     path, run_dir = folder / f"{case.engine}.json", folder / case.engine
-    path.write_text(json.dumps(file))
+    write_json(path, file)
     arguments = ["-m", "dsframe.train", "--config", str(path), "--run-dir", str(run_dir)]
     run_ranks(warm(case.processes, arguments), timeout_seconds=200).check()
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
@@ -136,6 +137,6 @@ def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, .
 )
 def test_models_that_cannot(section: dict[str, Any], message: str) -> None:
     """What the check says of a file, the task says to a program."""
-    task = tasks.build(load({"train_batch_size": 8, "dsframe": {"task": section}}).settings.task, 1)
+    task = tasks.build(load(ds_config(8, task=section)).settings.task, 1)
     with pytest.raises(TaskError, match=message):
         task.share_sequences(nn.Identity(), 0, 2, lambda attention: attention)

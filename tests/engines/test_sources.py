@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,27 @@ import pytest
 
 from dsframe.data import Loader
 from tests.engines.sources_task import Sources
+from tests.files import ds_config, write_json
 from tests.processes import python, run_ranks, warm
 
-FILE: dict[str, Any] = {
-    "train_batch_size": 12,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-    "dsframe": {
-        "engine": "ddp",
-        "steps": 9,
-        "seed": 5,
-        "log_every_steps": 1,
-        "run_dir": "run",
-        "checkpoints": {"every_steps": 3},
-        "task": {"name": "tests.engines.sources_task:Sources", "options": {"workers": 2}},
-    },
-}
+FILE: dict[str, Any] = ds_config(
+    12,
+    "SGD",
+    0.01,
+    engine="ddp",
+    steps=9,
+    seed=5,
+    log_every_steps=1,
+    run_dir="run",
+    checkpoints={"every_steps": 3},
+    task={"name": "tests.engines.sources_task:Sources", "options": {"workers": 2}},
+)
 
 
 def test_joined_data_sets_go_on_with_the_same_samples_on_another_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my.json").write_text(json.dumps(FILE))
+    write_json(tmp_path / "my.json", FILE)
     train = ["-m", "dsframe.train", "--config", "my.json"]
     killed = run_ranks(warm(2, train), cwd=tmp_path, timeout_seconds=100, env={"FAULT": "worker"})
     assert killed.returncode == 6, str(killed)

@@ -7,7 +7,6 @@ No GPU is involved: what the stand-in cannot see is in its docstring.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from dsframe.tools.compare import losses
 from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import traced
+from tests.files import read_json, write_json
 from tests.processes import Finished, run_ranks, warm
 from tests.standin import build
 
@@ -174,11 +174,11 @@ def train(
     """``words``: as ``tests.standin.train`` takes them."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     path = folder / "file.json"
-    path.write_text(json.dumps({**document(case, **section), **(file or {})}))
+    write_json(path, {**document(case, **section), **(file or {})})
     arguments = ["-m", "tests.standin.train", str(folder / "records"), *words, "--", "--config", str(path)]
     arguments += ["--run-dir", str(folder / "run")] + (["--resume", str(resume)] if resume else [])
     finished = run_ranks(warm(case.ranks, arguments, standin=True), timeout_seconds=300)
-    records = [json.loads(one.read_text()) for one in sorted((folder / "records").glob("rank-*.json"))]
+    records = [read_json(one) for one in sorted((folder / "records").glob("rank-*.json"))]
     return Run(finished, folder, records)
 
 
@@ -198,7 +198,7 @@ def reference(name: str = "single") -> tuple[dict[int, float], float]:
     """On the CPU: one process, or a case whose training is another one. Its losses, and the first gradient's norm."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     path = folder / "file.json"
-    path.write_text(json.dumps(document(CASES[name], log_every_steps=1)))
+    write_json(path, document(CASES[name], log_every_steps=1))
     arguments = ["-m", "tests.engines.briefly", "--config", str(path), "--run-dir", str(folder / "run")]
     run_ranks(warm(CASES[name].ranks, arguments), timeout_seconds=300).check()
     return losses(folder / "run"), first_norm(folder / "run")
@@ -259,7 +259,7 @@ def test_the_peak_of_training_is_its_own() -> None:
     live, peak = run.records[0]["usage"]["before fit"]
     assert live == peak
     assert run.records[0]["usage"]["set-up"][1] > live
-    summary = json.loads((run.folder / "run" / "summary.json").read_text())
+    summary = read_json(run.folder / "run" / "summary.json")
     assert summary["peak_memory_bytes"] == [record["usage"]["training"][1] for record in run.records]
 
 
@@ -280,7 +280,7 @@ def test_bytes_are_near_the_plans(name: str) -> None:
     """The model has 118,528 parameters: one layer's weights, and buckets, count for more here than in a
     model that fills a GPU."""
     run = trained(name)
-    summary = json.loads((run.folder / "run" / "summary.json").read_text())
+    summary = read_json(run.folder / "run" / "summary.json")
     config = load(run.folder / "run" / "config.json")
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
     device = Device("any", float("inf"), on_cpu=summary["device"] != "cuda")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.files import read_json
 from tests.processes import run_ranks, warm
 
 
@@ -16,7 +16,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One job of two ranks for all of them."""
     report = tmp_path_factory.mktemp("switched") / "report.json"
     run_ranks(warm(2, ["-m", "tests.engines.switched", str(report)]), timeout_seconds=400).check()
-    read: dict[str, Any] = json.loads(Path(report).read_text())
+    read: dict[str, Any] = read_json(Path(report))
     return read
 
 

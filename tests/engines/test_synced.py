@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,15 @@ import dsframe
 from dsframe.config import load
 from dsframe.errors import ConfigError, TaskError
 from tests.engines.synced import Picture, file
-from tests.processes import horovodrun, python, run_ranks, warm
+from tests.processes import horovodrun, python, reported, warm
 
 BOUND = 1e-5
 TORCHS = ["ddp", "fsdp", "deepspeed:0", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
 
-def trained(folder: Path, launch: Any, *cases: str) -> dict[str, dict[str, Any]]:
-    command = ["-m", "tests.engines.synced", str(folder / "report.json"), *cases]
-    run_ranks(launch(command), cwd=folder, timeout_seconds=240).check()
-    found: dict[str, dict[str, Any]] = json.loads((folder / "report.json").read_text())
-    return found
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found = trained(tmp_path_factory.mktemp("alone"), python, "single")
+    found = reported("synced", tmp_path_factory.mktemp("alone"), python, ["single"])
     assert found["single"]["losses"] == found["own"]["losses"]  # torch's own layer, where there are no other ranks
     return found["single"]
 
@@ -40,7 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_statistics_are_of_the_global_batch(
     launch: Any, processes: int, cases: list[str], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = trained(tmp_path, lambda command: launch(processes, command), *cases)
+    found = reported("synced", tmp_path, partial(launch, processes), cases)
     own = found.pop("own")
     assert max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True)) > 100 * BOUND
     assert any("BatchNorm sees one micro-batch" in line for line in own["depends"])

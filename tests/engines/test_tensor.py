@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from dsframe.tasks import _transformers
 from tests.engines.refused_cuts import CASES as CUTS
 from tests.engines.snapshot import Snapshot
 from tests.engines.tensor import CASES, LLAMA
-from tests.processes import run_ranks, warm
+from tests.processes import reported
 
 NOISE = {"loss": 1e-5, "norm": 1e-5, "state": 5e-4}
 """Measured: 7e-7 , 5e-7, 4e-5. The state is that of Adam, which divides by small numbers."""
@@ -46,10 +45,7 @@ def check_round_trips(report: dict[str, Any], noise: dict[str, float]) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    path = tmp_path_factory.mktemp("tensor") / "report.json"
-    run_ranks(warm(4, ["-m", "tests.engines.tensor", str(path)]), timeout_seconds=300).check()
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return found
+    return reported("tensor", tmp_path_factory.mktemp("tensor"), 4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,8 +65,7 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
 
 
 def test_what_would_train_otherwise_is_refused(tmp_path: Path) -> None:
-    run_ranks(warm(2, ["-m", "tests.engines.refused_cuts", str(tmp_path / "report.json")]), timeout_seconds=120).check()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = reported("refused_cuts", tmp_path, 2)
     wrong = {case: said for case, said in report.items() if CUTS[case] not in said or bool(said) != bool(CUTS[case])}
     assert not wrong
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from dsframe.checkpoint.store import Store
 from tests import portability
+from tests.files import ds_config, write_json
 from tests.processes import Finished, run_ranks, warm
 
 LONG = pytest.mark.long
@@ -35,8 +35,8 @@ def trained(folder: Path, kind: str, how: str, begins: int = 1, **more: object) 
         **extra.pop("dsframe", {}),  # type: ignore[dict-item]
         **more,
     }
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "dsframe": dsframe, **extra}
-    (folder / "my.json").write_text(json.dumps(file))
+    file = ds_config(8, "AdamW", 0.01, sections=extra, **dsframe)
+    write_json(folder / "my.json", file)
     command = warm(2, ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"])
     return run_ranks(command, cwd=folder, env={"HOW": how, "FROM": str(begins)}, timeout_seconds=60)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import ds_config, write_json
 from tests.processes import Finished, Running, deepspeed, free_port, horovodrun, python, run_ranks, torchrun, warm
 
 TASK = {"name": "tests.faults.preparing_task:Preparing"}
-FILE = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+FILE = ds_config(8, "SGD", 0.1)
 ARGUMENTS = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *python(ARGUMENTS)]
 LAUNCHERS = {
@@ -28,7 +28,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "mp
 
 def write(folder: Path) -> None:
     settings = {"task": TASK, "steps": 2, "engine": "ddp", "threads_per_rank": 1}
-    (folder / "my.json").write_text(json.dumps(FILE | {"dsframe": settings}))
+    write_json(folder / "my.json", FILE | {"dsframe": settings})
     (folder / "data").mkdir(exist_ok=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsframe.errors import TaskError
+from tests.files import write_json
 from tests.processes import python, run_ranks, warm
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -43,7 +43,7 @@ def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> 
         **document,
         "dsframe": {**ours, **document.get("dsframe", {})},
     }
-    (folder / "file.json").write_text(json.dumps(document))
+    write_json(folder / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json"]
     command = warm(processes, words) if processes > 1 else python(words)
     finished = run_ranks(command, cwd=folder, timeout_seconds=150, env={"FAULT": fault})

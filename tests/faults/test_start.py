@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import jobs
+from tests.files import ds_config, write_json
 from tests.processes import Finished, free_port, run_ranks, torchrun, warm
 
 
@@ -69,8 +70,8 @@ ENGINES = {"ddp": {}, "horovod": {}, "deepspeed": STAGE_1, "fsdp": {}}
 def differing(folder: Path, how: str, engine: str, *, starts: bool = False, **more: object) -> Finished:
     """Two ranks with a task that is another one on rank 1. ``starts``: as users do, with a hash seed of its own for each."""
     dsframe = {"engine": engine, "steps": 2, "task": {"name": "tests.faults.differing_task:DifferingTask"}}
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "dsframe": dsframe}
-    (folder / "my.json").write_text(json.dumps(file | ENGINES[engine] | more))
+    file = ds_config(8, "AdamW", 0.1, **dsframe)
+    write_json(folder / "my.json", file | ENGINES[engine] | more)
     launch = torchrun if starts else warm
     command = launch(2, ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"])
     return run_ranks(command, cwd=folder, env={"DIFFERS": how, "PYTHONHASHSEED": None}, timeout_seconds=120)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from pathlib import Path
 
 from dsframe.run_dir.record import read_summary
+from tests.files import ds_config, write_json
 from tests.processes import Running, run_ranks
 
 DSFRAME = ["python", "-m", "dsframe.cli"]
@@ -20,12 +20,15 @@ def launch(*options: str) -> list[str]:
 
 
 def short(directory: Path, task: str = "tests.faults.slow_task:SlowTask") -> None:
-    document = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
-        "dsframe": {"task": {"name": task}, "steps": STEPS, "log_every_steps": 1, "checkpoints": {"every_steps": 10}},
-    }
-    (directory / "short.json").write_text(json.dumps(document))
+    document = ds_config(
+        8,
+        {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        task={"name": task},
+        steps=STEPS,
+        log_every_steps=1,
+        checkpoints={"every_steps": 10},
+    )
+    write_json(directory / "short.json", document)
 
 
 def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -> None:

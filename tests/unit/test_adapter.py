@@ -5,7 +5,6 @@ On other engines: tests/engines/test_groups.py.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from dsframe.host import generators
 from dsframe.model import adapter as model_adapter
 from dsframe.tools import export
 from tests import text_files
+from tests.files import ds_config, read_json, write_json
 from tests.portability import losses
 
 LLAMA = {**text_files.LLAMA, "intermediate_size": 64, "vocab_size": 256, "tie_word_embeddings": True}
@@ -40,11 +40,7 @@ def file(run: Path, adapter: Any = LORA, model: Any = LLAMA, **more: Any) -> dic
     task = {"name": "causal-language-model", "corpus": "synthetic", "context": 16, "samples": 256, "model": model}
     settings = {"engine": "single", "steps": STEPS, "run_dir": str(run), "inherit": "torch", "log_every_steps": 1}
     settings |= {"task": task, "adapter": adapter, **more}
-    return {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "dsframe": settings,
-    }
+    return ds_config(8, {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, **settings)
 
 
 def fit(given: dict[str, Any], **more: Any) -> Any:
@@ -150,57 +146,57 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
         dsframe.load_model(tmp_path / "run")
 
 
-def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, here: Path) -> None:
     """The same names and shapes: only peft's settings show it."""
-    run = tmp_path / "run"
+    run = here / "run"
     shutil.copytree(trained, run)
-    given = json.loads((run / "config.json").read_text())
+    given = read_json(run / "config.json")
     given["dsframe"]["adapter"]["lora_alpha"] = 64
-    (run / "config.json").write_text(json.dumps(given))
+    write_json(run / "config.json", given)
     with pytest.raises(CheckpointError, match=r"another adapter: adapter\.lora_alpha was 16\.0, is 64"):
         dsframe.load_model(run)
-    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
-    fit(file(tmp_path / "on", {"folder": str(tmp_path / "peft")}, steps=1))
-    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({**settings, "use_rslora": True}))
+    assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
+    fit(file(here / "on", {"folder": "peft"}, steps=1))
+    settings = read_json(here / "peft" / "adapter_config.json")
+    write_json(here / "peft" / "adapter_config.json", {**settings, "use_rslora": True})
     with pytest.raises(CheckpointError, match=r"another adapter: adapter\.use_rslora was false, is true"):
-        fit(file(tmp_path / "on", {"folder": str(tmp_path / "peft")}, steps=2), resume="auto")
+        fit(file(here / "on", {"folder": "peft"}, steps=2), resume="auto")
     settings["alora_invocation_tokens"] = [1, 2]
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(settings))
+    write_json(here / "peft" / "adapter_config.json", settings)
     with pytest.raises(ConfigError, match="has alora_invocation_tokens, which peft computes outside of the layers"):
-        fit(file(tmp_path / "other", {"folder": str(tmp_path / "peft")}, steps=1))
+        fit(file(here / "other", {"folder": "peft"}, steps=1))
 
 
-def test_to_peft_and_merged(trained: Path, tmp_path: Path) -> None:
+def test_to_peft_and_merged(trained: Path, here: Path) -> None:
     model = dsframe.load_model(trained)
     tokens = torch.arange(32).reshape(2, 16)
     with torch.no_grad():
         logits = model(tokens).logits
-    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
-    assert export.main([str(trained), "--to", "huggingface", "--merge", "--out", str(tmp_path / "merged")]) == 0
+    assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
+    assert export.main([str(trained), "--to", "huggingface", "--merge", "--out", "merged"]) == 0
     generators.seed(0)
     base = tasks.build(load(trained / "config.json").settings.task, 0).model().eval()
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    theirs = peft.PeftModel.from_pretrained(base, here / "peft").eval()
+    merged = AutoModelForCausalLM.from_pretrained(here / "merged").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=0, atol=0)
         torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointError, match="has only an adapter"):
-        export.main([str(trained), "--out", str(tmp_path / "weights")])
+        export.main([str(trained), "--out", "weights"])
 
 
-def test_training_goes_on_from_pefts_folder(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
-    summary = fit(file(tmp_path / "run", {"folder": str(tmp_path / "peft")}, steps=1))
+def test_training_goes_on_from_pefts_folder(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
+    summary = fit(file(here / "run", {"folder": "peft"}, steps=1))
     first = store.read_manifest(trained / "checkpoints" / "step-00000020")["evaluation"]["loss"]
     assert summary.metrics["loss"] == pytest.approx(first, abs=0.05)
     assert summary.metrics["loss"] != first
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
-    saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    saved = load_file(here / "peft" / "adapter_model.safetensors")
     del saved[next(iter(saved))]
-    save_file(saved, tmp_path / "peft" / "adapter_model.safetensors")
+    save_file(saved, here / "peft" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=r"is an adapter of another model: base_model\.model\..* differs"):
-        fit(file(tmp_path / "other", {"folder": str(tmp_path / "peft")}, steps=1))
+        fit(file(here / "other", {"folder": "peft"}, steps=1))
 
 
 @pytest.mark.parametrize(
@@ -243,27 +239,27 @@ def test_4_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch: py
         fit(given)
 
 
-def test_a_new_head_is_trained_whole(tmp_path: Path) -> None:
+def test_a_new_head_is_trained_whole(here: Path) -> None:
     """``modules_to_save``; and the file's engine has a pipeline, whose layers have other names."""
-    given = file(tmp_path / "run", {**LORA, "modules_to_save": ["model.norm"]}, steps=3)
+    given = file(here / "run", {**LORA, "modules_to_save": ["model.norm"]}, steps=3)
     fit(given)
-    (path,) = store.locate(tmp_path / "run")
+    (path,) = store.locate(here / "run")
     names = list(store.read_manifest(path)["parameters"])
     assert "model.norm.modules_to_save.default.weight" in names
     assert len(names) == 9
-    assert export.main([str(path), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
-    assert "base_model.model.model.norm.weight" in load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert export.main([str(path), "--to", "peft", "--out", "peft"]) == 0
+    assert "base_model.model.model.norm.weight" in load_file(here / "peft" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="not possible with a pipeline"):
         load({**given, "pipeline": {"stages": 2}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
 
 
-def test_what_a_group_freezes_of_the_adapter_is_saved(tmp_path: Path) -> None:
+def test_what_a_group_freezes_of_the_adapter_is_saved(here: Path) -> None:
     """It was taken for the base: an export for peft had half of the matrices."""
     groups = [{"match": ["*.lora_A.*"], "freeze": True}]
-    fit(file(tmp_path / "run", parameter_groups=groups, steps=2))
-    assert export.main([str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
-    assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
-    assert dsframe.load_model(tmp_path / "run")
+    fit(file(here / "run", parameter_groups=groups, steps=2))
+    assert export.main(["run", "--to", "peft", "--out", "peft"]) == 0
+    assert len(load_file(here / "peft" / "adapter_model.safetensors")) == 8
+    assert dsframe.load_model(here / "run")
 
 
 def test_the_new_heads_of_any_classifier_are_trained_whole() -> None:

@@ -18,6 +18,7 @@ from dsframe.errors import CheckpointError
 from dsframe.model import adapter, adapter_export
 from dsframe.tasks import _transformers
 from dsframe.tools import export
+from tests.files import ds_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own, of tied weights and of embeddings that it saves
 
@@ -56,9 +57,7 @@ def build(name: str, sizes: dict[str, Any], seed: int = 0) -> Any:
 def with_adapter(model: nn.Module, section: dict[str, Any]) -> Any:
     """The model with the file's adapter, and weights as a training leaves them."""
     task = {"name": "causal-language-model", "model": {"model_type": "llama"}, "context": 16, "corpus": "synthetic"}
-    config = load(
-        {"train_batch_size": 1, "dsframe": {"task": task, "steps": 1, "engine": "single", "adapter": section}}
-    )
+    config = load(ds_config(1, task=task, steps=1, engine="single", adapter=section))
     adapter.add(config, model)
     return model.eval()
 
@@ -78,37 +77,37 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_merged_and_by_peft(kind: str, tmp_path: Path) -> None:
+def test_merged_and_by_peft(kind: str, here: Path) -> None:
     name, sizes, section = MODELS[kind]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
     expected = outputs(model)
-    adapter_export.write(copy.deepcopy(model), build(name, sizes), torch.float32, tmp_path / "peft")
-    theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
+    adapter_export.write(copy.deepcopy(model), build(name, sizes), torch.float32, here / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(name, sizes), "peft").eval()
     torch.testing.assert_close(outputs(theirs.get_base_model()), expected, rtol=0, atol=0)
-    again = with_adapter(build(name, sizes), {"folder": str(tmp_path / "peft")})
+    again = with_adapter(build(name, sizes), {"folder": "peft"})
     torch.testing.assert_close(outputs(again), expected, rtol=0, atol=0)
     config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
     weights = dict(adapter_export.merge(model).state_dict())
-    _transformers.write(config, weights, "float32", tmp_path / "merged", "5GB")
-    merged = getattr(transformers, name).from_pretrained(tmp_path / "merged").eval()
+    _transformers.write(config, weights, "float32", here / "merged", "5GB")
+    merged = getattr(transformers, name).from_pretrained(here / "merged").eval()
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
     assert adapter_export.difference(weights, merged.state_dict()) == ""
 
 
 @pytest.mark.parametrize("kind", ["classifier of sequences", "classifier of tokens", "classifier of images"])
-def test_a_classifiers_head_is_trained_and_saved(kind: str, tmp_path: Path) -> None:
+def test_a_classifiers_head_is_trained_and_saved(kind: str, here: Path) -> None:
     """It was frozen as it was drawn; and the folder fits a base whose head was drawn otherwise."""
     name, sizes, _ = MODELS[kind]
     model = trained(with_adapter(build(name, sizes), {"r": 2}))
     heads = [of for of, one in model.named_parameters() if one.requires_grad and "modules_to_save" in of]
     assert {of.split(".")[0] for of in heads} <= {"score", "classifier"}
     assert heads
-    adapter_export.write(model, build(name, sizes), torch.float32, tmp_path / "peft")
+    adapter_export.write(model, build(name, sizes), torch.float32, here / "peft")
     other = build(name, sizes)
     for of, parameter in other.named_parameters():
         if of.startswith(("score", "classifier")):
             parameter.data.normal_()
-    theirs = peft.PeftModel.from_pretrained(other, str(tmp_path / "peft")).eval()
+    theirs = peft.PeftModel.from_pretrained(other, "peft").eval()
     torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)
 
 
@@ -123,31 +122,31 @@ BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BY_PEFT)
-def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, tmp_path: Path) -> None:
+def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, here: Path) -> None:
     sizes, settings = BY_PEFT[kind]
     given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
     theirs = trained(peft.get_peft_model(build(LM, sizes), given)).eval()
-    theirs.save_pretrained(str(tmp_path / "theirs"))
-    model = with_adapter(build(LM, sizes), {"folder": str(tmp_path / "theirs")})
+    theirs.save_pretrained("theirs")
+    model = with_adapter(build(LM, sizes), {"folder": "theirs"})
     expected = outputs(theirs.get_base_model())
     torch.testing.assert_close(outputs(model), expected, rtol=0, atol=0)
     assert {name for name, one in model.named_parameters() if one.requires_grad} == {
         name.removeprefix("base_model.model.") for name, one in theirs.named_parameters() if one.requires_grad
     }
-    adapter_export.write(model, build(LM, sizes), torch.float32, tmp_path / "ours")
-    back = peft.PeftModel.from_pretrained(build(LM, sizes), str(tmp_path / "ours")).eval()
+    adapter_export.write(model, build(LM, sizes), torch.float32, here / "ours")
+    back = peft.PeftModel.from_pretrained(build(LM, sizes), "ours").eval()
     torch.testing.assert_close(outputs(back.get_base_model()), expected, rtol=0, atol=0)
     merged = adapter_export.merge(model)
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_several_parameters_of_a_module_are_merged(tmp_path: Path) -> None:
+def test_several_parameters_of_a_module_are_merged(here: Path) -> None:
     """Experts in two stacks of matrices, which peft wraps one in the other: a merge ended in a RecursionError."""
     sizes = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=stacks)
-    peft.get_peft_model(build("MixtralForCausalLM", sizes), given).save_pretrained(str(tmp_path / "theirs"))
-    model = trained(with_adapter(build("MixtralForCausalLM", sizes), {"folder": str(tmp_path / "theirs")}))
+    peft.get_peft_model(build("MixtralForCausalLM", sizes), given).save_pretrained("theirs")
+    model = trained(with_adapter(build("MixtralForCausalLM", sizes), {"folder": "theirs"}))
     expected = outputs(model)
     merged = adapter_export.merge(model)
     assert merged.state_dict().keys() == build("MixtralForCausalLM", sizes).state_dict().keys()
@@ -191,9 +190,9 @@ def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(dtype: torch.dtype, here: Path) -> None:
     name, sizes, section = MODELS["tied, embeddings whole"]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
-    adapter_export.write(model, build(name, sizes), dtype, tmp_path / "peft")
-    theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
+    adapter_export.write(model, build(name, sizes), dtype, here / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(name, sizes), "peft").eval()
     torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,34 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe import cli
 from dsframe.checkpoint import store
+from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.inference import load_model
 from dsframe.results import best_step
+from tests.files import ds_config, read_rows
+from tests.lines import HeldOut
 
 
-class Told(dsframe.Task):
+class Told(HeldOut):
     """Its evaluations come to what they are told to come to; the first is the trial."""
 
     values: tuple[float, ...] = (0.0, math.nan, 0.5, 0.9, 0.9, 0.6)
     calls = 0
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(outputs, targets)
-
-    def train_data(self) -> Any:
-        rows = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
-        return TensorDataset(rows, rows.sum(1, keepdim=True))
-
-    eval_data = train_data
 
     def finalize(self, sums: Mapping[str, dsframe.Sum]) -> Mapping[str, float]:
         value = self.values[min(self.calls, len(self.values) - 1)]
@@ -49,7 +37,7 @@ def file(**more: Any) -> dict[str, Any]:
     checkpoints = {"every_steps": 2, "keep_last": 1, "keep_best": "precision:max"}
     settings = {"engine": "single", "steps": 10, "eval_every_steps": 2, "run_dir": "run", "checkpoints": checkpoints}
     optimizer = {"type": "SGD", "params": {"lr": 0.01}}
-    return {"train_batch_size": 8, "optimizer": optimizer, "dsframe": {**settings, **more}}
+    return ds_config(8, optimizer, **{**settings, **more})
 
 
 @pytest.fixture
@@ -145,12 +133,12 @@ def test_several_sets_have_names(folder: Path) -> None:
         values = (1.0, 1.0, 3.0, 3.0, 2.0, 2.0, 4.0, 4.0)
 
         def eval_data(self) -> Any:
-            return {"val": self.train_data(), "clean": TensorDataset(*(rows[:5] for rows in self.train_data().tensors))}
+            return {"val": self.train_data(), "clean": TensorSource(*(rows[:5] for rows in self.train_data()._data))}
 
     wanted = {"every_steps": 2, "keep_best": "clean/precision:max", "keep_last": 1}
     summary = dsframe.fit(Sets(), file(steps=6, checkpoints=wanted))
     assert list(summary.metrics) == ["val/loss", "val/precision", "clean/loss", "clean/precision"]
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(Path("run/metrics.jsonl"))
     assert [row["evaluation"]["clean/precision"] for row in rows if "evaluation" in row] == [3.0, 2.0, 4.0]
     with pytest.raises(
         TaskError, match=r"keep_best: no metric 'precision' .* it has val/loss, val/precision, clean/loss"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from dsframe.cli import COMMANDS, main
 from dsframe.config import load
+from tests.files import ds_config, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -102,11 +102,10 @@ def test_github(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_resolved_is_a_file_that_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-    }  # fmt: skip
-    (folder / "auto.json").write_text(json.dumps(content))
+    content = ds_config(
+        "auto", "AdamW", "auto", sections={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    )
+    write_json(folder / "auto.json", content)
     assert main(["check", "auto.json", "-np", "2", "--resolved"]) == 0
     printed = capsys.readouterr()
     assert "auto.json: no problems" not in printed.out
@@ -271,7 +270,7 @@ def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}},
     }
-    (folder / "auto.json").write_text(json.dumps(content))
+    write_json(folder / "auto.json", content)
     main(["check", "auto.json"])
     lines = capsys.readouterr().out.splitlines()
     assert [*lines[:3], lines[-1]] == [

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from dsframe.config.load import examine
 from dsframe.engines import TABLE
+from tests.files import read_json
 
 *OTHERS, LAST = ["auto", *TABLE]
 ENGINES = ", ".join(f'"{name}"' for name in OTHERS) + f' or "{LAST}"'
-MISTAKES = json.loads(Path(__file__).with_name("check_mistakes.json").read_text())
+MISTAKES = read_json(Path(__file__).with_name("check_mistakes.json"))
 
 
 @pytest.mark.parametrize(("text", "message"), [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES])

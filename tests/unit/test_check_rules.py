@@ -12,8 +12,9 @@ from dsframe.config.load import examine
 from dsframe.config.rules import system, table
 from dsframe.config.schema.conditions import value_at
 from dsframe.config.schema.file import File, section_at
+from tests.files import ds_config, read_json
 
-CASES = json.loads(Path(__file__).with_name("check_rules.json").read_text())
+CASES = read_json(Path(__file__).with_name("check_rules.json"))
 
 
 @pytest.mark.parametrize(("keys", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -48,12 +49,14 @@ def test_values_of_what_is_absent() -> None:
 
 
 def test_a_file_that_names_code_says_so() -> None:
-    content = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "mine:Fast", "params": {"lr": 0.1}},
-        "scheduler": {"type": "LambdaLR", "params": {"lr_lambda": "mine:rate"}},
-        "dsframe": {"engine": "single", "task": {"name": "circles:Circles"}},
-    }
+    content = ds_config(
+        8,
+        "mine:Fast",
+        0.1,
+        sections={"scheduler": {"type": "LambdaLR", "params": {"lr_lambda": "mine:rate"}}},
+        engine="single",
+        task={"name": "circles:Circles"},
+    )
     notes = [problem for problem in examine(json.dumps(content), "x.json").problems if problem.code == "imports"]
     assert {(p.severity, p.path, p.message) for p in notes} == {
         ("note", "dsframe.task.name", "imports and runs code: circles"),

@@ -177,16 +177,13 @@ def ended_apart(document: dict[str, Any], folder: Path, ranks: int) -> str:
         *(pytest.param(name, 2, range(200, 300), marks=pytest.mark.long) for name in ("ddp", "deepspeed", "horovod")),
     ],
 )
-def test_what_passes_the_check_trains(
-    engine: str, ranks: int, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_passes_the_check_trains(engine: str, ranks: int, seeds: range, here: Path) -> None:
     failed, tried = {}, 0
     for seed in seeds:
         document = a_file(random.Random(seed), engine)
         if passes(document, ranks):
             tried += 1
-            (folder := tmp_path / str(seed)).mkdir()
+            (folder := here / str(seed)).mkdir()
             if text := ended(document, folder) if engine == "single" else ended_apart(document, folder, ranks):
                 failed[seed] = (text, json.dumps(document))
     assert not failed, "\n\n".join(f"{seed}: {text}\n{document}" for seed, (text, document) in failed.items())

@@ -51,6 +51,7 @@ from dsframe.model.state import (
 )
 from dsframe.tools import export
 from dsframe.tools import export as export_command
+from tests.files import ds_config, read_json
 
 
 def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
@@ -155,7 +156,7 @@ def test_the_files_are_the_same_whoever_wrote_them_and_others_read_them(tmp_path
     files = [{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in written]
     assert files[0] == files[1]
     assert len(files[0]) > 4
-    index = json.loads((written[0] / "model.safetensors.index.json").read_text())["weight_map"]
+    index = read_json(written[0] / "model.safetensors.index.json")["weight_map"]
     assert index.keys() == SIZES.keys() | BUFFERS.keys()
     every = {name: file.name for file in written[1].glob("model-*") for name in load_file(file)}
     assert every == index
@@ -450,7 +451,7 @@ def test_only_persistent_buffers_are_kept() -> None:
 
 
 def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
-    config = load({"train_batch_size": 4, "dsframe": {"checkpoints": {"every_steps": 1, "keep_best": "loss:min"}}})
+    config = load(ds_config(4, checkpoints={"every_steps": 1, "keep_best": "loss:min"}))
     refuse(config, "auto", evaluates=True)
     with pytest.raises(ConfigError, match="the task has no eval_data, so no checkpoint can be the best"):
         refuse(config, "auto", evaluates=False)

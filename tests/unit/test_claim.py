@@ -26,6 +26,7 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.tools import deepspeed_files, import_deepspeed
 from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
 from tests.engines.odd_task import Odd
+from tests.files import ds_config
 
 HOLD = """
 import os, sys, time
@@ -68,11 +69,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_step_in(directory: Path) -> dict[str, Any]:
-    return {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(directory)},
-    }
+    return ds_config(4, "SGD", 0.01, engine="single", steps=1, threads_per_rank=1, run_dir=str(directory))
 
 
 def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
@@ -94,11 +91,7 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": 9},
-    }
+    file = ds_config(4, "SGD", 0.01, engine="single", steps=9)
     task = Odd()
     module = task.model().state_dict()
     found = DeepSpeedCheckpoint(tmp_path, 2, 5, 5, 1, 0.01, None, "0.19.8", module, {}, [], [], {})

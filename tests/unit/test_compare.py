@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,20 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.tools import compare
+from tests.files import write_json
 from tests.unit.test_report_page import write_run
 
 
-def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, name in enumerate(("a", "b"), 1):
         write_run(
-            tmp_path / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
+            here / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
             units_per_step=32, seconds=1.0, first_step_seconds=0.5, metrics={"accuracy": 0.5}, peak_memory_bytes=[2**20],
             launcher="python",
             model={"task": "Net", "parameters": 7}, data={"samples": 10 * number, "sample 0": name},
         )  # fmt: skip
-    (tmp_path / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    (here / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
+    assert main(["compare", "a", "b"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[:7] == [
         "model  the same",
@@ -36,20 +36,20 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = {line.split("  ")[0]: line for line in printed.splitlines()}
     assert rows["loss at step 2"].split()[-1] == "+1.0e-02"
     assert "b: not the same training as a: at step 2" in printed
-    write_run(tmp_path / "run", [1.0])
-    assert main(["compare", str(tmp_path / "run")]) == 6  # it did not come to its end
+    write_run(here / "run", [1.0])
+    assert main(["compare", "run"]) == 6  # it did not come to its end
 
 
 @pytest.mark.parametrize(("more", "verdict"), [({}, "not the same"), ({"bf16": {"enabled": True}}, "the same")])
 def test_only_runs_in_16_bits_may_differ_by_their_rounding(
-    more: dict[str, Any], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: dict[str, Any], verdict: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = {"description": "engine", "steps": 1, "rate": 1, "unit": "samples", "units_per_step": 1, "seconds": 1.0}
     finished |= {"first_step_seconds": 0.5, "metrics": {}, "peak_memory_bytes": [1], "launcher": "python"}
     for name, loss in (("a", 1.0), ("b", 1.001)):
-        write_run(tmp_path / name, [loss], **finished)
-        (tmp_path / name / "config.json").write_text(json.dumps({"train_batch_size": 8, **more}))
-    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+        write_run(here / name, [loss], **finished)
+        write_json(here / name / "config.json", {"train_batch_size": 8, **more})
+    main(["compare", "a", "b"])
     assert f"b: {verdict} training as a" in capsys.readouterr().out
 
 

@@ -335,15 +335,14 @@ def test_what_is_passed_through_may_come_from_the_command_line() -> None:
 # Finding files
 
 
-def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_find(here: Path) -> None:
     shipped = find("zero3.json")
     assert shipped.is_absolute()
     assert find("zero3") == shipped
-    (tmp_path / "ds_configs").mkdir()
-    write(tmp_path / "ds_configs", {}, "zero3.json")
+    (here / "ds_configs").mkdir()
+    write(here / "ds_configs", {}, "zero3.json")
     assert find("zero3.json") == Path("ds_configs/zero3.json")
-    write(tmp_path, {}, "zero3.json")
+    write(here, {}, "zero3.json")
     assert find("zero3.json") == Path("zero3.json")
     with pytest.raises(
         ConfigError,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsframe.config import Facts, load
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY
 
 COUNTED = """
@@ -38,13 +39,8 @@ print(json.dumps(counts))
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_run_reads_its_file_once(auto: bool, tmp_path: Path) -> None:
     """Examined once more only where the file has an "auto", which may become something else when the model is known."""
-    file = {
-        "train_batch_size": 16,
-        "gradient_clipping": "auto" if auto else 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "dsframe": {"steps": 2},
-    }
-    (tmp_path / "file.json").write_text(json.dumps(file))
+    file = ds_config(16, "AdamW", 0.01, sections={"gradient_clipping": "auto" if auto else 1.0}, steps=2)
+    write_json(tmp_path / "file.json", file)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", COUNTED, "file.json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)

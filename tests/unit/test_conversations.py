@@ -12,6 +12,7 @@ from dsframe.data import documents
 from dsframe.data.documents import Row
 from dsframe.data.encoders import ConversationEncoder, TextEncoder, describe_targets
 from dsframe.errors import DataError
+from tests.files import write_json
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -249,7 +250,7 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path: Path) -> 
     ]
     assert found[0] == found[1]
     rows[0]["messages"][0]["calls"][0]["arguments"] = {"x": None}  # type: ignore[index]
-    (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]))
+    write_json(tmp_path / "b.jsonl", rows[0])
     (tokens,) = made.encode(list(documents.rows(tmp_path / "b.jsonl", made.columns)))
     assert '"arguments": {"x": null}' in words("bytes").decode((~tokens).tolist())
 

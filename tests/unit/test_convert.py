@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dsframe.config import load
 from dsframe.errors import ConfigError
 from dsframe.tools.convert import convert, main
+from tests.files import read_json, write_json
 
 
 def given(folder: Path, name: str, text: str) -> Path:
@@ -83,7 +84,7 @@ def test_accelerate_with_fsdp(tmp_path: Path) -> None:
 
 def test_a_ds_config_stays_as_it_is(tmp_path: Path) -> None:
     own = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 4}
-    (tmp_path / "ds.json").write_text(json.dumps(own))
+    write_json(tmp_path / "ds.json", own)
     text = DEEPSPEED.replace("  zero_stage: 3", "  deepspeed_config_file: ds.json\n  zero_stage: 3")
     found = convert(given(tmp_path, "a.yaml", text))
     assert found.document["zero_optimization"]["stage"] == 2
@@ -182,7 +183,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nothing to do:\n" in said
     assert "  zero3_init_flag: dsframe does so" in said
     assert f"To start it: dsframe launch -np 16 --config {out}" in said
-    assert json.loads(out.read_text())["dsframe"]["task"] == {"name": "my_module:MyTask"}
+    assert read_json(out)["dsframe"]["task"] == {"name": "my_module:MyTask"}
     with pytest.raises(ConfigError, match="exists already"):
         main([str(source), "--out", str(out)])
     assert main([str(source)]) == 0

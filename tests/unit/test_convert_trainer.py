@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from dsframe.config import Config, Facts, load
 from dsframe.data.sampler import Sampler
 from dsframe.model import groups, schedules
 from dsframe.tools.convert import convert
+from tests.files import write_json
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[transformers]'")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install -e '.[bench]'")
@@ -79,7 +79,7 @@ class Small(nn.Module):
 
 def converted(folder: Path, given: dict[str, Any]) -> Config:
     for name, document in {**FILES, "training_args.json": {"output_dir": "out", **given}}.items():
-        (folder / name).write_text(json.dumps(document))
+        write_json(folder / name, document)
     document = convert(folder / "training_args.json").document
     document.setdefault("dsframe", {})["task"] = {"name": "tests.faults.slow_task:SlowTask"}
     return load(document)

@@ -58,18 +58,18 @@ def mapped_files(part: str) -> set[str]:
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if part in line}
 
 
-def test_the_ranks_of_a_host_share_one_copy(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    source = load(settings(data_dir=str(tmp_path)))
-    assert str(tmp_path / "train-images-idx3-ubyte") in mapped_files(str(tmp_path))
+def test_the_ranks_of_a_host_share_one_copy(here: Path) -> None:
+    write_mnist(here)
+    source = load(settings(data_dir=str(here)))
+    assert str(here / "train-images-idx3-ubyte") in mapped_files(str(here))
     assert len(source) == 6
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("layout", ["", "FashionMNIST/raw", "fashion-mnist"])
-def test_fashion_mnist_is_read_from_every_layout(tmp_path: Path, layout: str, compressed: bool) -> None:
-    write_mnist(tmp_path / "data" / layout, compressed=compressed)
-    section = settings(data_dir=str(tmp_path / "data"))
+def test_fashion_mnist_is_read_from_every_layout(here: Path, layout: str, compressed: bool) -> None:
+    write_mnist(here / "data" / layout, compressed=compressed)
+    section = settings(data_dir="data")
     train, test = load(section), load(section, train=False)
     assert (len(train), len(test)) == (6, 3)
     inputs, targets = train.batch(torch.tensor([1]), 0)
@@ -85,20 +85,16 @@ def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path:
     assert len(load(settings())) == 7
 
 
-def test_samples_limits_training_but_not_evaluation(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "data")
-    section = settings(data_dir=str(tmp_path / "data"), samples=2)
+def test_samples_limits_training_but_not_evaluation(here: Path) -> None:
+    write_mnist(here / "data")
+    section = settings(data_dir="data", samples=2)
     assert (len(load(section)), len(load(section, train=False))) == (2, 3)
 
 
-def test_missing_data_say_where_they_were_searched_and_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=rf"^fashion-mnist: not complete in {tmp_path}/nowhere, .*; run .* --to {tmp_path}/nowhere"
-    ):
-        load(settings(data_dir=str(tmp_path / "nowhere")))
-    with pytest.raises(
-        DataError, match=rf"not complete in {tmp_path}/default/FashionMNIST/raw, .*, {tmp_path}/debian; run"
-    ):
+def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here: Path) -> None:
+    with pytest.raises(DataError, match=r"^fashion-mnist: not complete in nowhere, .*; run .* --to nowhere"):
+        load(settings(data_dir="nowhere"))
+    with pytest.raises(DataError, match=rf"not complete in {here}/default/FashionMNIST/raw, .*, {here}/debian; run"):
         load(settings())
     with pytest.raises(DataError, match=r"cifar10: not complete in .*cifar-10-batches-py"):
         load(settings("cifar10"))
@@ -219,20 +215,18 @@ def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path: Path) -> 
     assert len(load(settings(data_dir=str(target)))) == 6
 
 
-def test_fetch_mends_a_truncated_file(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "debian", compressed=True)
-    fetch.fetch("fashion-mnist", str(tmp_path / "target"), print)
-    truncate(tmp_path / "target" / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
-    fetch.fetch("fashion-mnist", str(tmp_path / "target"), print)
-    assert len(load(settings(data_dir=str(tmp_path / "target")))) == 6
+def test_fetch_mends_a_truncated_file(here: Path) -> None:
+    write_mnist(here / "debian", compressed=True)
+    fetch.fetch("fashion-mnist", "target", print)
+    truncate(here / "target" / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
+    fetch.fetch("fashion-mnist", "target", print)
+    assert len(load(settings(data_dir="target"))) == 6
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        DataError, match=f"{tmp_path}/file/to: cannot be written to .*; choose another folder with --to"
-    ):
-        fetch.fetch("fashion-mnist", str(tmp_path / "file" / "to"))
+def test_a_folder_that_cannot_be_written_is_named(here: Path) -> None:
+    (here / "file").write_text("")
+    with pytest.raises(DataError, match=r"^file/to: cannot be written to .*; choose another folder with --to"):
+        fetch.fetch("fashion-mnist", "file/to")
 
 
 def write_folder(root: Path) -> None:

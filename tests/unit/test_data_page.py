@@ -23,7 +23,7 @@ def blocks(kind: str) -> list[str]:
     return found
 
 
-def test_its_programs_run_and_its_files_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_programs_run_and_its_files_train(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import random
 
     import pyarrow as arrow
@@ -31,23 +31,22 @@ def test_its_programs_run_and_its_files_train(tmp_path: Path, monkeypatch: pytes
     from pyarrow import parquet
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    monkeypatch.setenv("DSFRAME_DATA", "cache")
     names: dict[str, Any] = {"__name__": "data"}
     for block in blocks("python"):
         exec(compile(block, "docs/data.md", "exec"), names)
     assert names["summary"].steps == 5
     for folder in ("texts", "books"):
-        (tmp_path / folder).mkdir()
+        (here / folder).mkdir()
     rows = [{"text": sentence(random.Random(number))} for number in range(30)]
-    jsonl(tmp_path / "texts" / "a.jsonl", rows)
-    jsonl(tmp_path / "held_out.jsonl", rows)
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "more.parquet")
-    (tmp_path / "books" / "a.txt").write_text("a book")
+    jsonl(here / "texts" / "a.jsonl", rows)
+    jsonl(here / "held_out.jsonl", rows)
+    parquet.write_table(arrow.Table.from_pylist(rows), here / "more.parquet")
+    (here / "books" / "a.txt").write_text("a book")
     torch.manual_seed(0)
     settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
     LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained("llama")  # type: ignore[arg-type]
-    tokenizer(tmp_path / "llama")
+    tokenizer(here / "llama")
     short = ["dsframe.engine=single", "dsframe.steps=2", "train_batch_size=2"]
     for number, block in enumerate(blocks("json")):
         config = load(json.loads(block), overrides=[*short, f"dsframe.run_dir=run{number}"])

@@ -16,6 +16,7 @@ from dsframe.errors import ConfigError, TaskError
 from dsframe.tasks import decoder
 from dsframe.tasks.huggingface import small
 from dsframe.tasks.layers import Tied, ready
+from tests.files import ds_config
 from tests.text_files import LLAMA
 from tests.unit.test_shared_sequences import config
 
@@ -28,7 +29,7 @@ def test_a_chain_is_the_model(tied: bool) -> None:
     """Outputs and gradients; the names stay the model's."""
     settings = {**LLAMA, "tie_word_embeddings": tied}
     section = {"name": "causal-language-model", "model": settings, "context": 16}
-    task = tasks.build(load({"train_batch_size": 8, "dsframe": {"task": section}}).settings.task, 1)
+    task = tasks.build(load(ds_config(8, task=section)).settings.task, 1)
     torch.manual_seed(0)
     model = task.model()
     layers = task.cut(model)
@@ -74,4 +75,4 @@ def test_rows_with_a_mask_are_refused_in_a_pipeline() -> None:
     data = {"train": "corpus.jsonl", "packing": "documents"}
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "data": data}
     with pytest.raises(ConfigError, match="not possible in a pipeline: a stage passes on one tensor only"):
-        load({"train_batch_size": 8, "pipeline": {"stages": 2}, "dsframe": {"task": section}})
+        load(ds_config(8, sections={"pipeline": {"stages": 2}}, task=section))

@@ -28,8 +28,7 @@ def harm(path: str) -> None:
     Path(path).touch()
 
 
-def test_nothing_that_is_pickled_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_nothing_that_is_pickled_runs(here: Path) -> None:
     torch.save({"weights": torch.ones(3), "config": Hostile(harm, "harm-was-done")}, "file.pt")
     found = deepspeed_files.load(Path("file.pt"))
     assert found["weights"].tolist() == [1, 1, 1]

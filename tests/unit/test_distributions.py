@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dsframe
+from tests.files import read_json
 from tests.processes import BIN, REPOSITORY, Finished, run_ranks
 
 NEEDED = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions.py", "typing_inspection", "rapidfuzz")
@@ -58,7 +59,7 @@ def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str
     active = 'eval "$(python -m dsframe activate)"'
     finished = shell(site, tmp_path, f"{active} && {where} && {line} {SHORT} --run-dir run").check()
     assert f"{site}/dsframe/__init__.py" in finished.stdout
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+    assert read_json(tmp_path / "run" / "summary.json")["world_size"] == 2
 
 
 def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
@@ -98,8 +99,6 @@ def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
     there = run(*files, "-np", "2")
     assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
     assert "The key belongs to another section." in run("explain", "misplaced-key").stdout
-    assert json.loads(run("schema").stdout) == json.loads(
-        (REPOSITORY / "ds_configs" / "dsframe.schema.json").read_text()
-    )
+    assert json.loads(run("schema").stdout) == read_json(REPOSITORY / "ds_configs" / "dsframe.schema.json")
     missing = run("nowhere.json")
     assert (missing.returncode, "no such file" in missing.stdout) == (2, True)

@@ -17,6 +17,7 @@ from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import formats
 from dsframe.model.formats import kept_in_fp32, own_dtype
 from dsframe.tools.export import read
+from tests.files import ds_config
 
 
 class Line(dsframe.Task):
@@ -39,7 +40,7 @@ class Line(dsframe.Task):
 
 def file(steps: int) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
-    return {"train_batch_size": 8, "optimizer": optimizer, "dsframe": {"engine": "single", "steps": steps}}
+    return ds_config(8, optimizer, engine="single", steps=steps)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,7 @@ def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             return TensorSource(torch.ones(16, 3), torch.ones(16, 2))
 
     settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
-    file = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
+    file = ds_config(8, "SGD", 0.1, **settings)
     dsframe.fit(Task(), {**file, "bf16": {"enabled": True}})
     assert "this model's parts weight stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
 
@@ -157,7 +158,7 @@ class Normed(dsframe.Task):
 @pytest.mark.parametrize("section", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1.0}}])
 def test_16_bits_train_norms_with_statistics(section: dict[str, Any], tmp_path: Path) -> None:
     """torch has no such kernel on CPUs."""
-    file = {"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    file = ds_config(12, "SGD", 0.1)
     settings = {"engine": "single", "steps": 4, "run_dir": str(tmp_path)}
     full, short = (dsframe.fit(Normed(), {**file, **more, "dsframe": settings}) for more in ({}, section))
     assert short.metrics["loss"] == pytest.approx(full.metrics["loss"], rel=2e-2)

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsframe
 from dsframe.config import load
 from dsframe.config.schema.settings_training import Stop
-from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, ConfigError, TaskError
 from dsframe.model.followers import EarlyStop
 from dsframe.run_dir.record import read_metrics, read_summary
 from dsframe.tasks.task import Sum
+from tests.files import ds_config
+from tests.lines import HeldOut
 
 VALUES = [5.0, 4.0, 4.5, 3.95, float("nan"), 4.1, 1.0]
 
@@ -55,27 +55,15 @@ def test_what_is_wrong_is_said() -> None:
     assert not other.reached  # another metric begins anew
 
 
-class Falling(dsframe.Task):
+class Falling(HeldOut):
     """Whose evaluation gets better until its fourth."""
-
-    held_out = True
 
     def __init__(self) -> None:
         self.seen = 0.0
 
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         errors = (outputs - targets).square()
         return errors.mean(), {"largest": Sum(errors.max(), 1), "errors": Sum(errors.sum(), errors.numel())}
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(64, 2, generator=numbers), torch.randn(64, 1, generator=numbers))
-
-    def eval_data(self) -> Any:
-        return self.train_data() if self.held_out else None
 
 
 class Noted(dsframe.Hooks):
@@ -114,11 +102,11 @@ def file(run: str, **more: Any) -> dict[str, Any]:
         "checkpoints": {"every_steps": 2, "keep_last": 20},
         **more,
     }
-    return {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "dsframe": settings}
+    return ds_config(8, "SGD", 0.01, **settings)
 
 
-def test_a_run_ends_early_and_stays_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, hooks, task = str(tmp_path / "run"), Noted(), Falling()
+def test_a_run_ends_early_and_stays_ended(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, hooks, task = "run", Noted(), Falling()
     task.hooks = [hooks]
     summary = dsframe.fit(task, file(run))
     assert summary.steps == 6  # better at 2, not at 4, not at 6
@@ -141,7 +129,7 @@ def test_a_run_ends_early_and_stays_ended(tmp_path: Path, capsys: pytest.Capture
     assert "is complete: loss is not better" in capsys.readouterr().err
     assert (Path(run) / "metrics.jsonl").read_bytes() == before  # its record stays
 
-    part = str(tmp_path / "part")  # from each checkpoint the same end
+    part = "part"  # from each checkpoint the same end
     for step in (2, 4):
         later = dsframe.fit(Falling(), file(part + str(step)), resume=f"{run}/checkpoints/step-{step:08}")
         assert (later.steps, later.stopped) == (6, summary.stopped)
@@ -149,11 +137,11 @@ def test_a_run_ends_early_and_stays_ended(tmp_path: Path, capsys: pytest.Capture
     assert dsframe.fit(Falling(), longer, resume="auto").steps == 8
 
 
-def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(tmp_path: Path) -> None:
+def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(here: Path) -> None:
     few = {"metric": "loss:min", "patience": 2, "min_delta": 100.0}
-    assert dsframe.fit(Falling(), file(str(tmp_path / "whole"), steps=5, stop=few)).stopped == ""
-    dsframe.fit(Falling(), file(str(tmp_path / "early"), stop=few, checkpoints={}))
-    assert [path.name for path in (tmp_path / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
+    assert dsframe.fit(Falling(), file("whole", steps=5, stop=few)).stopped == ""
+    dsframe.fit(Falling(), file("early", stop=few, checkpoints={}))
+    assert [path.name for path in (here / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -16,30 +16,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dsframe
 from dsframe.checkpoint.reader import Checkpoint
-from dsframe.data import Loader, TensorSource
+from dsframe.data import Loader
 from dsframe.model import ema
 from dsframe.tools import export
+from tests.files import ds_config
+from tests.lines import HeldOut
 
 
-class Line(dsframe.Task):
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 2)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(64, 3, generator=numbers), torch.randn(64, 2, generator=numbers))
-
-    def eval_data(self) -> Any:
-        return self.train_data()
+class Line(HeldOut):
+    inputs, outputs = 3, 2
 
 
 def file(run: Path, kind: str = "AdamW", ema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"engine": "single", "steps": 6, "run_dir": str(run), "inherit": "torch", **more}
     settings |= {} if ema is None else {"ema": ema}
-    return {"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 0.1}}, "dsframe": settings}
+    return ds_config(8, kind, 0.1, **settings)
 
 
 def by_hand(kind: str, decay: float, every: int) -> tuple[dict[str, Tensor], float]:
@@ -120,39 +111,39 @@ def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
     assert summary.metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_averages_that_were_evaluated_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dsframe.fit(Line(), file(tmp_path / "run", ema={"decay": 0.9, "evaluate": True}))
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+def test_averages_that_were_evaluated_are_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Line(), file(here / "run", ema={"decay": 0.9, "evaluate": True}))
+    checkpoint = here / "run" / "checkpoints" / "step-00000006"
     capsys.readouterr()
     for name, options, wanted in (
         ("averages", [], averages(checkpoint)),
         ("weights", ["--no-average"], export.read(checkpoint)),
     ):
-        assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / name), *options]) == 0
-        found = load_file(tmp_path / name)
+        assert export.main(["run", "--out", str(here / name), *options]) == 0
+        found = load_file(here / name)
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
         assert ("the averages of the weights are written" in capsys.readouterr().err) == (name == "averages")
 
 
-def test_training_does_not_see_it_and_a_restart_goes_on(tmp_path: Path) -> None:
-    plain = dsframe.fit(Line(), file(tmp_path / "plain"))
+def test_training_does_not_see_it_and_a_restart_goes_on(here: Path) -> None:
+    plain = dsframe.fit(Line(), file(here / "plain"))
     every = {"eval_every_steps": 2, "checkpoints": {"every_steps": 3, "keep_last": 9}}
-    whole = dsframe.fit(Line(), file(tmp_path / "whole", ema={"evaluate": True}, **every))
+    whole = dsframe.fit(Line(), file(here / "whole", ema={"evaluate": True}, **every))
     assert plain.loss == whole.loss
-    later = file(tmp_path / "later", ema={"evaluate": True}, **every)
-    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000003")
+    later = file(here / "later", ema={"evaluate": True}, **every)
+    middle = "whole/checkpoints/step-00000003"
     again = dsframe.fit(Line(), later, resume=middle)
     assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
-    ends = [averages(tmp_path / name / "checkpoints" / "step-00000006") for name in ("whole", "later")]
+    ends = [averages(here / name / "checkpoints" / "step-00000006") for name in ("whole", "later")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_what_changes_at_a_restart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dsframe.fit(Line(), file(tmp_path / "with", ema={}))
-    dsframe.fit(Line(), file(tmp_path / "none"))
+def test_what_changes_at_a_restart_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Line(), file(here / "with", ema={}))
+    dsframe.fit(Line(), file(here / "none"))
     capsys.readouterr()
-    dsframe.fit(Line(), file(tmp_path / "a", steps=8), resume=str(tmp_path / "with"))
+    dsframe.fit(Line(), file(here / "a", steps=8), resume="with")
     assert "resuming with a change: dsframe.ema; the average of the weights is dropped" in capsys.readouterr().err
-    assert not Checkpoint(tmp_path / "a" / "checkpoints" / "step-00000008").keeps("ema")
-    dsframe.fit(Line(), file(tmp_path / "b", ema={}, steps=8), resume=str(tmp_path / "none"))
+    assert not Checkpoint(here / "a" / "checkpoints" / "step-00000008").keeps("ema")
+    dsframe.fit(Line(), file(here / "b", ema={}, steps=8), resume="none")
     assert "the average of the weights begins with the loaded weights" in capsys.readouterr().err

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY
 
 ENTRIES = """
@@ -43,7 +43,7 @@ def package(folder: Path, name: str, points: dict[str, str]) -> None:
 def check(folder: Path, section: dict[str, object], *arguments: str) -> tuple[int, str]:
     """What ``dsframe check`` says of a file with this section, where the packages of ``folder`` are installed."""
     file = folder / "my.json"
-    file.write_text(json.dumps({"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {}}, "dsframe": section}))
+    write_json(file, ds_config(6, {"type": "SGD", "params": {}}, **section))
     done = subprocess.run(
         [sys.executable, "-m", "dsframe.cli", "check", str(file), *arguments],
         capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.checkpoint.store import Retention
@@ -20,10 +19,11 @@ from dsframe.cli import main
 from dsframe.config import Config, Facts, load
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
-from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
 from dsframe.errors import ConfigError
 from dsframe.events import RunSchedule
+from tests.files import ds_config, read_rows, write_json
+from tests.lines import HeldOut
 
 
 def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:
@@ -118,15 +118,13 @@ def test_intervals_end_where_epochs_end() -> None:
     each = {"epochs": 1}
     config = known(
         load(
-            {
-                "train_batch_size": 8,
-                "dsframe": {
-                    "epochs": 6,
-                    "eval_every_steps": each,
-                    "log_every_steps": {"epochs": 2},
-                    "checkpoints": {"every_steps": each, "keep_every": {"epochs": 4}, "keep_best": "loss:min"},
-                },
-            }
+            ds_config(
+                8,
+                epochs=6,
+                eval_every_steps=each,
+                log_every_steps={"epochs": 2},
+                checkpoints={"every_steps": each, "keep_every": {"epochs": 4}, "keep_best": "loss:min"},
+            )
         ),
         20,
     )
@@ -139,7 +137,7 @@ def test_intervals_end_where_epochs_end() -> None:
     schedule = RunSchedule.of(settings, sampler, evaluates=True)
     ends = {sampler.total_steps(count) for count in range(1, 7)}
     assert schedule.eval_steps == {3, 5, 8, 10, 13, 15} == ends
-    default = load({"train_batch_size": 8, "dsframe": {"epochs": 6}}).settings
+    default = load(ds_config(8, epochs=6)).settings
     assert RunSchedule.of(default, sampler, evaluates=True).eval_steps == ends
     every = epochs.steps(Interval(epochs=1), sampler.epoch_steps)
     assert {step for step in range(1, 16) if epochs.due(step, every)} == ends
@@ -181,7 +179,7 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="is dsframe's way to count steps: DeepSpeed raises"):
         load(file)
     rare = {"eval_every_steps": {"epochs": 2}, "checkpoints": {"every_steps": {"epochs": 1}, "keep_best": "loss:min"}}
-    warned = load({"train_batch_size": 8, "dsframe": rare}).problems
+    warned = load(ds_config(8, **rare)).problems
     assert "only 1 of 2 checkpoints is evaluated" in str(warned[0])
     assert "make every_steps a multiple of eval_every_steps" in str(warned[0])
 
@@ -189,14 +187,14 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
 def test_what_check_prints_of_it_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
     path = tmp_path / "file.json"
-    path.write_text(json.dumps(file | {"optimizer": {"type": "SGD", "params": {}}}))
+    write_json(path, file | {"optimizer": {"type": "SGD", "params": {}}})
     assert main(["check", str(path), "--resolved"]) == 0
     path.write_text(capsys.readouterr().out)
     assert params_of(load(path))["milestones"] == [{"epochs": 30}, {"epochs": 60}]
 
 
-class Line(dsframe.Task):
-    """A line through 20 points."""
+class Line(HeldOut):
+    rows = 20
 
     def model(self) -> nn.Module:
         self.line = nn.Linear(2, 1)
@@ -205,33 +203,25 @@ class Line(dsframe.Task):
             self.line.bias.zero_()
         return self.line
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(20, 2, generator=numbers), torch.randn(20, 1, generator=numbers))
-
-    def eval_data(self) -> Any:
-        return self.train_data()
-
 
 def lines(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(Path(run) / "metrics.jsonl")
 
 
-def test_a_run_goes_by_epochs_and_says_what_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_goes_by_epochs_and_says_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     each = {"epochs": 1}
     kept = {"every_steps": each, "keep_last": 9, "keep_best": "loss:min"}
-    file = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "scheduler": {"type": "linear", "params": {"num_training_steps": {"epochs": 4}}},
-        "dsframe": {"engine": "single", "epochs": 4, "run_dir": "run", "eval_every_steps": each, "checkpoints": kept},
-    }
+    file = ds_config(
+        8,
+        "SGD",
+        0.1,
+        sections={"scheduler": {"type": "linear", "params": {"num_training_steps": {"epochs": 4}}}},
+        engine="single",
+        epochs=4,
+        run_dir="run",
+        eval_every_steps=each,
+        checkpoints=kept,
+    )
     whole = dsframe.fit(Line(), file)
     said = capsys.readouterr().err
     assert 'an epoch has 2.5 steps; scheduler.params.num_training_steps {"epochs": 4} is 10 steps;' in said

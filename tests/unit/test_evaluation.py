@@ -29,6 +29,7 @@ from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, finalized
 from dsframe.training.shared_buffers import _row_spans
+from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ class ReadyTask(dsframe.Task):
 
 
 def make(task: Task | None = None, **switches: Any) -> tuple[Engine, Evaluation]:
-    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": {"model": switches}}
+    file = ds_config(4, "SGD", 0.1, model=switches)
     config = load(file).resolve(Facts(1, 100, None, replicas=True))
     batch, task = config.batch(1, replicas=True), task or ReadyTask()
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
@@ -296,20 +297,23 @@ class Heat(Task):
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("single", 0), ("deepspeed", 3)])
-def test_an_evaluation_takes_derivatives(engine: str, stage: int, tmp_path: Path) -> None:
+def test_an_evaluation_takes_derivatives(engine: str, stage: int, here: Path) -> None:
     task = Heat()
     task.eval_gradients = True
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "dsframe": {"engine": engine, "steps": 1, "run_dir": str(tmp_path / "run")},
-    }
+    file = ds_config(
+        4,
+        "AdamW",
+        1e-3,
+        sections={"zero_optimization": {"stage": stage}},
+        engine=engine,
+        steps=1,
+        run_dir="run",
+    )
     if stage == 3:
         pytest.importorskip("deepspeed")
     summary = dsframe.fit(task, file)
     torch.manual_seed(0)
-    model = dsframe.load_model(tmp_path / "run", Heat())
+    model = dsframe.load_model(here / "run", Heat())
     points, targets = Heat().train_data().tensors
     assert summary.metrics["loss"] == pytest.approx(float(task.loss(model(points), targets).detach()), abs=1e-6)
 

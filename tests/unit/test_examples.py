@@ -13,6 +13,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.run_dir.record import read_metrics, read_summary
+from tests.files import read_json
 from tests.processes import REPOSITORY, run_ranks, warm
 
 EXAMPLES = REPOSITORY / "examples"
@@ -125,7 +126,7 @@ def test_what_an_example_begins_with_runs(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
-    notebook = json.loads((EXAMPLES / "reference_engines" / "course.ipynb").read_text())
+    notebook = read_json(EXAMPLES / "reference_engines" / "course.ipynb")
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 3
     (tmp_path / "course.py").write_text("\n".join(cells))

@@ -53,10 +53,7 @@ def test_every_class_of_error_has_its_exit_code_explained() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_each_example_gets_its_code(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_each_example_gets_its_code(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("FILE").write_text(CODES[name].example)
     main(CODES[name].command.split())
     said = "".join(capsys.readouterr())

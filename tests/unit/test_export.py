@@ -20,6 +20,7 @@ from dsframe.errors import CheckpointError, DsframeError
 from dsframe.model.spill import is_disk
 from dsframe.tasks import build
 from dsframe.tools import export
+from tests.files import ds_config
 from tests.processes import python, run_ranks
 from tests.unit.test_trainer import Line, file
 
@@ -70,20 +71,16 @@ def main(folder: Path) -> None:
             assert sorted(folder.iterdir()) == before, to
 
 
-def test_memory_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_disk(tmp_path):
+def test_memory_and_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_disk(here):
         pytest.skip("the temporary folder lies in memory")
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", "samples": 4}
-    file = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {"engine": "single", "steps": 1, "task": section, "run_dir": str(tmp_path / "run")},
-    }
-    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    file = ds_config(1, "AdamW", 1e-3, engine="single", steps=1, task=section, run_dir="run")
+    monkeypatch.setenv("DSFRAME_DATA", "cache")
     task = build(load(file).settings.task, seed=0)
     monkeypatch.setattr(type(task), "eval_data", lambda self: None)
     dsframe.fit(task, file)
-    told = run_ranks(python(["-m", "tests.unit.test_export", str(tmp_path)]), cwd=tmp_path, timeout_seconds=120).check()
+    told = run_ranks(python(["-m", "tests.unit.test_export", str(here)]), cwd=here, timeout_seconds=120).check()
     took = dict(re.findall(r"^(\w+): (-?[\d.]+) MiB", told.stdout, re.MULTILINE))
     assert took.keys() == set(FORMATS)
     assert all(float(size) < MOST_MIB for size in took.values()), took

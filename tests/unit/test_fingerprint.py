@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from dsframe.data import Loader, fingerprint
 from dsframe.data.fingerprint import assert_same_samples, digest
 from dsframe.errors import DataError
 from tests import portability
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 from tests.unit.test_checkpoint_files import Room
 
@@ -215,8 +215,8 @@ if __name__ == "__main__":
 def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
     """Or dropout would draw other masks."""
     (tmp_path / "task.py").write_text(TASK)
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "dsframe": {"engine": "single", "steps": 5}}
-    (tmp_path / "my.json").write_text(json.dumps(file))
+    file = ds_config(8, "AdamW", engine="single", steps=5)
+    write_json(tmp_path / "my.json", file)
     losses = []
     for draws in (None, "1"):
         command = warm(1, ["task.py", "--config", "my.json", "--run-dir", f"run-{draws}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dsframe.config.load import examine
 from dsframe.config.read import foreign
 from dsframe.config.read.reader import keys
+from tests.files import ds_config, read_json
 
 FILE = {
     "train_batch_size": 8,
@@ -92,19 +94,19 @@ def test_what_is_assumed_is_checked_and_no_second_error() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "toml"])
-def test_other_forms_are_refused_in_one_line(suffix: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_forms_are_refused_in_one_line(suffix: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """... that names the command which makes JSON of them; aliases, which can grow without end, are refused there."""
     from dsframe.tools import check, convert
 
     texts = {"toml": 'train_batch_size = 8\n[optimizer]\ntype = "AdamW"\n[optimizer.params]\nlr = 0.1\n'}
     text = texts.get(suffix, "train_batch_size: 8\noptimizer: {type: AdamW, params: {lr: 0.1}}\n")
-    (path := tmp_path / f"ds.{suffix}").write_text(text)
+    (path := here / f"ds.{suffix}").write_text(text)
     assert check.main([str(path)]) == 2
     out = capsys.readouterr().out
     assert f"error: {suffix.upper()} is not read; write JSON: dsframe convert {path} --out ds.json [syntax]" in out
-    assert convert.main([str(path), "--out", str(tmp_path / "ds.json")]) == 0
-    made = json.loads((tmp_path / "ds.json").read_text())
-    assert made == {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    assert convert.main([str(path), "--out", "ds.json"]) == 0
+    made = read_json(here / "ds.json")
+    assert made == ds_config(8, "AdamW", 0.1)
     if suffix != "toml":
         path.write_text("a: &a [x, x]\nb: [*a, *a]\n")
         with pytest.raises(Exception, match="aliases"):

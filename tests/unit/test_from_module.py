@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.errors import TaskError
+from tests.files import ds_config
 
-FILE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+FILE = ds_config(8, "AdamW", 0.01)
 
 
 class Net(nn.Sequential):

@@ -84,8 +84,7 @@ def test_another_trainers_key_is_explained(capsys: pytest.CaptureFixture[str]) -
     assert 'callbacks: a name of other trainers; write "hooks"' in capsys.readouterr().out
 
 
-def test_the_folders_own_file_comes_before_a_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_folders_own_file_comes_before_a_packaged_one(here: Path) -> None:
     assert dsframe.train.parse([]).config == "zero3.json"
-    (tmp_path / "config.json").write_text("{}")
+    (here / "config.json").write_text("{}")
     assert dsframe.train.parse([]).config == "config.json"

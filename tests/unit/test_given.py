@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dsframe.host import generators
 from dsframe.run import execute
 from dsframe.tasks.given import given
 from tests import portability
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
 TASK = """
@@ -57,8 +57,8 @@ class Drawing(dsframe.Task):
 def test_what_a_task_of_the_file_draws_is_the_same_on_every_rank_and_at_every_start(tmp_path: Path) -> None:
     (tmp_path / "drawing.py").write_text(TASK)
     settings = {"task": {"name": "drawing:Drawing"}, "engine": "ddp", "steps": 6, "log_every_steps": 1}
-    file = {"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
-    (tmp_path / "my.json").write_text(json.dumps(file))
+    file = ds_config(6, "SGD", 0.1, **settings)
+    write_json(tmp_path / "my.json", file)
     losses = []
     for ranks, seed in ((1, 0), (2, 0), (1, 1)):
         run = ["--run-dir", f"run-{ranks}-{seed}", "--set", f"dsframe.seed={seed}"]
@@ -102,18 +102,15 @@ class Shifted(nn.Linear):
 """
 
 
-def test_a_loaded_model_has_the_constants_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loaded_model_has_the_constants_of_the_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those that the task's constructor drew."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "constants.py").write_text(CONSTANTS)
+    (here / "constants.py").write_text(CONSTANTS)
     settings = {"task": {"name": "constants:Constant"}, "engine": "single", "steps": 1, "run_dir": "run"}
     cpu = torch.device("cpu")
     before = generators.capture(cpu)
-    execute(load({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}))
+    execute(load(ds_config(4, "SGD", 0.1, **settings)))
     assert generators.capture(cpu) == before
-    dsframe.load_model(tmp_path / "run")
+    dsframe.load_model(here / "run")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("CONSTANTS")]
     assert len(told) == 2
     assert told[0] == told[1]

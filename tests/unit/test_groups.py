@@ -254,10 +254,7 @@ def test_frozen_layers_do_not_count_where_stages_are_balanced() -> None:
 # In a run.
 
 
-def test_a_run_says_its_groups_and_a_change_of_them(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_says_its_groups_and_a_change_of_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def run(resume: str, steps: int, **more: Any) -> str:
         dsframe.fit(

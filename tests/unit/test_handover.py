@@ -15,16 +15,20 @@ from dsframe.config import load
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
+from tests.files import ds_config
 
-FILE: dict[str, Any] = {
-    "train_batch_size": 16,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
-    "tensorboard": {"enabled": False},
-    "flops_profiler": {"enabled": True},
-    "dsframe": {"steps": 3},
-}
+FILE: dict[str, Any] = ds_config(
+    16,
+    "AdamW",
+    0.01,
+    sections={
+        "gradient_accumulation_steps": 2,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+        "tensorboard": {"enabled": False},
+        "flops_profiler": {"enabled": True},
+    },
+    steps=3,
+)
 ADAM = {
     "type": "Adam",
     "params": {"lr": 0.01, "weight_decay": 0.0, "fused": True, "adam_w_mode": True, "torch_adam": True},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dsframe.errors import TaskError
+from tests.files import read_json, write_json
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from dsframe.tasks import _transformers  # noqa: E402
@@ -26,13 +27,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text() if path.exists() else "{}"), **changes}))
+    write_json(path, {**json.loads(path.read_text() if path.exists() else "{}"), **changes})
 
 
 def shard(value: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         edit(index, weight_map={**weight_map, next(iter(weight_map)): value})
 
     return change

@@ -19,6 +19,7 @@ from dsframe.config import load
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import adapter
 from dsframe.tasks import _transformers, build, hub
+from tests.files import ds_config
 from tests.text_files import LLAMA, tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,7 +106,7 @@ def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path: Path, endpoint: st
 
 def settings(**section: Any) -> Any:
     task = {"name": "causal-language-model", "context": 16, "corpus": "synthetic", **section}
-    file = {"train_batch_size": 1, "dsframe": {"engine": "single", "steps": 1, "task": task}}
+    file = ds_config(1, engine="single", steps=1, task=task)
     return load(file).settings
 
 
@@ -143,7 +144,7 @@ def test_a_model_grows_to_its_tokenizer(tmp_path: Path) -> None:
 def test_an_adapter_trains_the_rows_of_new_tokens(tmp_path: Path) -> None:
     folder = cached(tmp_path, "me/tiny", vocabulary=300)
     section = {"name": "causal-language-model", "context": 16, "corpus": "synthetic", "model": str(folder)}
-    file: dict[str, Any] = {"train_batch_size": 1, "dsframe": {"engine": "single", "steps": 1, "adapter": {"r": 2}}}
+    file: dict[str, Any] = ds_config(1, engine="single", steps=1, adapter={"r": 2})
     file["dsframe"]["task"] = {**section, "resize_embeddings": True}
     config = load(file)
     model = build(config.settings.task, 0).model()

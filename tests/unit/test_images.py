@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,8 @@ from tests.processes import python, run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 from PIL import ExifTags, Image, ImageOps
+
+from tests.files import ds_config, write_json
 
 FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
@@ -179,12 +180,8 @@ def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path)
     """A folder that was renamed, or is gone, is said before an evaluation and before a resume."""
     section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
     shutil.copytree(pictures / "train", pictures / "val")
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {"engine": "single", "steps": 1, "task": section, "run_dir": str(pictures / "run")},
-    }
-    (pictures / "a.json").write_text(json.dumps(file))
+    file = ds_config(4, "SGD", 0.1, engine="single", steps=1, task=section, run_dir=str(pictures / "run"))
+    write_json(pictures / "a.json", file)
     words = ["-m", "dsframe", "train", "--config", "a.json"]
     assert run_ranks(python(words), cwd=pictures, timeout_seconds=120).returncode == 0
     for name in ("train", "val"):

@@ -31,23 +31,20 @@ from dsframe.inference import load_model
 from dsframe.job import Run
 from dsframe.run import execute, prepared
 from dsframe.training.predictions import rows_of, take_inputs_alone
+from tests.files import ds_config, read_json, read_rows
+from tests.lines import Line
 from tests.processes import python, run_ranks
 
 SAMPLES = 37
 
 
-class Plane(dsframe.Task):
+class Plane(Line):
     """A network with BatchNorm and a buffer, on a ragged set."""
+
+    inputs, outputs = 3, 2
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(64, 3, generator=numbers), torch.randn(64, 2, generator=numbers))
 
     def eval_data(self) -> Any:
         numbers = torch.Generator().manual_seed(1)
@@ -63,7 +60,7 @@ class Plane(dsframe.Task):
 
 def file(run: Path, **more: Any) -> dict[str, Any]:
     settings = {"engine": "single", "steps": 6, "run_dir": str(run), "task": {"name": f"{__name__}:Plane"}, **more}
-    return {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, "dsframe": settings}
+    return ds_config(8, "AdamW", 0.05, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,7 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     found = json.loads(line)
     assert found["metrics"] == dict(summary.metrics)
     assert found["step"] == 6
-    assert json.loads(out.read_text()) == found
+    assert read_json(out) == found
     lines = [line for line in finished.stderr.splitlines() if re.match(r"  [a-z]", line)]
     labels = [line.split()[0] for line in lines]
     assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
@@ -100,7 +97,7 @@ def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.S
     out = tmp_path / "rows.jsonl"
     write(trained[0], out)
     wanted = expected(trained[0])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_rows(out)
     assert len(rows) == SAMPLES
     torch.testing.assert_close(torch.tensor([row["output"] for row in rows]), wanted, rtol=1e-6, atol=1e-6)
     assert {row["sign"] for row in rows} <= {"+1", "-1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ from dsframe.config.resolve import inherit
 from dsframe.data import TensorSource
 from dsframe.model import optimizers
 from dsframe.tools.launch import command
+from tests.files import ds_config, write_json
 
 
 def file(kind: str = "Adam", inherits: str | None = None, **params: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"engine": "single", "steps": 3, "checkpoints": {"at_end": False}}
-    return {
-        "train_batch_size": 4,
-        "optimizer": {"type": kind, "params": params},
-        "dsframe": settings | ({"inherit": inherits} if inherits else {}),
-    }
+    return ds_config(4, {"type": kind, "params": params}, **(settings | ({"inherit": inherits} if inherits else {})))
 
 
 def found(document: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +77,7 @@ def test_what_the_file_says_is_not_inherited() -> None:
     assert optimizers.read(kept).arguments["weight_decay"] == 0.3
     assert found(file("AdamW", None, torch_adam=True))["weight_decay"] == 0.01  # torch's own, as DeepSpeed makes it
     assert found({"train_batch_size": 4}) == {"gradient_clipping": 1.0}
-    assert found({"train_batch_size": 4, "optimizer": {"type": "AdamW"}})["weight_decay"] == 0.0
+    assert found(ds_config(4, "AdamW"))["weight_decay"] == 0.0
 
 
 class Line(dsframe.Task):
@@ -95,18 +91,15 @@ class Line(dsframe.Task):
         return TensorSource(torch.ones(16, 3), torch.arange(16.0)[:, None])
 
 
-def test_it_is_said_at_the_start_and_by_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_is_said_at_the_start_and_by_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = (
         "the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0, "
         'bias_correction true, adam_w_mode true ("Adam" is AdamW); DeepSpeed\'s defaults'
     )
     dsframe.fit(Line(), file("Adam", lr=0.1))
     assert f"dsframe: {said}\n" in capsys.readouterr().err
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(file("Adam", lr=0.1)))
+    path = here / "x.json"
+    write_json(path, file("Adam", lr=0.1))
     assert cli.main(["check", str(path)]) == 0
     assert f"{path}: {said}\n" in capsys.readouterr().out
     assert cli.main(["check", "--resolved", str(path)]) == 0
@@ -117,7 +110,7 @@ def test_it_is_said_at_the_start_and_by_check(
 
 def test_dsframe_launch_leaves_it_to_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "adam.json"
-    path.write_text(json.dumps(file(inherits="torch")))
+    write_json(path, file(inherits="torch"))
     assert cli.main(["check", str(path)]) == 0
     assert "so inherited: gradient_clipping" in capsys.readouterr().out
     options, rest = command.parser().parse_known_args(["-np", "1", "--config", str(path)])

@@ -19,6 +19,7 @@ from dsframe.run_dir import outcome
 from dsframe.tools.launch import attempts, command, devices, hosts, launchers, torchrun
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, python, run_ranks
 
 TWO = (Host("node1", 2), Host("node2", 2))
@@ -233,14 +234,14 @@ def test_other_launchers_options_are_answered(option: list[str], capsys: pytest.
     assert f"unrecognized arguments: {option[0]}; the number of processes in all is -np N" in capsys.readouterr().err
 
 
-def test_a_wrong_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
-    arguments = ["-np", "2", "--config", str(tmp_path / "odd.json"), "--run-dir", str(tmp_path / "run")]
+def test_a_wrong_file_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
+    arguments = ["-np", "2", "--config", "odd.json", "--run-dir", "run"]
     assert command.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "", "what it says is for a person"
     assert "train_batch_size: 3" in printed.err
-    assert not (tmp_path / "run").exists()
+    assert not (here / "run").exists()
 
 
 class Played:
@@ -493,13 +494,9 @@ def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:
         "corpus": "synthetic",
         "samples": 16,
     }
-    file: dict[str, object] = {
-        "train_batch_size": 4,
-        "_why": "a comment",
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    file: dict[str, object] = ds_config(4, "SGD", 0.1, sections={"_why": "a comment"})
     file["dsframe"] = {"engine": "single", "task": task, "steps": 1, "run_dir": "run"}
-    (tmp_path / "file.json").write_text(json.dumps(file))
+    write_json(tmp_path / "file.json", file)
     words = ["-m", "dsframe.cli", "launch", "--config", "file.json", "-np", "1"]
     finished = run_ranks(python(words), cwd=tmp_path, timeout_seconds=120).check()
     assert finished.output.count("taken as a comment") == 1

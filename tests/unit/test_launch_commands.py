@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -350,6 +351,16 @@ def when_ready(running: Running) -> None:
     running.wait_for(lambda: running.stdout.count("ready") == 2, timeout_seconds=20, what="both workers were ready")
 
 
+def sends(number: signal.Signals) -> Callable[[Running], None]:
+    """What sends it to the launcher."""
+
+    def send(running: Running) -> None:
+        when_ready(running)
+        running.process.send_signal(number)
+
+    return send
+
+
 def test_horovodrun_gets_the_command_line_as_typed(tmp_path: Path) -> None:
     (tmp_path / "horovodrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 3\n')
     (tmp_path / "horovodrun").chmod(0o755)
@@ -407,26 +418,16 @@ def test_a_signal_ends_a_job_without_a_runner(
     without_runner: tuple[dict[str, str], list[str]], number: signal.Signals
 ) -> None:
     """With the code that the runner's end by a signal gave."""
-
-    def send(running: Running) -> None:
-        when_ready(running)
-        running.process.send_signal(number)
-
     environment, words = without_runner
-    finished = run_ranks(words, env=environment, timeout_seconds=30, settle_seconds=0, while_running=send)
+    finished = run_ranks(words, env=environment, timeout_seconds=30, settle_seconds=0, while_running=sends(number))
     assert finished.returncode == 128 + number
 
 
 @pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
 def test_deaf_workers_of_a_job_without_a_runner_are_killed(without_runner: tuple[dict[str, str], list[str]]) -> None:
     """In the time that all of them have, however long the launcher waits for each."""
-
-    def send(running: Running) -> None:
-        when_ready(running)
-        running.process.send_signal(signal.SIGTERM)
-
     environment, words = without_runner
-    deaf = environment | {"DEAF": "1", "DSFRAME_SHUTDOWN_SECONDS": "3"}
+    deaf, send = environment | {"DEAF": "1", "DSFRAME_SHUTDOWN_SECONDS": "3"}, sends(signal.SIGTERM)
     finished = run_ranks(words, env=deaf, timeout_seconds=35, settle_seconds=0, while_running=send)
     assert finished.returncode == 128 + signal.SIGTERM
     assert finished.seconds >= 3
@@ -442,11 +443,8 @@ def test_exit_code_without_a_runner(without_runner: tuple[dict[str, str], list[s
 
 
 def test_usr1_reaches_the_workers_and_no_launcher(stand_in: dict[str, str]) -> None:
-    def send(running: Running) -> None:
-        when_ready(running)
-        running.process.send_signal(signal.SIGUSR1)
-
-    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, while_running=send)
+    words = ["deepspeed", "t.py"]
+    finished = run_ranks(words, env=stand_in, timeout_seconds=30, while_running=sends(signal.SIGUSR1))
     assert finished.returncode == 0
     assert finished.stdout.count("heard USR1") == 2
 
@@ -463,12 +461,8 @@ def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
 
 
 def test_nohup_is_respected(stand_in: dict[str, str]) -> None:
-    def hang_up(running: Running) -> None:
-        when_ready(running)
-        running.process.send_signal(signal.SIGHUP)
-
-    environment = stand_in | {"SLEEP": "3"}
-    finished = run_ranks(["nohup", "deepspeed", "t.py"], env=environment, timeout_seconds=30, while_running=hang_up)
+    words, hang_up = ["nohup", "deepspeed", "t.py"], sends(signal.SIGHUP)
+    finished = run_ranks(words, env=stand_in | {"SLEEP": "3"}, timeout_seconds=30, while_running=hang_up)
     assert finished.returncode == 0
 
 

@@ -16,6 +16,7 @@ import dsframe
 from dsframe.config import load
 from dsframe.run_dir import loggers
 from dsframe.run_dir.loggers import Loggers
+from tests.files import ds_config
 
 
 def make(file: dict[str, Any], folder: Path, done: int = 0) -> Loggers:
@@ -42,24 +43,24 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
 
 
 @pytest.mark.parametrize("done", [0, 1])
-def test_a_run_deletes_nothing_that_another_run_has_written(tmp_path: Path, done: int) -> None:
+def test_a_run_deletes_nothing_that_another_run_has_written(here: Path, done: int) -> None:
     """A new run unlinked by a pattern all event files of a folder that runs share, and emptied their tables."""
-    place = {"enabled": True, "output_path": str(tmp_path / "shared"), "job_name": "job"}
+    place = {"enabled": True, "output_path": "shared", "job_name": "job"}
     file = {"csv_monitor": place, "tensorboard": place}
     for name in ("first", "second", "second"):  # the last one starts again
-        (tmp_path / name).mkdir(exist_ok=True)
-        found = make(file, tmp_path / name, done=done)
+        (here / name).mkdir(exist_ok=True)
+        found = make(file, here / name, done=done)
         found.write({"step": 1 + done, "loss": 1.0 if name == "first" else 2.0})
         found.close()
         if name == "first":
-            events = {path: path.read_bytes() for path in (tmp_path / "shared" / "job").glob("events.*")}
-            rows = (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines()
+            events = {path: path.read_bytes() for path in (here / "shared" / "job").glob("events.*")}
+            rows = (here / "shared" / "job" / "train_loss.csv").read_text().splitlines()
             assert len(events) == 1
     assert {path: path.read_bytes() for path in events} == events
-    assert (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines() == rows
-    (second,) = (tmp_path / "shared" / "job").glob("*/train_loss.csv")
+    assert (here / "shared" / "job" / "train_loss.csv").read_text().splitlines() == rows
+    (second,) = (here / "shared" / "job").glob("*/train_loss.csv")
     assert second.read_text().splitlines() == ["step,loss", f"{1 + done},2.0"]
-    assert len(list((tmp_path / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
+    assert len(list((here / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
 
 
 def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,20 +149,23 @@ class Pictures(dsframe.Hooks):
         run.log_image("outputs", outputs[:1, :1].reshape(1, 1, 1).expand(3, 4, 5))
 
 
-def test_hooks_send_images_of_an_evaluation_to_tensorboard(tmp_path: Path) -> None:
+def test_hooks_send_images_of_an_evaluation_to_tensorboard(here: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     data = torch.utils.data.TensorDataset(torch.rand(8, 2), torch.rand(8, 1))
     task = dsframe.Task.from_module(lambda: torch.nn.Linear(2, 1), torch.nn.MSELoss(), data, data)
     task.hooks = [Pictures()]
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "tensorboard": {"enabled": True},
-        "dsframe": {"engine": "single", "steps": 2, "run_dir": str(tmp_path / "run")},
-    }
+    file = ds_config(
+        4,
+        "SGD",
+        0.1,
+        sections={"tensorboard": {"enabled": True}},
+        engine="single",
+        steps=2,
+        run_dir="run",
+    )
     dsframe.fit(task, file)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
+    events = EventAccumulator("run/tensorboard", size_guidance={"images": 0})
     events.Reload()
     assert [(image.step, image.height, image.width) for image in events.Images("outputs")] == [(2, 4, 5)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,28 +18,22 @@ import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
 from dsframe.training.loss_kind import _kind_of
+from tests import lines
+from tests.files import ds_config
 
 Loss = Callable[[Any, Any], Any]
 
 
-class Line(dsframe.Task):
+class Line(lines.HeldOut):
+    inputs, outputs, rows = 3, 4, 32
+
     def __init__(self, loss: Loss, **says: Any) -> None:
         self._loss = loss
         for name, value in says.items():
             setattr(self, name, value)
 
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 4)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._loss(outputs, targets)
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(32, 3, generator=numbers), torch.randn(32, 4, generator=numbers))
-
-    def eval_data(self) -> Any:
-        return self.train_data()
 
 
 def mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,13 +92,15 @@ def test_the_kind_of_a_loss(name: str) -> None:
 
 
 def file(accumulation: int, steps: int = 6) -> dict[str, Any]:
-    return {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": steps, "checkpoints": {"at_end": False}},
-    }
+    return ds_config(
+        8,
+        "SGD",
+        0.01,
+        sections={"gradient_accumulation_steps": accumulation, "gradient_clipping": 0},
+        engine="single",
+        steps=steps,
+        checkpoints={"at_end": False},
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -160,14 +157,6 @@ def test_what_a_task_says_has_to_be_true() -> None:
         dsframe.fit(Line(mean, loss_is="sum"), file(1))
     with pytest.raises(TaskError, match='loss_is is \'total\'; write "mean" or "sum"'):
         dsframe.fit(Line(mean, loss_is="total"), file(1))
-
-
-def test_the_look_draws_nothing_of_the_trainings() -> None:
-    """One that draws in its loss goes on as if nobody had looked."""
-    found = dsframe.fit(Line(drawing), file(1, steps=3)).loss
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
-        assert dsframe.fit(Line(drawing), file(1, steps=3)).loss == found
 
 
 class Rows(Line):
@@ -276,7 +265,7 @@ def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert said in printed
     assert said or "this task's" not in printed
-    assert "model gives a row" not in printed
+    assert said or "gives a row" not in printed
 
 
 def test_a_sum_of_a_task_of_parts() -> None:
@@ -288,12 +277,6 @@ def test_a_sum_of_a_task_of_parts() -> None:
 
 def writing(outputs: Tensor, targets: Tensor) -> Tensor:
     return mean(outputs.mul_(2.0), targets.sub_(1.0))
-
-
-def test_a_loss_may_write_to_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = dsframe.fit(Line(writing), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
-    assert dsframe.fit(Line(writing), file(1)).loss == looked
 
 
 GENERATORS = {
@@ -321,14 +304,6 @@ class Holding(Line):
         return mean(outputs, targets) * (1 + drawn)
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_the_look_moves_no_generator_that_the_task_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = dsframe.fit(Holding(kind), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.look_at_samples", lambda *_, **__: "")
-    assert dsframe.fit(Holding(kind), file(1)).loss == looked
-
-
 class Logging(Line):
     """Keeps its last loss, and a table that it makes once: nothing that moves a loss."""
 
@@ -338,11 +313,6 @@ class Logging(Line):
         self.last = mean(outputs * self.scale, targets)
         self.history = [*getattr(self, "history", []), self.last.item()]
         return self.last
-
-
-def test_what_the_loss_keeps_for_others_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
-    dsframe.fit(Logging(mean), file(1))
-    assert "this task" not in capsys.readouterr().err
 
 
 class Centred(Line):
@@ -356,16 +326,6 @@ class Centred(Line):
         if self.always or outputs.requires_grad:
             self.centre.running_mean = self.centre.running_mean + outputs.detach().mean(0)
         return loss
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_a_buffer_of_the_loss_is_said_and_looked_at_without_a_trace(
-    always: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    looked = dsframe.fit(Centred(always), file(1)).loss
-    assert "loss changes centre.running_mean of the task" in capsys.readouterr().err
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
-    assert dsframe.fit(Centred(always), file(1)).loss == looked
 
 
 class Counting(LossInside):
@@ -383,10 +343,24 @@ class Counting(LossInside):
         return super().forward(inputs) * 1e-3 * (self.calls + self.noise) * self.scale / len(inputs)
 
 
-def test_samples_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = dsframe.fit(Rows(lambda loss, _: loss, Counting), file(1)).loss
+TRACES: dict[str, Callable[[], Line]] = {
+    "draws": lambda: Line(drawing),
+    "writes to its arguments": lambda: Line(writing),
+    **{f"draws of {kind}": partial(Holding, kind) for kind in GENERATORS},
+    "a buffer": lambda: Centred(True),
+    "a buffer in training": lambda: Centred(False),
+    "a model with a state": lambda: Rows(lambda loss, _: loss, Counting),
+}
+
+
+@pytest.mark.parametrize("kind", TRACES)
+def test_the_look_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training goes on as if nobody had looked."""
+    looked = dsframe.fit(TRACES[kind](), file(1)).loss
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.look_at_samples", lambda *_, **__: "")
     monkeypatch.setattr("dsframe.training.sample_trial.is_needed", lambda *_: False)
-    assert dsframe.fit(Rows(lambda loss, _: loss, Counting), file(1)).loss == looked
+    assert dsframe.fit(TRACES[kind](), file(1)).loss == looked
 
 
 def with_noise(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -404,22 +378,6 @@ def pythons(outputs: Tensor, targets: Tensor) -> Tensor:
 OTHERS = "model or loss draws with NumPy, Python's random or a generator of its own, for no sample"
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (with_noise, "this task's loss draws random numbers, others on each rank"),
-        (numpys, OTHERS),
-        (pythons, OTHERS),
-        (mean, ""),
-    ],
-)
-def test_draws_of_a_loss_are_said(loss: Loss, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    dsframe.fit(Line(loss), file(2))
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert said or "draws" not in printed
-
-
 class OwnGenerator(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 4)
@@ -429,21 +387,9 @@ class OwnGenerator(nn.Linear):
         return super().forward(inputs) * torch.rand((), generator=self.numbers)
 
 
-def test_draws_of_a_generator_of_the_models_own_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    dsframe.fit(Rows(mean, OwnGenerator), file(2))
-    assert OTHERS in capsys.readouterr().err
-
-
 class HoldsGenerator(OwnGenerator):
     def forward(self, inputs: Tensor) -> Tensor:
         return nn.Linear.forward(self, inputs)
-
-
-def test_a_generator_that_is_only_held_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    said = file(2)
-    said["dsframe"]["per_sample_randomness"] = True
-    assert dsframe.fit(Rows(mean, HoldsGenerator), said).steps == 6
-    assert "draws" not in capsys.readouterr().err
 
 
 class DrawingHook(dsframe.Hooks):
@@ -452,12 +398,33 @@ class DrawingHook(dsframe.Hooks):
         random.random()
 
 
-def test_draws_of_a_hook_are_not_the_losss(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor are those of loggers: what is called after the step may draw."""
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Line(with_noise), "this task's loss draws random numbers, others on each rank"),
+        (Line(numpys), OTHERS),
+        (Line(pythons), OTHERS),
+        (Rows(mean, OwnGenerator), OTHERS),
+        (Centred(True), "loss changes centre.running_mean of the task"),
+        (Centred(False), "loss changes centre.running_mean of the task"),
+    ],
+)
+def test_what_a_loss_draws_and_changes_is_said(task: Line, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(task, file(2))
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "task", [Line(mean), Logging(mean), Rows(mean, HoldsGenerator), Line(mean, hooks=[DrawingHook()])]
+)
+def test_nothing_else_is_said(task: Line, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what the loss keeps for others, of a generator that is only held; what is called after the step may draw."""
     said = file(2)
     said["dsframe"]["per_sample_randomness"] = True
-    assert dsframe.fit(Line(mean, hooks=[DrawingHook()]), said).steps == 6
-    assert "draws" not in capsys.readouterr().err
+    assert dsframe.fit(task, said).steps == 6
+    printed = capsys.readouterr().err
+    assert "draws" not in printed
+    assert "this task" not in printed
 
 
 def test_draws_of_a_loss_belong_to_samples() -> None:

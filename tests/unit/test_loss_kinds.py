@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,28 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
+from tests.files import ds_config, write_json
+from tests.lines import Line
 from tests.processes import REPOSITORY
 
-FILE = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "dsframe": {"engine": "single", "steps": 2}}
+FILE = ds_config(4, "Adam", engine="single", steps=2)
 
 
-class Lossy(dsframe.Task):
-    """A line through points, with the loss under test."""
+class Lossy(Line):
+    """With the loss under test."""
+
+    rows = 16
 
     def __init__(self, kind: Callable[[Tensor], Any]) -> None:
         self._kind = kind
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def train_data(self) -> TensorSource:
-        return TensorSource(torch.randn(16, 2), torch.randn(16, 1))
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         return self._kind((outputs - targets).square())
@@ -50,8 +46,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_loss(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_loss(kind: str, here: Path) -> None:
     loss, message = KINDS[kind]
     with pytest.raises(TaskError, match=rf"Lossy\.loss: {message}"):
         dsframe.fit(Lossy(loss), FILE)
@@ -62,16 +57,14 @@ class Evaluated(Lossy):
         return self.train_data()
 
 
-def test_what_is_no_loss_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_loss_in_an_evaluation(here: Path) -> None:
     """The evaluation is tried before the first step, so a model of transformers that got no labels ends here."""
-    monkeypatch.chdir(tmp_path)
     message = r"Evaluated\.loss: returned NoneType, not a tensor; .* compute the loss of outputs\.logits and targets"
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Evaluated(lambda errors: None), FILE)
 
 
-def test_one_element_is_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_element_is_a_scalar(here: Path) -> None:
     assert dsframe.fit(Lossy(lambda errors: errors.mean().reshape(1)), FILE).steps == 2
 
 
@@ -82,7 +75,7 @@ sys.path.insert(0, {str(REPOSITORY)!r})
 from tests.unit.test_loss_kinds import Lossy
 dsframe.main(Lossy(lambda errors: sys.exit(0)), ["--config", "x.json"])
 """
-    (tmp_path / "x.json").write_text(json.dumps(FILE))
+    write_json(tmp_path / "x.json", FILE)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )

@@ -14,6 +14,7 @@ import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
 from dsframe.model import metric_objects
+from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -48,7 +49,7 @@ def metrics(tmp_path: Path, task: Fixed | None = None, eval_micro_batch_size: in
         "eval_micro_batch_size": eval_micro_batch_size,
         "run_dir": str(tmp_path),
     }
-    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "dsframe": settings}
+    file = ds_config(4, "SGD", 0.0, **settings)
     return dsframe.fit(task or Fixed(**objects), file).metrics
 
 

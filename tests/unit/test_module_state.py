@@ -18,23 +18,23 @@ from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
 from dsframe.training import held
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
+from tests.files import ds_config
+from tests.lines import Line
 
 
 def fit(
     folder: Path, task: str | dsframe.Task, steps: int, settings: Any = (), optimizer: Any = (), **more: Any
 ) -> None:
-    file = {
-        "train_batch_size": 8,
-        "optimizer": dict(optimizer) or {"type": "AdamW", "params": {"lr": 0.01}},
-        "dsframe": {
-            "engine": "single",
-            "steps": steps,
-            "order": "sequential",
-            "log_every_steps": 1,
-            "run_dir": str(folder),
-            **dict(settings),
-        },
-    }
+    file = ds_config(
+        8,
+        dict(optimizer) or {"type": "AdamW", "params": {"lr": 0.01}},
+        engine="single",
+        steps=steps,
+        order="sequential",
+        log_every_steps=1,
+        run_dir=str(folder),
+        **dict(settings),
+    )
     if isinstance(task, str):
         task = SeveralRemember() if task == "several" else Remembers(what=task)
     dsframe.fit(task, file, **more)
@@ -322,26 +322,15 @@ class Counting(nn.Module):
 def test_buffers_that_count_forward_passes_are_said(
     power: float, accumulation: int, meant: bool, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Task(dsframe.Task):
-        batch_dependent = meant
+    class Task(Line):
+        batch_dependent, inputs, rows = meant, 8, 16
 
         def model(self) -> nn.Module:
             return Counting(power)
 
-        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return (outputs - targets).square().mean()
-
-        def train_data(self) -> Any:
-            return torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
-
     settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path)}
     dsframe.fit(
         Task(),
-        {
-            "train_batch_size": 8,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-            "dsframe": settings,
-        },
+        ds_config(8, "SGD", 0.01, sections={"gradient_accumulation_steps": accumulation}, **settings),
     )
     assert ("model's loss depends on calls, which each forward pass changes" in capsys.readouterr().err) is said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dsframe.config import load
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.host.numerics import CUBLAS, chosen
+from tests.files import ds_config
 
 
 def switches() -> tuple[Any, ...]:
@@ -73,12 +75,10 @@ class Seen(dsframe.Task):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_run_computes_as_its_file_says(deterministic: bool, tmp_path: Any) -> None:
+def test_a_run_computes_as_its_file_says(deterministic: bool, here: Path) -> None:
     task = Seen()
-    section = {"engine": "single", "steps": 2, "run_dir": str(tmp_path / "run"), "deterministic": deterministic}
-    run.execute(
-        load({"train_batch_size": 4, "optimizer": SGD, "dsframe": section}), task=task, world=World(), quiet=True
-    )
+    section = {"engine": "single", "steps": 2, "run_dir": "run", "deterministic": deterministic}
+    run.execute(load(ds_config(4, SGD, **section)), task=task, world=World(), quiet=True)
     assert set(task.seen) == {deterministic}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -105,7 +105,7 @@ class Drawn(Seen):
 
 def fitted(task: dsframe.Task, folder: Any) -> float:
     section = {"engine": "single", "steps": 2, "run_dir": str(folder), "threads_per_rank": 1}
-    return dsframe.fit(task, {"train_batch_size": 4, "optimizer": SGD, "dsframe": section}).loss
+    return dsframe.fit(task, ds_config(4, SGD, **section)).loss
 
 
 def test_a_program_draws_on_where_it_was(tmp_path: Any) -> None:

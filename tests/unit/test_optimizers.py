@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.config import load
-from dsframe.data import Sampler, TensorSource
+from dsframe.data import Sampler
 from dsframe.engines import optimizer_watch
 from dsframe.engines.deepspeed import optimizer_trial
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import optimizers
+from tests.files import ds_config
+from tests.lines import Line
 
 
 def read(kind: str, params: dict[str, Any]) -> optimizers.OptimizerSpec:
-    return optimizers.read(load({"train_batch_size": 8, "optimizer": {"type": kind, "params": params}}))
+    return optimizers.read(load(ds_config(8, {"type": kind, "params": params})))
 
 
 @pytest.mark.parametrize("kind", ["Adam", "adam", "AdamW"])
@@ -72,13 +74,13 @@ def test_deepspeeds_own_op_where_torchs_will_not_do() -> None:
 
 def test_what_only_deepspeed_looks_at_is_handed_over() -> None:
     section = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}, "legacy_fusion": True}
-    assert optimizers.read(load({"train_batch_size": 8, "optimizer": section})).for_deepspeed() == section
+    assert optimizers.read(load(ds_config(8, section))).for_deepspeed() == section
 
 
 def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
     section = {"type": "AdamW", "params": {"bias_correction": False}}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: torch's Adam, which engine ddp uses"):
-        load({"train_batch_size": 8, "optimizer": section, "dsframe": {"engine": "ddp"}})
+        load(ds_config(8, section, engine="ddp"))
 
 
 def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own() -> None:
@@ -168,25 +170,16 @@ class Signs(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * average.sign())
 
 
-class Ramp(dsframe.Task):
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 1)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(32, 3, generator=numbers), torch.randn(32, 1, generator=numbers))
+class Ramp(Line):
+    inputs, rows = 3, 32
 
 
 def own(steps: int, name: str = "Signs", engine: str = "single", **params: Any) -> dict[str, Any]:
     settings = {"engine": engine, "steps": steps}
-    return {"train_batch_size": 8, "optimizer": {"type": f"{__name__}:{name}", "params": params}, "dsframe": settings}
+    return ds_config(8, {"type": f"{__name__}:{name}", "params": params}, **settings)
 
 
-def test_an_optimizer_of_ones_own_trains_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_optimizer_of_ones_own_trains_and_goes_on(here: Path) -> None:
     whole = dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9))
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -214,9 +207,8 @@ class Factory(Ramp):
         return self.made(groups, **params)
 
 
-def test_an_optimizer_that_the_task_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_the_task_makes(here: Path) -> None:
     """The training of the same class by its name; tests/engines/test_parts.py has the other engines."""
-    monkeypatch.chdir(tmp_path)
     wanted = dsframe.fit(Ramp(), own(5, lr=0.01, decay=0.9)).loss
     made = {**own(5, lr=0.01, decay=0.9), "optimizer": {"type": "task", "params": {"lr": 0.01, "decay": 0.9}}}
     made["dsframe"]["run_dir"] = "made"
@@ -235,8 +227,7 @@ def by_shape(groups: list[Any], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": matrices, "lr": 0.5 * lr}, {"params": rest}], lr=lr)
 
 
-def test_rates_of_groups_that_the_task_makes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_rates_of_groups_that_the_task_makes_are_kept(here: Path) -> None:
     file = {**own(5), "optimizer": {"type": "task", "params": {"lr": 0.1}}}
     found = dsframe.fit(Factory(by_shape), file).loss
     file = {**own(5), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -92,8 +92,7 @@ def losses(task: dsframe.Task, steps: int = 3, resume: str = "never", **settings
     return dsframe.fit(task, {"train_batch_size": 2, "optimizer": optimizer, "dsframe": more}, resume=resume).loss
 
 
-def test_the_file_and_the_task_say_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_file_and_the_task_say_the_order(here: Path) -> None:
     assert losses(Backwards()) == 6.5
     assert losses(Backwards(), 5, "auto") == 2.5
     assert losses(Counting(), order="sequential") == 4.5
@@ -120,10 +119,7 @@ class Drawing(Counting):
         return Noise()
 
 
-def test_draws_in_forward_are_announced_after_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_draws_in_forward_are_announced_after_the_first_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses(Drawing())
     said = "this model draws random numbers in training, others on each rank, so the training depends on the number of processes"
     assert capsys.readouterr().err.count(said) == 1

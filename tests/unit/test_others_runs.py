@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.run_dir import record
+from tests.files import read_json, write_json
 from tests.unit.test_report_page import write_run
 
 
@@ -46,8 +46,8 @@ def test_what_is_no_record_is_one_line(name: str, how: str, tmp_path: Path, caps
 
 def test_names_do_not_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [a_run(tmp_path / name) for name in ("one", "two")]
-    summary = json.loads((runs[1] / "summary.json").read_text())
-    (runs[1] / "summary.json").write_text(json.dumps({**summary, "description": "\x1b[2J\nmine"}))
+    summary = read_json(runs[1] / "summary.json")
+    write_json(runs[1] / "summary.json", {**summary, "description": "\x1b[2J\nmine"})
     assert main(["compare", *map(str, runs)]) == 0
     assert "\x1b" not in capsys.readouterr().out
 

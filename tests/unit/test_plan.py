@@ -17,6 +17,7 @@ from dsframe.config.resolve.memory import moments
 from dsframe.tools.plan.device import Device, gpu
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import trace, traced
+from tests.files import ds_config, write_json
 
 GPU, CPU = gpu(80e9), Device("any", float("inf"), on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
@@ -24,7 +25,7 @@ ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
 
 def plan(folder: Path, file: dict[str, Any], capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     path = folder / "file.json"
-    path.write_text(json.dumps(file))
+    write_json(path, file)
     assert main(["plan", "--config", str(path), "--format", "json", *arguments]) in (0, 1)
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
@@ -51,7 +52,7 @@ ZERO_TABLE = [
      ({"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}, 1)],
 )  # fmt: skip
 def test_numbers_that_an_optimizer_keeps_for_each_parameter(optimizer: dict[str, Any], count: int) -> None:
-    assert moments(load({"train_batch_size": 8, "optimizer": optimizer}).deepspeed) == count
+    assert moments(load(ds_config(8, optimizer)).deepspeed) == count
 
 
 def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +106,7 @@ def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.Captur
 def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], layer: str) -> None:
     """Layers that are the same but for that are told apart."""
     settings = {"task": task, "parameter_groups": [{"match": [f"{layer}*"], "freeze": True}]}
-    config = load({"train_batch_size": 2, "dsframe": settings})
+    config = load(ds_config(2, **settings))
     built = tasks.build(config.settings.task, 0)
     sizes = {name: parameter.numel() for name, parameter in built.model().named_parameters()}
     frozen = sum(size for name, size in sizes.items() if name.startswith(layer))
@@ -117,9 +118,7 @@ def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], 
 
 def test_what_a_block_keeps_is_what_torch_keeps() -> None:
     """Activations counted without memory, and by torch's own hooks on real tensors."""
-    task = tasks.build(
-        load({"train_batch_size": 1, "dsframe": {"task": {"name": "language", "layers": 2}}}).settings.task, 0
-    )
+    task = tasks.build(load(ds_config(1, task={"name": "language", "layers": 2})).settings.task, 0)
     known = trace(task, torch.float32)
     network = task.model()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
@@ -143,9 +142,7 @@ def test_what_a_block_keeps_is_what_torch_keeps() -> None:
 def language(*, tied: bool = True, **file: Any) -> tuple[Any, Any]:
     """A file of a GPT of 0.4 million parameters, and its model."""
     task = {"name": "language", "layers": 2, "width": 128, "corpus": "synthetic", "tie_embeddings": tied}
-    config = load(
-        {"train_batch_size": 16, "optimizer": ADAM, "dsframe": {"task": task, **file.pop("dsframe", {})}, **file}
-    )
+    config = load(ds_config(16, ADAM, sections=file, task=task, **file.pop("dsframe", {})))
     return config, trace(tasks.build(config.settings.task, 0), torch.float32)
 
 
@@ -177,7 +174,7 @@ ADVICE = [
 
 @pytest.mark.parametrize(("shape", "samples", "ranks", "memory", "first", "fits"), ADVICE)
 def test_advice(
-    shape: tuple[int, int, int], samples: int, ranks: int, memory: str, first: str | None, fits: bool, tmp_path: Path,
+    shape: tuple[int, int, int], samples: int, ranks: int, memory: str, first: str | None, fits: bool, here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """What experts do: nothing where the model fits; shards, then the host's memory; each file can be loaded."""
@@ -190,13 +187,13 @@ def test_advice(
         "zero_optimization": {"stage": 1},
     }
     file["dsframe"] = {"task": task | {"tie_embeddings": False}}
-    (world,) = plan(tmp_path, file, capsys, "-np", str(ranks), "--gpu-memory", memory)["worlds"]
+    (world,) = plan(here, file, capsys, "-np", str(ranks), "--gpu-memory", memory)["worlds"]
     assert world["as_written"]["fits"] == fits
     fitting = [strategy for strategy in world["strategies"] if strategy["fits"]]
     assert [strategy["name"] for strategy in fitting[:1]] == ([first] if first else [])
     for strategy in fitting[:3]:
         load(strategy["file"])
-    main(["plan", "--config", str(tmp_path / "file.json"), "-np", str(ranks), "--gpu-memory", memory])
+    main(["plan", "--config", "file.json", "-np", str(ranks), "--gpu-memory", memory])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("nothing fits: ") and "; take" in line for line in lines) == (first is None)
 
@@ -214,7 +211,7 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
             "all": {"activation_checkpointing": {"every": 1}},
             "some": {"activation_checkpointing": {"every": 2}},
         }.items():
-            config = load({"train_batch_size": 64, "dsframe": {"task": task, "model": switch}})
+            config = load(ds_config(64, task=task, model=switch))
             known = traced(config, tasks.build(config.settings.task, 1))
             found[name] = predict(config, "ddp", known, GPU, 1)
         memory = {name: one.memory.activations for name, one in found.items()}
@@ -223,12 +220,11 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
 
 
 def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
-    file: dict[str, Any] = {
-        "train_batch_size": 8,
-        "zero_optimization": {"stage": 1},
-        "pipeline": {"stages": 2},
-        "dsframe": {"task": {"name": "language", "layers": 2, "width": 64, "tie_embeddings": False}},
-    }
+    file: dict[str, Any] = ds_config(
+        8,
+        sections={"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
+        task={"name": "language", "layers": 2, "width": 64, "tie_embeddings": False},
+    )
     config = load(file)
     known = traced(config, tasks.build(config.settings.task, 0))
     ddp, ring = (predict(config, engine, known, GPU, 2) for engine in ("ddp", "reference-ring"))
@@ -237,11 +233,11 @@ def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
 
 @pytest.mark.parametrize("beginning", ["own", "text"])
 def test_the_plan_agrees_with_itself_on_what_init_writes(
-    beginning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    beginning: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said "as written: yes" and then "nothing fits": a ConfigError of a variant was swallowed."""
-    assert main(["init", str(tmp_path / "first"), "--from", beginning]) == 0
-    monkeypatch.chdir(tmp_path / "first")
+    assert main(["init", "first", "--from", beginning]) == 0
+    monkeypatch.chdir(here / "first")
     capsys.readouterr()
     assert main(["plan", "--config", "config.json", "-np", "2", "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -252,6 +248,6 @@ def test_the_plan_agrees_with_itself_on_what_init_writes(
 
 def test_a_plan_of_no_task_says_what_it_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.json"
-    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": ADAM}))
+    write_json(path, ds_config(8, ADAM))
     main(["plan", "--config", str(path)])
     assert f'{path}: note: no "task" in "dsframe": unless a program gives its own' in capsys.readouterr().out

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import dsframe
 from dsframe.config import load
-from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, ConfigError, TaskError
 from dsframe.model.followers import Plateau
 from dsframe.tasks.task import Sum
+from tests.files import ds_config, read_rows
+from tests.lines import HeldOut
 
 METRICS = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 9.0, 1.0, 1.0, 1.0]
 
@@ -70,10 +70,7 @@ def test_of_another_metric_only_the_rate_is_taken(params: dict[str, str]) -> Non
     assert again.state() == fresh | {"rate": 0.4}
 
 
-def test_a_run_says_the_new_rate_and_counts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_says_the_new_rate_and_counts_anew(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dsframe.fit(Stuck(), file("run", 7))
     other = file("run", 10, metric="loss")
     other["optimizer"]["params"]["lr"] = 0.04
@@ -95,50 +92,29 @@ def test_what_is_wrong_is_said() -> None:
             Plateau(0.1, {}).restore(state)
 
 
-class Stuck(dsframe.Task):
+class Stuck(HeldOut):
     """Whose evaluation never gets better."""
-
-    held_out = True
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
 
     def metrics(self, outputs: Any, targets: Any) -> Any:
         return {"score": Sum(torch.tensor(3.0 * len(targets)), len(targets))}
-
-    def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(torch.randn(64, 2, generator=numbers), torch.randn(64, 1, generator=numbers))
-
-    def eval_data(self) -> Any:
-        return self.train_data() if self.held_out else None
 
 
 def file(run: str, steps: int = 12, metric: str = "score", **more: Any) -> dict[str, Any]:
     settings = {"engine": "single", "steps": steps, "eval_every_steps": 2, "run_dir": run, "log_every_steps": 1, **more}
     params = {"metric": metric, "patience": 1, "factor": 0.5}
     optimizer = {"type": "SGD", "params": {"lr": 0.4}}
-    return {
-        "train_batch_size": 8,
-        "optimizer": optimizer,
-        "scheduler": {"type": "ReduceLROnPlateau", "params": params},
-        "dsframe": settings,
-    }
+    return ds_config(8, optimizer, sections={"scheduler": {"type": "ReduceLROnPlateau", "params": params}}, **settings)
 
 
 def rates(run: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(Path(run) / "metrics.jsonl")
     return {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
 
 
 @pytest.mark.parametrize(("stops_at", "every"), [(6, 6), (7, 7), (8, 4)])
 def test_a_run_that_goes_on_has_the_same_rates(
-    stops_at: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stops_at: int, every: int, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     whole = dsframe.fit(Stuck(), file("whole"))
     assert [rates("whole")[step] for step in (1, 4, 6, 7, 10, 11)] == [0.4, 0.4, 0.4, 0.2, 0.2, 0.1]
     assert "step 6: score no longer gets better: learning rate 0.4 -> 0.2" in capsys.readouterr().err
@@ -149,8 +125,7 @@ def test_a_run_that_goes_on_has_the_same_rates(
     assert parts.loss == whole.loss
 
 
-def test_before_training_it_is_known_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_before_training_it_is_known_what_it_waits_for(here: Path) -> None:
     with pytest.raises(TaskError, match="no metric 'right' in the evaluation; it has loss, score"):
         dsframe.fit(Stuck(), file("a", metric="right"))
     task = Stuck()

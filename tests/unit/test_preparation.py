@@ -17,6 +17,7 @@ from dsframe.errors import ConfigError, DataError, TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.preparation import _SharedPreparation, alone
 from dsframe.tasks.task import Say
+from tests.files import ds_config
 
 
 class Slow(Task):
@@ -116,5 +117,5 @@ def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch: pytest.M
 
 def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="optimizer: "):
-        dsframe.fit(Slow(tmp_path), {"train_batch_size": 8, "dsframe": {"engine": "single", "run_dir": str(tmp_path)}})
+        dsframe.fit(Slow(tmp_path), ds_config(8, engine="single", run_dir=str(tmp_path)))
     assert not (tmp_path / "notes").exists()

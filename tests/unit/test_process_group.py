@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from dsframe.cluster.world import World
 from dsframe.errors import WorldError
 from dsframe.guard import watchdog
 from dsframe.model.plan import collective_limit
+from tests.files import ds_config
 
 SECOND_GPU, ONLY_GPU, CPU = torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cpu")
 
@@ -93,11 +95,7 @@ def test_groups_of_libraries_have_the_same_limit(monkeypatch: pytest.MonkeyPatch
     assert given == [(timedelta(hours=1), "world"), (timedelta(hours=1), "another")]
 
 
-FILE = {
-    "train_batch_size": 4,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "dsframe": {"engine": "ddp", "steps": 1},
-}
+FILE = ds_config(4, "SGD", 0.1, engine="ddp", steps=1)
 
 
 def _line(slope: float = 1.0) -> dsframe.Task:
@@ -109,16 +107,14 @@ def _line(slope: float = 1.0) -> dsframe.Task:
     )
 
 
-def test_a_notebook_goes_on_after_a_run_with_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_goes_on_after_a_run_with_an_error(here: Path) -> None:
     """The first had no time to leave its process group."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError):
         dsframe.fit(_line(0), FILE)
     assert dsframe.fit(_line(), FILE).steps == 1
 
 
-def test_a_process_group_of_the_programs_own_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_process_group_of_the_programs_own_is_named(here: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(WorldError, match=r"initialized torch\.distributed itself.*destroy_process_group"):

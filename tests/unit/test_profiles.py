@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from dsframe.observe.flops import FlopsProfile
 from dsframe.observe.traffic import TrafficLog
 from dsframe.tasks import Task
 from dsframe.tools.check import main as check
+from tests.files import ds_config, read_json, write_json
 from tests.processes import REPOSITORY
 
 
@@ -70,7 +70,7 @@ def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> N
     assert file.read_text().strip() == text
 
 
-FILE = {"train_batch_size": 4, "dsframe": {"steps": 4}}
+FILE = ds_config(4, steps=4)
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "longer than the run": ({"dsframe": {"steps": 4, "profile": {"active": 9}}}, "(1 + 1 + 9) x 1 = 11 steps, but the run"),
     "no rank": ({"dsframe": {"profile": {"ranks": []}}}, "the list is empty"),
@@ -85,7 +85,7 @@ def test_nonsense_is_found_before_anything_starts(
 ) -> None:
     more, message = MISTAKES[mistake]
     file = tmp_path / "file.json"
-    file.write_text(json.dumps({"train_batch_size": 4} | more))
+    write_json(file, {"train_batch_size": 4} | more)
     assert check([str(file), "-np", "2"]) == 2
     assert message in capsys.readouterr().out
 
@@ -98,10 +98,7 @@ def test_the_logger_of_collectives_has_the_mean_of_a_step(tmp_path: Path) -> Non
     assert log.figures() == {"sent_bytes": 0}
 
 
-def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_watched_a_run_is_kept_where_a_signal_stops_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     signals = [signal.SIGTERM]
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,7 +123,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
     with pytest.raises(StoppedError):
         dsframe.fit(task, file)
     assert kept() == {"rank0-steps-1-1.trace.json.gz"}
-    assert json.loads(Path("run/communication.json").read_text())["steps"] == 1
+    assert read_json(Path("run/communication.json"))["steps"] == 1
     assert "traces are in" in capsys.readouterr().err
     dsframe.fit(task, file, resume="auto")
     assert kept() == {"rank0-steps-1-1.trace.json.gz", "rank0-steps-2-4.trace.json.gz"}

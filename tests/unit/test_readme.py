@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dsframe
+from tests.files import ds_config
 from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -44,21 +45,16 @@ def test_the_example_of_hooks_runs(tmp_path: Path) -> None:
     assert "loss is not better in 2 evaluation(s); the best was " in output
 
 
-def test_the_search_with_optuna_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_with_optuna_runs(here: Path) -> None:
     """One process a trial, in this one."""
     pytest.importorskip("optuna")
-    monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code
-    file = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {"engine": "single", "steps": 2, "order": "sequential"},
-    }
+    file = ds_config(8, "SGD", 0.1, engine="single", steps=2, order="sequential")
     ran: dict[str, Any] = {"task": Line(), "file": file}
     exec(compile(code[1], "runs.md", "exec"), ran)
     assert len(ran["study"].trials) == 2
-    assert {path.name for path in (tmp_path / "search").iterdir()} == {"0", "1"}
+    assert {path.name for path in (here / "search").iterdir()} == {"0", "1"}
 
 
 class Line(dsframe.Task):

@@ -71,7 +71,7 @@ def written(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_language_model_learns_its_answers_and_loads(kind: str, tmp_path: Path) -> None:
+def test_a_language_model_learns_its_answers_and_loads(kind: str, here: Path) -> None:
     template = (RECIPES / f"{kind}.jinja").read_text()
     tokenizer = words(kind)
     (tokens,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", {"messages": TALK})])
@@ -80,31 +80,31 @@ def test_a_language_model_learns_its_answers_and_loads(kind: str, tmp_path: Path
     whole = tokenizer.decode(np.maximum(tokens, ~tokens).tolist())
     asked = tokenizer.apply_chat_template(TALK[:2], chat_template=template, add_generation_prompt=True, tokenize=False)
     assert whole.startswith(asked), "what generates sees what was trained"
-    execute(load(written(kind, tmp_path)), quiet=True)
-    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    execute(load(written(kind, here)), quiet=True)
+    losses = [line["loss"] for line in read_metrics(here / "run") if "loss" in line]
     assert losses[-1] < losses[0]
-    assert export([str(tmp_path / "run"), "--to", "huggingface", "--merge", "--out", str(tmp_path / "out")]) == 0
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
-    assert type(_transformers.load(tmp_path / "out")).__name__.lower().startswith(MODELS[kind].split("_")[0])
+    assert export(["run", "--to", "huggingface", "--merge", "--out", "out"]) == 0
+    assert transformers.AutoTokenizer.from_pretrained(here / "out").chat_template == template
+    assert type(_transformers.load(here / "out")).__name__.lower().startswith(MODELS[kind].split("_")[0])
 
 
-def test_a_vision_transformer(tmp_path: Path) -> None:
+def test_a_vision_transformer(here: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     for split in ("train", "val"):
         for number, name in enumerate(("cat", "dog")):
-            (tmp_path / split / name).mkdir(parents=True)
+            (here / split / name).mkdir(parents=True)
             for copy in range(4):
-                image.new("RGB", (32, 32), (60 * number, 20 * copy, 0)).save(tmp_path / split / name / f"{copy}.png")
+                image.new("RGB", (32, 32), (60 * number, 20 * copy, 0)).save(here / split / name / f"{copy}.png")
     sizes = {
         key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     }
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
-    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    transformers.ViTForImageClassification(config).save_pretrained(here / "model")
     file: Any = read((RECIPES / "vit.json").read_text()).root
     file["train_batch_size"] = 4
-    file["dsframe"]["task"] |= {"model": str(tmp_path / "model"), "data_dir": str(tmp_path), "image_size": 32}
-    file["dsframe"] |= {"engine": "single", "epochs": None, "steps": 2, "run_dir": str(tmp_path / "run")}
+    file["dsframe"]["task"] |= {"model": "model", "data_dir": str(here), "image_size": 32}
+    file["dsframe"] |= {"engine": "single", "epochs": None, "steps": 2, "run_dir": "run"}
     execute(load(file), quiet=True)
-    assert export([str(tmp_path / "run"), "--to", "huggingface", "--out", str(tmp_path / "out")]) == 0
-    assert _transformers.load(tmp_path / "out").config.id2label == {0: "cat", 1: "dog"}  # type: ignore[union-attr]
-    assert dsframe.load_model(tmp_path / "run").num_labels == 2
+    assert export(["run", "--to", "huggingface", "--out", "out"]) == 0
+    assert _transformers.load(here / "out").config.id2label == {0: "cat", 1: "dog"}  # type: ignore[union-attr]
+    assert dsframe.load_model(here / "run").num_labels == 2

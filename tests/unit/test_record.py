@@ -22,12 +22,13 @@ from dsframe.run_dir import record as record_module
 from dsframe.run_dir.loggers import Loggers
 from dsframe.run_dir.record import Record, read_metrics, read_summary
 from tests.engines.odd_task import Odd
+from tests.files import ds_config, write_json
 
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
 
 
 def record(directory: Path, said: list[str], done_steps: int = 0) -> Record:
-    file: Any = {"train_batch_size": 8, "optimizer": {"type": "SGD"}}
+    file: Any = ds_config(8, "SGD")
     device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
     plan: Any = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
     about = {"engine": "single", "description": "PyTorch, one process", "start_seconds": 1.0}
@@ -97,20 +98,16 @@ def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> 
 
 def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--resume auto once more: its rate, its loss and its seconds are those of the training."""
-    file: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": 3, "threads_per_rank": 1, "run_dir": str(tmp_path)},
-    }
+    file: dict[str, Any] = ds_config(
+        4, "SGD", 0.01, engine="single", steps=3, threads_per_rank=1, run_dir=str(tmp_path)
+    )
     run.execute(load(file), task=Odd(), world=World(), quiet=True)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
     assert json.loads(before["summary.json"])["rate"] > 0
     run.execute(load(file), task=Odd(), world=World(), resume="auto")
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
     assert f"dsframe: {tmp_path} is complete: all 3 steps are done" in capsys.readouterr().err
-    (tmp_path / "summary.json").write_text(
-        json.dumps({**json.loads(before["summary.json"]), "steps": 9})
-    )  # of another length
+    write_json(tmp_path / "summary.json", {**json.loads(before["summary.json"]), "steps": 9})  # of another length
     run.execute(load(file), task=Odd(), world=World(), resume="auto", quiet=True)
     assert read_summary(tmp_path)["steps"] == 3
     file["dsframe"]["steps"] = 5

@@ -14,6 +14,7 @@ import pytest
 from dsframe.cli import main
 from dsframe.tools.report.pictures import Chart, Line, figure
 from dsframe.tools.report.runs import names
+from tests.files import write_json
 
 
 def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
@@ -26,11 +27,9 @@ def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
             lines.append({"step": step, "evaluation": {"accuracy": 0.5, "loss": 2 * loss}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if more:
-        (folder / "summary.json").write_text(json.dumps(lines[0]["run"] | more))
-        (folder / "run.json").write_text(
-            json.dumps({"command": ["python", "a b"], "versions": {"torch": "2"}, "git": None})
-        )
-        (folder / "config.json").write_text(json.dumps({"train_batch_size": 8}))
+        write_json(folder / "summary.json", lines[0]["run"] | more)
+        write_json(folder / "run.json", {"command": ["python", "a b"], "versions": {"torch": "2"}, "git": None})
+        write_json(folder / "config.json", {"train_batch_size": 8})
     return folder
 
 

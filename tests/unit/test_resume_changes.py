@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, Finished, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
@@ -230,12 +230,12 @@ class net(nn.Linear):
             print("samples", *(inputs[:, 0] * 64).long().tolist())
         return super().forward(inputs)
 """
-FILE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+FILE = ds_config(8, "AdamW", 0.01)
 
 
 def train(folder: Path, run: str, *arguments: str, batch: int = 8, steps: int = 8) -> Finished:
-    file = FILE | {"train_batch_size": batch, "dsframe": {"engine": "single", "steps": steps}}
-    (folder / "my.json").write_text(json.dumps(file))
+    file = FILE | ds_config(batch, engine="single", steps=steps)
+    write_json(folder / "my.json", file)
     command = [str(folder / "task.py"), "--config", "my.json", "--run-dir", run, *arguments]
     return run_ranks(warm(1, command), cwd=folder, env={"PYTHONPATH": f"{folder}:{REPOSITORY}"}, timeout_seconds=90)
 

@@ -10,37 +10,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsframe
 from dsframe.cluster.world import World
-from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError
 from dsframe.run_dir.lock import RunLock
+from tests.files import ds_config
+from tests.lines import Line
 
 
-class Wanders(dsframe.Task):
+class Wanders(Line):
     """Does something at the third loss."""
+
+    rows = 16
 
     def __init__(self, does: Any) -> None:
         self.does, self.calls = does, 0
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += torch.is_grad_enabled()
         if self.calls == 3 and torch.is_grad_enabled():
             self.does()
-        return (outputs - targets).square().mean()
-
-    def train_data(self) -> Any:
-        return TensorSource(torch.ones(16, 2), torch.ones(16, 1))
+        return super().loss(outputs, targets)
 
 
 def train(does: Any, run_dir: str = "run") -> None:
     settings = {"engine": "single", "steps": 4, "run_dir": run_dir, "checkpoints": {"every_steps": 2}}
-    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
+    file = ds_config(4, "SGD", 0.1, **settings)
     saved = Path(run_dir).absolute() / "checkpoints" / "latest"
 
     def later() -> None:
@@ -55,14 +52,11 @@ def steps(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
 
 
-def test_a_task_that_changes_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
+def test_a_task_that_changes_the_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "elsewhere").mkdir()
     train(lambda: os.chdir("elsewhere"))
-    assert steps(tmp_path / "run") == ["step-00000002", "step-00000004"]
-    assert not list((tmp_path / "elsewhere").iterdir())
+    assert steps(here / "run") == ["step-00000002", "step-00000004"]
+    assert not list((here / "elsewhere").iterdir())
     assert "results     run\n" in capsys.readouterr().err  # as the file says, not the absolute path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from dsframe import run
 from dsframe.checkpoint.store import Store, read_manifest, verify
 from dsframe.errors import StoppedError
 from tests.engines.odd_task import Odd
+from tests.files import ds_config, read_rows
 
 
 class Disturbed(Odd):
@@ -38,18 +38,9 @@ class Disturbed(Odd):
 
 
 def fit(folder: Path, happens: Callable[[], None], **settings: Any) -> Any:
-    file = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {
-            "engine": "single",
-            "steps": 6,
-            "eval_every_steps": 2,
-            "run_dir": str(folder),
-            "checkpoints": {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min"},
-            **settings.pop("dsframe", {}),
-        },
-    }
+    kept = {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min"}
+    own = {"eval_every_steps": 2, "checkpoints": kept, **settings.pop("dsframe", {})}
+    file = ds_config(8, "SGD", 0.1, engine="single", steps=6, run_dir=str(folder), **own)
     return run.fit(Disturbed(happens), file, **settings)
 
 
@@ -113,17 +104,13 @@ def test_before_training_and_on_some_samples(tmp_path: Path) -> None:
             seen.append(len(targets))
             return super().metrics(outputs, targets)
 
-    file: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {"engine": "single", "steps": 4, "run_dir": str(tmp_path), **settings},
-    }
+    file: dict[str, Any] = ds_config(4, "SGD", 0.1, engine="single", steps=4, run_dir=str(tmp_path), **settings)
     run.fit(Counted(), file)
     # the trial before training, step 0, step 4
     assert seen == [4, 1, 4, 1, 4, 1]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "evaluation" in line] == [0, 4]
     file["dsframe"]["steps"] = 8
     run.fit(Counted(), file, resume="auto")  # what goes on has been evaluated
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "evaluation" in line] == [0, 4, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from typing import Any
@@ -15,6 +16,7 @@ from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import schedules
 from dsframe.model.rates import Rates, keep_ratios
+from tests.files import ds_config
 
 BASE = 0.05
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -37,23 +39,64 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "params"), CASES)
-def test_the_formulas_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
+def half_each(updates: int) -> float:
+    return 0.5**updates
+
+
+CASES += [
+    ("SequentialLR", {"milestones": [3], "schedulers": [
+        {"type": "LinearLR", "params": {"total_iters": 3}}, {"type": "CosineAnnealingLR", "params": {"T_max": 10}}]}),
+    ("ChainedScheduler", {"schedulers": [
+        {"type": "ConstantLR", "params": {"factor": 0.1, "total_iters": 4}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]}),
+    ("LambdaLR", {"lr_lambda": f"{__name__}:half_each"}),
+    ("OneCycleLR", {"max_lr": 0.1, "total_steps": 80}),
+    ("StepLR", {"step_size": 3}),
+    ("PolynomialLR", {"total_iters": 9}),
+    ("CosineAnnealingLR", {"T_max": 9}),
+]  # fmt: skip
+
+
+def of_the_library(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's own object, or torch's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from deepspeed.runtime import lr_schedules
         from deepspeed.utils import logger
     logger.setLevel(logging.ERROR)
-    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=BASE)
-    theirs = getattr(lr_schedules, kind)(optimizer, **params)
-    ours = schedules.build(kind, BASE, params)
+    if "schedulers" in params:
+        params = {**params, "schedulers": [of_the_library(*one.values(), optimizer) for one in params["schedulers"]]}
+        optimizer = [] if kind == "ChainedScheduler" else [optimizer]
+        return getattr(torch.optim.lr_scheduler, kind)(*optimizer, **params)
+    if kind == "LambdaLR":
+        params = {"lr_lambda": half_each}
+    return (getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind))(optimizer, **params)
+
+
+RELATIVE = ("WarmupLR", "WarmupCosineLR", "StepLR", "PolynomialLR", "CosineAnnealingLR")
+"""Where the rates are those of the optimizer, of each group its own."""
+OPTIMIZERS = [(*case, optimizer) for case in CASES for optimizer in ("AdamW", "SGD")]
+OPTIMIZERS += [(kind, params, "groups") for kind, params in CASES if kind in RELATIVE and "warmup_max_lr" not in params]
+
+
+@pytest.mark.parametrize(("kind", "params", "optimizer"), OPTIMIZERS)
+def test_rates_and_momentum_are_those_of_the_librarys_own(kind: str, params: dict[str, Any], optimizer: str) -> None:
+    """Groups keep the proportion of their rates."""
+    rates = (0.02, 3e-4) if optimizer == "groups" else (BASE,)
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in rates]
+    other = torch.optim.AdamW(groups) if optimizer == "AdamW" else torch.optim.SGD(groups, momentum=0.9)
+    ours = copy.deepcopy(other.param_groups)
+    keep_ratios(ours, rates[0])
+    theirs, course = of_the_library(kind, params, other), schedules.build(kind, rates[0], params)
     for updates in range(80):
-        group = optimizer.param_groups[0]
-        rates = ours(updates)
-        assert rates.learning_rate == pytest.approx(group["lr"], abs=1e-15), updates
-        if rates.momentum is not None:
-            assert (rates.momentum, rates.second_beta) == pytest.approx(group["betas"], abs=1e-15), updates
-        theirs.step()
+        course(updates).apply(ours)
+        for mine, group in zip(ours, other.param_groups, strict=True):
+            for key in {"lr", "betas", "momentum"} & group.keys():
+                assert mine[key] == pytest.approx(group[key], rel=1e-12, abs=1e-15), (key, updates)
+        other.step()
+        if updates < 79:  # the last that OneCycleLR has
+            theirs.step()
+    assert course(1).learning_rate == schedules.build(kind, rates[0], params)(1).learning_rate  # and can go back
+    assert load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}).deepspeed.scheduler is not None
 
 
 def test_rates_reach_the_optimizer() -> None:
@@ -64,56 +107,9 @@ def test_rates_reach_the_optimizer() -> None:
     assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
 
 
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        ("WarmupLR", {"warmup_num_steps": 4}),
-        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 12}),
-        ("StepLR", {"step_size": 3}),
-        ("PolynomialLR", {"total_iters": 9}),
-        ("CosineAnnealingLR", {"T_max": 9}),
-    ],
-)
-def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, Any]) -> None:
-    """As the rates of Muon's halves do with DeepSpeed's and torch's own classes."""
-    from deepspeed.runtime import lr_schedules
-
-    theirs, ours = (
-        torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 3e-4)], lr=BASE) for _ in range(2)
-    )
-    keep_ratios(ours.param_groups, 0.02)
-    make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
-    scheduler, course = make(theirs, **params), schedules.build(kind, 0.02, params)
-    for updates in range(12):
-        course(updates).apply(ours.param_groups)
-        for mine, original in zip(ours.param_groups, theirs.param_groups, strict=True):
-            assert mine["lr"] == pytest.approx(original["lr"], rel=1e-12, abs=1e-18), updates
-        theirs.step()
-        scheduler.step()
-
-
 def test_a_list_of_one_rate_is_that_rate() -> None:
     course = schedules.build("WarmupLR", BASE, {"warmup_min_lr": [0.0], "warmup_max_lr": [0.3], "warmup_num_steps": 2})
     assert course(9).learning_rate == 0.3
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_torchs_cycled_momentum_is_torchs(kind: str) -> None:
-    params = {"max_lr": 0.1, "total_steps": 20}
-    ours_optimizer, theirs_optimizer = (
-        getattr(torch.optim, kind)([torch.zeros(1)], lr=BASE, **({"momentum": 0.9} if kind == "SGD" else {}))
-        for _ in range(2)
-    )
-    theirs = torch.optim.lr_scheduler.OneCycleLR(theirs_optimizer, **params)
-    ours = schedules.build("OneCycleLR", BASE, params)
-    key = "betas" if kind == "AdamW" else "momentum"
-    for updates in range(20):
-        ours(updates).apply(ours_optimizer.param_groups)
-        assert ours_optimizer.param_groups[0][key] == theirs_optimizer.param_groups[0][key], updates
-        assert ours_optimizer.param_groups[0]["lr"] == theirs_optimizer.param_groups[0]["lr"]
-        theirs_optimizer.step()
-        if updates < 19:
-            theirs.step()
 
 
 @pytest.mark.parametrize(
@@ -150,39 +146,6 @@ def test_the_names_of_hugging_face(name: str, params: dict[str, Any], rates: lis
     assert name in HF_SCHEDULERS
 
 
-def half_each(updates: int) -> float:
-    return 0.5**updates
-
-
-NESTED: list[tuple[str, dict[str, Any]]] = [
-    ("SequentialLR", {"milestones": [3], "schedulers": [
-        {"type": "LinearLR", "params": {"total_iters": 3}}, {"type": "CosineAnnealingLR", "params": {"T_max": 10}}]}),
-    ("ChainedScheduler", {"schedulers": [
-        {"type": "ConstantLR", "params": {"factor": 0.1, "total_iters": 4}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]}),
-    ("LambdaLR", {"lr_lambda": f"{__name__}:half_each"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "params"), NESTED)
-def test_schedules_of_schedules_and_functions(kind: str, params: dict[str, Any]) -> None:
-    lr_scheduler = torch.optim.lr_scheduler
-    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=BASE)
-    if kind == "LambdaLR":
-        theirs: Any = lr_scheduler.LambdaLR(optimizer, half_each)
-    else:
-        parts = [getattr(lr_scheduler, one["type"])(optimizer, **one["params"]) for one in params["schedulers"]]
-        chained = kind == "ChainedScheduler"
-        theirs = lr_scheduler.ChainedScheduler(parts) if chained else lr_scheduler.SequentialLR(optimizer, parts, [3])
-    document = {"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}
-    assert load(document).deepspeed.scheduler is not None
-    ours = schedules.build(kind, BASE, params)
-    for updates in range(12):
-        assert ours(updates).learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), updates
-        optimizer.step()
-        theirs.step()
-    assert ours(1).learning_rate == schedules.build(kind, BASE, params)(1).learning_rate  # and can go back
-
-
 def test_the_names_of_hugging_face_need_dsframe() -> None:
     """Plain DeepSpeed raises; a file with a section for dsframe is trained by it."""
     section = {"scheduler": {"type": "cosine", "params": {"num_training_steps": 10}}}
@@ -204,7 +167,7 @@ class Halving(dsframe.Task):
 
 
 def test_a_tasks_own_schedule() -> None:
-    document = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.8}}}
+    document = ds_config(4, "SGD", 0.8)
     rates = schedules.planned(load(document), Halving(), 0.8)
     assert [rates(updates).learning_rate for updates in (0, 1, 3, 1)] == [0.8, 0.4, 0.1, 0.4]
     with pytest.raises(TaskError, match=r"Halving\.schedule\(5\) returned nan; return a factor"):
@@ -222,7 +185,7 @@ class Decaying(dsframe.Task):
 
 def test_a_tasks_own_weight_decay() -> None:
     """Groups without a decay keep none; others have it again after it was 0."""
-    document = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.8}}}
+    document = ds_config(4, "AdamW", 0.8)
     schedule = schedules.planned(load(document), Decaying(), 0.8)
     groups: list[dict[str, Any]] = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
     seen = []

@@ -11,6 +11,7 @@ import torch
 
 import dsframe
 from dsframe.data import Loader, as_source
+from tests.files import ds_config
 from tests.sources import SOURCES, Pairs, Stream
 
 STEPS = 200
@@ -70,7 +71,7 @@ def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.C
             "run_dir": str(tmp_path / name),
             "checkpoints": {"every_steps": 4},
         }
-        file = {"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "dsframe": section}
+        file = ds_config(12, "SGD", 0.01, **section)
         dsframe.fit(task, file, resume=resume)
         return list(told)
 

@@ -28,14 +28,11 @@ from dsframe.model.plan import Plan
 from dsframe.trainer import Trainer
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.step_log import StepLog
+from tests.files import ds_config
 
 
 def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
-    document = {
-        "train_batch_size": 4,
-        "gradient_clipping": clipping,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
+    document = ds_config(4, "AdamW", 1e-3, sections={"gradient_clipping": clipping})
     config = load(document).resolve(Facts(1, 100, None, replicas=True))
     plan = Plan(
         config,
@@ -193,17 +190,21 @@ class Reads(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_nothing_is_read_off_the_device_but_on_steps_that_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_off_the_device_but_on_steps_that_log(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole loop, without what is written down: logs, checkpoints and, about every two seconds, the ranks' agreement."""
     monkeypatch.setattr(StepLog, "on_step", lambda *_: None)
     monkeypatch.setattr(Checkpoints, "save", lambda *_: None)
     monkeypatch.setattr(StopRequest, "agreed", lambda *_: False)
-    document = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {"engine": "single", "steps": 12, "run_dir": str(tmp_path / "run"), "hang_timeout_seconds": 0},
-    }
+    document = ds_config(
+        4,
+        "AdamW",
+        1e-3,
+        sections={"gradient_clipping": 0.0},
+        engine="single",
+        steps=12,
+        run_dir="run",
+        hang_timeout_seconds=0,
+    )
     with Reads() as found:
         float(torch.ones(()))
     assert found.reads == 1

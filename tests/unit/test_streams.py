@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from dsframe.host import streams
 from dsframe.run_dir.progress import Progress
+from tests.files import ds_config, read_json, write_json
 from tests.processes import REPOSITORY
 
 
@@ -67,13 +67,9 @@ def test_the_moving_line_survives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("end", [">/dev/full 2>&1", "2>&1 | head -1", "2>&- >&-"])
 def test_a_training_whose_words_are_lost_comes_to_its_end(end: str, tmp_path: Path) -> None:
-    config = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "dsframe": {"engine": "single", "task": {"name": "tests.engines.odd_task:Odd"}, "steps": 60},
-    }
-    (tmp_path / "c.json").write_text(json.dumps(config))
+    config = ds_config(8, "SGD", 0.1, engine="single", task={"name": "tests.engines.odd_task:Odd"}, steps=60)
+    write_json(tmp_path / "c.json", config)
     command = f"set -o pipefail; {sys.executable} -m dsframe.train --config {tmp_path}/c.json --run-dir {tmp_path}/run"
     done = subprocess.run(["bash", "-c", f"{command} {end}"], cwd=REPOSITORY, timeout=120, capture_output=True)
     assert done.returncode == 0, done
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 60
+    assert read_json(tmp_path / "run" / "summary.json")["steps"] == 60

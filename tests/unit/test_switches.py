@@ -20,6 +20,7 @@ from dsframe.model import switches
 from dsframe.tasks import layers
 from dsframe.tasks.language import gpt
 from dsframe.tasks.vision import cnn
+from tests.files import ds_config
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def tokens(rows: int = 4) -> Tensor:
 
 
 def switched(model: nn.Module, **settings: Any) -> nn.Module:
-    file = {"train_batch_size": 4, "dsframe": {"task": {"name": "a.b:C"}, "model": settings}}
+    file = ds_config(4, task={"name": "a.b:C"}, model=settings)
     switches.apply(model, load(file), CPU)
     return model
 

@@ -28,6 +28,7 @@ from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
 from dsframe.tools import export
+from tests.files import ds_config, read_json, write_json
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
 
@@ -295,7 +296,7 @@ def test_models_that_cannot_be_are_refused(fields: dict[str, Any], message: str)
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
         language(model=str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_json(tmp_path / "config.json", LLAMA)
     with pytest.raises(TaskError, match=r"no \.safetensors file"):
         language(model=str(tmp_path), context=8).model()
     (tmp_path / "pytorch_model.bin").write_bytes(b"never unpickled")
@@ -306,11 +307,11 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "smaller"
     save(language(), folder)
     settings = {**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}
-    (folder / "config.json").write_text(json.dumps(settings))
+    write_json(folder / "config.json", settings)
     with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.2"):
         language(model=str(folder)).model()
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": four}))
+    write_json(folder / "config.json", {**settings, "quantization_config": four})
     with pytest.raises(TaskError, match=r"are quantised \(quantization_config\); name a folder"):
         language(model=str(folder))
     (folder / "adapter_config.json").write_text("{}")
@@ -342,13 +343,13 @@ def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
         harm(folder / files[1].name)
         with pytest.raises(TaskError, match=what):
             language(model=str(folder)).model()
-    config = json.loads((whole / "config.json").read_text())
+    config = read_json(whole / "config.json")
     for name, other in {
         "wider": {"intermediate_size": 64},
         "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4},
     }.items():
         shutil.copytree(whole, tmp_path / name)
-        (tmp_path / name / "config.json").write_text(json.dumps(config | other))
+        write_json(tmp_path / name / "config.json", config | other)
         with pytest.raises(TaskError, match=r"has no weights, or of another shape, for"):
             language(model=str(tmp_path / name)).model()
 
@@ -401,11 +402,7 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
     if text:
         save_tokenizer(tmp_path / "words")
         section = {**section, "context": 16, "corpus": "synthetic", "samples": 64, "tokenizer": str(tmp_path / "words")}
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {"engine": "single", "steps": 2, "task": section, "run_dir": str(tmp_path / "run")},
-    }
+    file = ds_config(4, "AdamW", 1e-3, engine="single", steps=2, task=section, run_dir=str(tmp_path / "run"))
     task = build(load(file).settings.task, seed=0)
     dsframe.fit(task, file)
     reader = getattr(
@@ -442,16 +439,15 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
 
 
 def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "dsframe": {
-            "engine": "single",
-            "steps": 1,
-            "task": {"name": "language", "layers": 1, "width": 8, "heads": 2, "corpus": "synthetic", "samples": 64},
-            "run_dir": str(tmp_path / "run"),
-        },
-    }
+    file = ds_config(
+        4,
+        "AdamW",
+        1e-3,
+        engine="single",
+        steps=1,
+        task={"name": "language", "layers": 1, "width": 8, "heads": 2, "corpus": "synthetic", "samples": 64},
+        run_dir=str(tmp_path / "run"),
+    )
     dsframe.fit(build(load(file).settings.task, seed=0), file)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "huggingface"]) == CheckpointError.exit_code
     assert "does not say that its model is of transformers: write pretrained()" in capsys.readouterr().err
@@ -469,7 +465,7 @@ def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys:
         settings = {"task": task} | ({"adapter": adapter} if adapter else {})
         file = tmp_path / "file.json"
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-        file.write_text(json.dumps({"train_batch_size": 2, "optimizer": optimizer, "dsframe": settings}))
+        write_json(file, ds_config(2, optimizer, **settings))
         assert cli.main(["plan", "--config", str(file), "-np", "2"]) == 0
         assert f"{count} parameters" in capsys.readouterr().out
 
@@ -489,7 +485,7 @@ def test_classes_keep_the_numbers_and_the_look_of_the_folder_that_knows_them(tmp
     )  # fmt: skip
     _transformers.transformers().ViTForImageClassification(config).save_pretrained(known)
     look = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "size": {"height": 16, "width": 16}}
-    (known / "preprocessor_config.json").write_text(json.dumps(look))
+    write_json(known / "preprocessor_config.json", look)
     data = {"dataset": "image-folder", "data_dir": str(tmp_path / "d"), "samples": None}
     for model, names in ((str(known), ["dog", "cat"]), (VIT, ["cat", "dog"])):
         task = classifier(model=model, **data)
@@ -576,7 +572,7 @@ def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any
     library.ViTForImageClassification(library.ViTConfig(**config, image_size=16)).save_pretrained(known)
     getattr(library, f"{name}ImageProcessor")().save_pretrained(known)
     file = known / "preprocessor_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    write_json(file, read_json(file) | fields)
     task = classifier(model=str(known), dataset="image-folder", data_dir=str(tmp_path / "d"), samples=None)
     lines: list[str] = []
     task.prepare(lines.append)
@@ -626,7 +622,7 @@ def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(
 ) -> None:
     section = {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64}
     settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path / "run")}
-    file = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "dsframe": settings}
+    file = ds_config(4, "AdamW", 1e-3, **settings)
     dsframe.fit(kind(ImageSettings.model_validate(section), 0), file)
     (checkpoint,) = store.locate(tmp_path / "run")
     assert (checkpoint / "config.json").is_file() == (kind is ImageClassificationTask)

@@ -109,19 +109,19 @@ def content(source: Any) -> bytes:
     return bytes([*inputs.flatten().tolist(), int(targets[-1, -1])])
 
 
-def test_the_last_twentieth_is_held_out(tmp_path: Path) -> None:
-    (tmp_path / "book").write_bytes(bytes(range(200)) * 2)
-    language = task(corpus=str(tmp_path / "book"), context=4)
+def test_the_last_twentieth_is_held_out(here: Path) -> None:
+    (here / "book").write_bytes(bytes(range(200)) * 2)
+    language = task(corpus="book", context=4)
     assert content(language.eval_data()) == bytes(range(180, 197))
     assert max(content(language.train_data())[-10:]) < 180
-    assert len(task(corpus=str(tmp_path / "book"), context=4, samples=7).train_data()) == 7
+    assert len(task(corpus="book", context=4, samples=7).train_data()) == 7
 
 
-def test_several_files_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
+def test_several_files_are_joined_in_the_order_of_their_names(here: Path) -> None:
+    (here / "deep").mkdir()
     for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
-        (tmp_path / name).write_text(letters)
-    pattern = str(tmp_path / "**" / "*.txt")
+        (here / name).write_text(letters)
+    pattern = "**/*.txt"
     assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
 
 

@@ -21,8 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def test_their_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_their_programs_run(here: Path) -> None:
     names: dict[str, Any] = {"__name__": "tasks"}
     for block in blocks("python"):
         exec(compile(block, "docs/tasks.md", "exec"), names)

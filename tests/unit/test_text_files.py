@@ -63,7 +63,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
     rows = texts()
     jsonl(tmp_path / "a.jsonl", [{"id": 1, "text": row} for row in rows])
     parquet.write_table(arrow.table({"id": [1] * len(rows), "text": rows}), tmp_path / "b.parquet")
-    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk("saved")
     for number, row in enumerate(rows):
         (tmp_path / f"{number:03}.txt").write_text(row)
     expected = [byte for row in rows for byte in (*row.encode(), 256)]

@@ -27,6 +27,7 @@ from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
 from dsframe.training import finite, step_log
 from dsframe.training.checkpoints import Checkpoints
+from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
 
 
@@ -53,12 +54,13 @@ class Line(dsframe.Task):
 
 def file(run: Path, **more: Any) -> dict[str, Any]:
     section = {"engine": "single", "steps": 6, "run_dir": str(run), "order": "sequential", "log_every_steps": 1}
-    return {
-        "train_batch_size": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
-        "dsframe": section | more,
-    }
+    return ds_config(
+        2,
+        "SGD",
+        0.1,
+        sections={"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}},
+        **(section | more),
+    )
 
 
 def curve(run: Path, key: str) -> list[float]:

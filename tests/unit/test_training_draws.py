@@ -43,8 +43,7 @@ class Drawing(Vae):
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_training_does_not_see_it(beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_training_does_not_see_it(beside: str, here: Path) -> None:
     usual = {"engine": "single", "steps": 8, "log_every_steps": 100, "checkpoints": {"at_end": False}}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from torch.utils.data import Dataset
 
 import dsframe
 from dsframe.guard import user_code
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY
 
-FILE = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "dsframe": {"engine": "single", "steps": 4}}
+FILE = ds_config(4, "Adam", engine="single", steps=4)
 
 
 class Rows(Dataset[Any]):
@@ -117,8 +117,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_who_raised_is_told(where: str, here: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
         dsframe.fit({"evaluated": TwoModels, "detector": Detector}.get(where, Broken)(where), FILE)
     told = user_code.user_traceback(raised.value)
@@ -130,10 +129,7 @@ def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert user_code.is_transient(raised.value) == (where == "disk")
 
 
-def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Broken, "model", lambda _: nn.Sequential(nn.Linear(3, 1)))
     settings = {**FILE["dsframe"], "model": {"activation_checkpointing": ["Linear"]}}
     with pytest.raises(RuntimeError) as raised:
@@ -147,8 +143,7 @@ def test_what_passes_on_is_there(entry: str) -> None:
     assert f"def {function}" in (REPOSITORY / "dsframe" / file).read_text()
 
 
-def test_what_16_bits_do_to_buffers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_16_bits_do_to_buffers_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Broken, "model", lambda _: Table())
     with pytest.raises(RuntimeError) as raised:
         dsframe.fit(Broken(""), {**FILE, "bf16": {"enabled": True}})
@@ -179,7 +174,7 @@ sys.path.insert(0, {str(REPOSITORY)!r})
 from tests.unit.test_user_code import Broken
 dsframe.main(Broken("loss"), ["--config", "x.json"])
 """
-    (tmp_path / "x.json").write_text(json.dumps(FILE))
+    write_json(tmp_path / "x.json", FILE)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
