@@ -124,6 +124,24 @@ class DatasetSource:
         name = type(self.dataset).__name__
         raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
 
+    def refuse_other_order(self) -> None:
+        """Raises DataError where ``collate`` gives rows in another order than it gets them, as one that sorts them by length."""
+        count = min(len(self), _READINGS)
+        with kept_generators():
+            items = [(0, index, self.item(0, index)) for index in range(count)]
+            ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1])]
+        for there, back in zip(*map(tree_leaves, ways), strict=False):
+            if not (isinstance(there, Tensor) and isinstance(back, Tensor) and there.shape[:1] == (count,)):
+                continue
+            rows, others = there.tolist(), back.tolist()
+            if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):
+                whose = getattr(self.collate, "__qualname__", type(self.collate).__qualname__)
+                raise DataError(
+                    f"{whose} gives the rows of a batch in another order, so predictions would be of other "
+                    "samples; leave the order as it is (pack_padded_sequence takes "
+                    "enforce_sorted=False), or write eval_collate"
+                )
+
     def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
         numbered = [(index % len(self), row) for _, index, row in items]

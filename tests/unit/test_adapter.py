@@ -196,6 +196,12 @@ def test_training_goes_on_from_pefts_folder(trained: Path, tmp_path: Path, capsy
     assert summary.metrics["loss"] == pytest.approx(first, abs=0.05)
     assert summary.metrics["loss"] != first
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    random_base = settings | {"init_lora_weights": "pissa_niter_4"}
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(random_base))
+    with pytest.raises(ConfigError, match="with which peft loads another base each time"):
+        fit(file(tmp_path / "other", {"folder": str(tmp_path / "peft")}, steps=1))
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(settings))
     saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     del saved[next(iter(saved))]
     save_file(saved, tmp_path / "peft" / "adapter_model.safetensors")
