@@ -511,6 +511,13 @@ class Loader:
         """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
         return self.stream(step, step + 1)
 
+    def samples_at(self, step: int, row: int) -> list[int]:
+        """The samples at ``row`` of each micro-batch of ``step``, of this rank."""
+        micro = range(self.accumulation_steps)
+        parts = (self.sampler.micro_batch(step, at, self.rank, self.ranks, self.micro_batch_size) for at in micro)
+        indices = (torch.cat([indices for _, indices in part]) for part in parts)
+        return [int(each[row]) % len(self.source) for each in indices]
+
     def lines(self, steps: int) -> list[str]:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
