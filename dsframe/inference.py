@@ -21,6 +21,7 @@ from dsframe.checkpoint import changes, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
+from dsframe.data.loader import DatasetSource
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.host.restored import restored
@@ -95,6 +96,8 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
             )
         loader.limit(len(loader.source))  # "eval_samples" is for evaluations
         predictions.take_inputs_alone(loader.source)
+        if isinstance(loader.source, DatasetSource) and loader.source.collate:
+            loader.source.refuse_other_order()
         parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
         _together(engine, lambda: _begin(out) if world.is_main else None)
         padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))

@@ -57,7 +57,7 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
         rows = [{name: _tensor(value) for name, value in row.items()} for row in rows]
     try:
         batch = default_collate(rows)
-    except (RuntimeError, TypeError, KeyError) as error:
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:  # the last of integers that are too large
         what = _misfit([number for number, _ in numbered], rows) or error
         raise DataError(f"the rows of a batch do not fit each other: {what}") from error
     return _split(batch, f"a data set gave dicts with {', '.join(map(repr, batch))}" if as_dicts else "")

@@ -81,6 +81,8 @@ def _check_kind(path: Path, key: str) -> None:
             raise DataError(
                 f'{key}: {path} is a folder, but none that datasets.save_to_disk wrote; name its files: "{path}/**/*.jsonl"'
             )
+    elif not path.is_file():
+        raise DataError(f"{key}: {path} is neither a file nor a folder (a pipe, a broken link?)")
     elif path.suffix not in _READERS:
         raise DataError(f"{key}: {path}: files of {', '.join(_READERS)} are read, and folders of datasets.save_to_disk")
 

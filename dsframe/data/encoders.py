@@ -82,9 +82,12 @@ class ConversationEncoder:
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
-            self._warn(row, "columns that are not read", (name for name in row.value if name not in self.columns))
+            has_messages = row.value.get("messages") is not None
+            read = {*self.columns} - ({"prompt", "completion"} if has_messages else set())
+            unread = (name for name, value in row.value.items() if name not in read and value is not None)
+            self._warn(row, "columns that are not read", unread)
             self._choose_template(row)
-            if "messages" in row.value and row.value["messages"] is not None:
+            if has_messages:
                 tokens, learned = self._conversation(row)
             elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
                 tokens, learned = self._completion(row)
@@ -139,6 +142,7 @@ class ConversationEncoder:
         messages = _unweighted(messages)
         tokens = self._applied(messages, row)["input_ids"]
         text, spans = self._rendered(messages, row)
+        self._warn_of_lost(messages, text, row)
         if not all(counts) and len(spans) != len(counts):
             raise DataError(
                 f"{row.place}: {len(counts)} answers, but the chat template marks {len(spans)} parts, so it "
@@ -215,6 +219,11 @@ class ConversationEncoder:
             raise DataError(
                 f"{row.place}: a message of a completion has the weight 0; give messages and a template with {{% generation %}}"
             )
+        if others := sorted({message["role"] for message in answers if message["role"] in _ASKING}):
+            raise DataError(
+                f"{row.place}: a completion has messages of {', '.join(others)}, which would be learned as an answer; "
+                "give messages and a template with {% generation %}"
+            )
         asked, answers = _unweighted(asked), _unweighted(answers)
         before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]
         tokens = self._applied([*asked, *answers], row)["input_ids"]
@@ -223,7 +232,21 @@ class ConversationEncoder:
                 f"{row.place}: the chat template writes the prompt differently if a completion follows, so dsframe cannot "
                 "find where the answer begins; give messages and a template with {% generation %}"
             )
+        text = self._tokenizer.apply_chat_template(
+            [*asked, *answers], chat_template=self._template, tokenize=False, **self._variables(row)
+        )
+        self._warn_of_lost([*asked, *answers], text, row)
         return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
+
+    def _warn_of_lost(self, messages: list[Any], text: str, row: Row) -> None:
+        """Names the roles of which ``text``, which a template has made, has not every word."""
+        without_spaces = "".join(text.split())
+        lost = (
+            message["role"]
+            for message in messages
+            if isinstance(content := message.get("content"), str) and "".join(content.split()) not in without_spaces
+        )
+        self._warn(row, "the chat template leaves out or changes words of messages of", lost)
 
     def _applied(self, messages: list[Any], row: Row, **how: Any) -> Any:
         try:

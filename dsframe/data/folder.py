@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +32,13 @@ _TEST_FOLDERS = ("val", "test", "eval")
 
 
 def class_names(data_dir: str | None) -> list[str]:
-    """The classes: the names of the folders in ``<data_dir>/train``, sorted. Raises DataError."""
+    """The classes: the names of the folders in ``<data_dir>/train``, composed (NFC) and sorted. Raises DataError."""
     if not data_dir:
         raise DataError('dataset "image-folder" needs data_dir: the folder that holds train/<class>/ and val/<class>/')
     folder = Path(data_dir).expanduser() / "train"
     if not folder.is_dir():
         raise DataError(f"image-folder: {folder} does not exist; images belong in {folder}/<class>/")
-    names = sorted(entry.name for entry in _folders(folder))
+    names = sorted(_folders(folder))
     if not names:
         raise DataError(f"image-folder: {folder} holds no folder; images belong in {folder}/<class>/")
     return names
@@ -60,10 +61,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, folder: Path, classes: list[str], look: Callable[[Any], Tensor]) -> None:
         self._look = look
-        unknown = sorted({entry.name for entry in _folders(folder)} - set(classes))
+        folders = _folders(folder)
+        unknown = sorted(folders.keys() - set(classes))
         if unknown:
             raise DataError(f"image-folder: {folder} has classes that train/ has not: {', '.join(unknown)}")
-        paths_of = {name: _files(folder / name) for name in classes}
+        paths_of = {name: _files(folders[name]) if name in folders else [] for name in classes}
         self.samples = [
             (path, label)
             for label, name in enumerate(classes)
@@ -92,9 +94,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self._look(image), label
 
 
-def _folders(folder: Path) -> list[Path]:
-    folders = [entry for entry in folder.iterdir() if entry.is_dir()]
-    return [entry for entry in folders if entry.name not in _JUNK and not entry.name.startswith(".")]
+def _folders(folder: Path) -> dict[str, Path]:
+    """The folders by name, composed (NFC): some systems write an accent as a character of its own. Raises DataError."""
+    folders: dict[str, Path] = {}
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name not in _JUNK and not entry.name.startswith("."):
+            other = folders.setdefault(unicodedata.normalize("NFC", entry.name), entry)
+            if other != entry:
+                names = " and ".join(sorted(map(ascii, (entry.name, other.name))))
+                raise DataError(f"image-folder: {folder} has {names}, one name written in two ways: join these folders")
+    return folders
 
 
 def _files(folder: Path) -> list[Path]:
@@ -117,17 +126,19 @@ def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None
     torchvision()  # says what is not installed
     root = Path(data_dir).expanduser()
     places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
-    files = [file for place in places for name in classes for file in _files(place / name)]
+    files_of = {(place, name): _files(path) for place in places for name, path in sorted(_folders(place).items())}
+    files = [file for (_, name), inside in files_of.items() if name in classes for file in inside]
     paths = [file for file in files if file.suffix.lower() in SUFFIXES]
-    filled = {file.relative_to(root).parts[:2] for file in paths}
+    pictures = {*paths}
+    filled = {key for key, inside in files_of.items() if not pictures.isdisjoint(inside)}
     for place in places[1:]:
-        if lacking := [name for name in classes if (place.name, name) not in filled]:
-            say(f"dsframe: no images of {', '.join(lacking)} in {place}")
+        if lacking := [name for name in classes if (place, name) not in filled]:
+            say(f"no images of {', '.join(lacking)} in {place}")
     if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
         counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
-        say(f"dsframe: files in {root} that are not read as images: {counts}")
+        say(f"files in {root} that are not read as images: {counts}")
     if len(paths) > MOST_CHECKED:
-        say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
+        say(f"{len(paths):,} images are not opened before training; a damaged one ends it where it is read")
         return
     with ThreadPoolExecutor(8) as pool:
         damaged = [f"{path} ({why})" for path, why in zip(paths, pool.map(_damage, paths), strict=True) if why]
@@ -141,6 +152,8 @@ def _damage(path: Path) -> str:
     from PIL import Image
 
     try:
+        if path.exists() and not path.is_file():
+            return "it is no file"  # a pipe would be waited for
         with path.open("rb") as file:
             with Image.open(file) as image:
                 refuse_unshown(image)

@@ -124,6 +124,24 @@ class DatasetSource:
         name = type(self.dataset).__name__
         raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
 
+    def refuse_other_order(self) -> None:
+        """Raises DataError where ``collate`` gives rows in another order than it gets them, as one that sorts them by length."""
+        count = min(len(self), _READINGS)
+        with generators.kept():
+            items = [(0, index, self.item(0, index)) for index in range(count)]
+            ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1])]
+        for there, back in zip(*map(tree_leaves, ways), strict=False):
+            if not (isinstance(there, Tensor) and isinstance(back, Tensor) and there.shape[:1] == (count,)):
+                continue
+            rows, others = there.tolist(), back.tolist()
+            if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):
+                whose = getattr(self.collate, "__qualname__", type(self.collate).__qualname__)
+                raise DataError(
+                    f"{whose} gives the rows of a batch in another order, so predictions would be of other "
+                    "samples; leave the order as it is (pack_padded_sequence takes "
+                    "enforce_sorted=False), or write eval_collate"
+                )
+
     def collated(self, items: list[Item]) -> Batch:
         """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
         numbered = [(index % len(self), row) for _, index, row in items]
@@ -480,6 +498,13 @@ class Loader:
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
         return self.stream(step, step + 1)
+
+    def samples_at(self, step: int, row: int) -> list[int]:
+        """The samples at ``row`` of each micro-batch of ``step``, of this rank."""
+        micro = range(self.accumulation_steps)
+        parts = (self.sampler.micro_batch(step, at, self.rank, self.ranks, self.micro_batch_size) for at in micro)
+        indices = (torch.cat([indices for _, indices in part]) for part in parts)
+        return [int(each[row]) % len(self.source) for each in indices]
 
     def lines(self, steps: int) -> list[str]:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""

@@ -177,7 +177,11 @@ class RowDraws(_Draws):
         self.drawn = False
         """True once something was drawn."""
         self.left_out = False
-        """True once a draw belonged to no sample, or was of a generator of the task's own."""
+        """True once a draw belonged to no sample, or was of a generator of the task's own; not where each batch draws the same
+        numbers, as of a generator that is seeded anew."""
+        self._of_first: list[tuple[bytes, torch.Size]] | None = None
+        """The draws of the first batch that belong to no sample: the state of the generator, and the shape."""
+        self._of_batch: list[tuple[bytes, torch.Size]] = []
 
     def of(self, data: int, samples: range | Tensor) -> RowDraws:
         """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
@@ -190,6 +194,8 @@ class RowDraws(_Draws):
 
     def _at(self, step: int, rows: range | Tensor) -> RowDraws:
         self._step, self._rows, self._size, self._draw = step, rows, len(rows), 0
+        self._of_first = self._of_first or self._of_batch or None
+        self._of_batch = []
         return self
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,12 +207,22 @@ class RowDraws(_Draws):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The draw itself where it belongs to samples; else what ``function`` gives."""
-        self.left_out |= function in _DRAWS and (kwargs or {}).get("generator") is not None
+        generator = (kwargs or {}).get("generator")
+        if function in _DRAWS and generator is not None:
+            return self._of_no_sample(generator, function, args, kwargs)
         try:
             return super().__torch_function__(function, types, args, kwargs)
         except DoesNotFitError:
-            self.left_out = True
-            return function(*args, **(kwargs or {}))
+            return self._of_no_sample(torch.default_generator, function, args, kwargs or {})
+
+    def _of_no_sample(self, generator: torch.Generator, function: Any, args: Any, kwargs: Any) -> Any:
+        """What ``function`` gives. It is left out but where it gives the same numbers in each batch, whatever its rows are."""
+        self.drawn, state = True, generator.get_state().numpy().tobytes()
+        drawn = function(*args, **kwargs)
+        self._of_batch.append((state, drawn.shape))
+        same = self._of_first is None or self._of_batch == self._of_first[: len(self._of_batch)]
+        self.left_out |= not same or drawn.shape[:1] == (self._size,) != (1,)
+        return drawn
 
 
 _COLLATE = 0x636F6C6C  # a stream of draws of its own

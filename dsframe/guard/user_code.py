@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from dsframe.data.loader import DatasetSource, StreamSource
+from dsframe.data.loader import DatasetSource, EvaluationBatch, Loader, StreamSource
 from dsframe.engines import precision
 from dsframe.host import source_files
 from dsframe.model import forward
@@ -113,10 +113,11 @@ def user_traceback(error: Exception) -> str | None:
     in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
     if not (theirs or in_worker or _is_model_call(by)):
         return None
-    return _text(error, by, [calls[number] for number in theirs])
+    return _text(error, by, calls)
 
 
-def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
+def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
+    theirs = [call for call in calls if call.users]
     whose = "the task's model" if _is_model_call(by) else "the task's code"
     lines = [f"{whose} raised {_named(error)}"]
     for call in theirs:
@@ -132,9 +133,43 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
     if by.frame.f_code is Task.validation_loss.__code__:
         lines.append(_EVALUATES)
+    lines += _out_of_range(calls) if isinstance(error, IndexError) else []
     model = by.frame.f_locals.get("model")
     short = isinstance(model, nn.Module) and any(precision.is_short(one.dtype) for one in model.parameters())
     return "\n".join(lines) + (_BUFFERS if short and _IN_16_BITS.search(str(error)) else "") + _REMEDY
+
+
+def _out_of_range(calls: Sequence[_Call]) -> list[str]:
+    """Names the number that an embedding or a loss over classes of torch's cannot take: torch does not."""
+    call = calls[-1]
+    name, values = call.frame.f_code.co_name, call.frame.f_locals
+    if not call.file.endswith("/torch/nn/functional.py") or name not in ("embedding", "cross_entropy", "nll_loss"):
+        return []
+    if name == "embedding":
+        numbers, size, what = values["input"], len(values["weight"]), "token"
+    else:
+        numbers, scores, what = values["target"], values["input"], "label"
+        size = scores.shape[min(scores.ndim - 1, 1)]
+    wrong = (numbers < 0) | (numbers >= size)
+    if what == "label":
+        wrong &= numbers != values["ignore_index"]
+    if numbers.is_floating_point() or not wrong.any():
+        return []
+    row = int(wrong.nonzero()[0, 0]) if numbers.ndim else 0
+    text = f"The {what} {int(numbers[wrong][0])}, in row {row} counted from 0, is not in the {size} that there are, 0 to {size - 1}"
+    return [text + _samples(calls, row, len(numbers) if numbers.ndim else 1)]
+
+
+def _samples(calls: Sequence[_Call], row: int, rows: int) -> str:
+    """Which samples are at ``row`` of a batch of so many ``rows``; empty where ``collate`` may have made others of them."""
+    for values in (call.frame.f_locals for call in reversed(calls)):
+        loader, batch, step = getattr(values.get("self"), "loader", None), values.get("batch"), values.get("step")
+        if isinstance(batch, EvaluationBatch) and len(batch.samples) == rows:
+            return f" (sample {batch.samples[row]} of the evaluation)"
+        if isinstance(loader, Loader) and isinstance(step, int):
+            of = [] if loader.collates or rows != loader.micro_batch_size else loader.samples_at(step - 1, row)
+            return f" (sample {' or '.join(map(str, of))} of the training data)" if of else ""
+    return ""
 
 
 def _named(error: Exception) -> str:

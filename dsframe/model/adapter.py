@@ -256,6 +256,13 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
         raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
     if odd := [key for key in _BY_ITS_MODEL if getattr(settings, key, None)]:
         raise _wrong(config, f"{folder} has {odd[0]}, which peft computes outside of the layers", "train it with peft")
+    if str(settings.init_lora_weights).startswith("pissa_niter"):  # the base changes by random numbers, at each load
+        message = f"{folder} has init_lora_weights {settings.init_lora_weights!r}, with which peft loads another base each time"
+        raise _wrong(
+            config,
+            message,
+            'train it with "pissa", or convert it (save_pretrained with path_initial_model_for_weight_conversion)',
+        )
     settings.inference_mode = False
     return settings
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsframe.cluster.exchange import Ranks, all_gather_tensor
 from dsframe.errors import DsframeError, TaskError
 from dsframe.text import reason
+from dsframe.values import copied, same
 
 
 class FailedMetricError(TaskError):
@@ -28,7 +29,12 @@ def reset(engine: Ranks) -> None:
         if not all(callable(getattr(metric, verb, None)) for verb in ("update", "compute", "reset", "modules")):
             raise TaskError(f"{whose} is {type(metric).__name__}, not a torchmetrics object")
         metric.to(engine.plan.device)
-        metric.reset()
+        try:
+            metric.reset()
+        except Exception as error:
+            raise TaskError(
+                f"{whose} cannot be reset: {reason(error, 400)}; give a metric of one evaluation"
+            ) from error
         for part in metric.modules():
             if hasattr(part, "_reductions"):
                 _connect(engine, part, whose)
@@ -42,6 +48,7 @@ def compute(engine: Ranks) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, metric in engine.plan.task.metric_objects.items():
         whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
+        _refuse_unknown_states(metric, whose)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*was called before the ``update`` method")  # a rank without samples
@@ -80,3 +87,21 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
     metric.sync_on_compute = metric._to_sync = True  # else each rank has the number of its own samples
     metric.dist_sync_fn = gather
     metric.distributed_available_fn = lambda: engine.plan.world.size > 1
+    vars(metric)["_dsframe_reset"] = {name: copied(value) for name, value in _but_states(metric)}
+
+
+def _but_states(metric: Any) -> list[tuple[str, Any]]:
+    """What a metric keeps that torchmetrics neither gathers nor resets."""
+    own = vars(metric).items()
+    return [(name, value) for name, value in own if not name.startswith("_") and name not in metric._defaults]
+
+
+def _refuse_unknown_states(metric: Any, whose: str) -> None:
+    """Raises TaskError where the updates since the reset have changed what is no state: each rank has its own."""
+    for part in metric.modules():
+        before = getattr(part, "_dsframe_reset", {})
+        for name, value in _but_states(part) if before else ():
+            if before.get(name) is not None and not same(before[name], value):  # what is made late is a setting
+                raise TaskError(
+                    f"{whose} keeps {name!r}, which ranks cannot gather; make it a state: self.add_state({name!r}, ...)"
+                )

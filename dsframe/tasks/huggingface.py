@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import math
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -259,7 +260,10 @@ class ImageClassificationTask(Task):
             "image_size": self.images.size,
         }
         config = _transformers.configure("AutoModelForImageClassification", settings.model, facts)
-        known = getattr(config, "label2id", None) or {}
+        known = {
+            unicodedata.normalize("NFC", name): number
+            for name, number in (getattr(config, "label2id", None) or {}).items()
+        }
         config.num_labels, config.problem_type = self.images.classes, "single_label_classification"
         if names := self.images.names:
             if set(known) == set(names):  # a model that knows these classes keeps their numbers

@@ -562,7 +562,7 @@ def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
         if not isinstance(value, Sum):
             refuse(f"{name!r} is {type(value).__name__}")
         count = scalar(value.count, f"{name!r} has a count")
-        scalars[name] = Sum(
+        scalars[str(name)] = Sum(
             scalar(value.total, f"{name!r} has a total"), count if isinstance(value.count, Tensor) else value.count
         )
     return scalars

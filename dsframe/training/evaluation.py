@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.cluster.exchange import all_gather_text, by_value, failures
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.data.sample_draws import RowDraws
@@ -267,13 +267,13 @@ class Evaluation:
 
     def _results(self, name: str, totals_by_name: Mapping[str, Sum]) -> dict[str, float]:
         """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
-        engine, task = self._engine, self._engine.plan.task
+        engine = self._engine
         with elsewhere(engine.built.watch):
             computed = metric_objects.compute(engine)
             if self._keeps:
                 computed |= whole_set.compute(engine, self._kept)
                 self._kept.clear()
-            finished = finalized(task, totals_by_name)
+            finished = _finalized_alike(engine, totals_by_name)
         loss = {"loss": totals_by_name["loss"].mean} if "loss" in totals_by_name and "loss" not in finished else {}
         prefix = f"{name}/" if name else ""
         return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}
@@ -345,6 +345,24 @@ def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
             table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
     total = engine.sum_over_ranks(table.reshape(-1)).reshape(len(names), 2).cpu()
     return {name: Sum(*total[row]) for row, name in enumerate(names)}
+
+
+def _finalized_alike(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, float]:
+    """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums."""
+    task, finished = engine.plan.task, dict[str, float]()
+    try:
+        finished = finalized(task, sums)
+    finally:  # other ranks wait for this one's numbers
+        of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(finished))]
+        for name in sorted({name for metrics in of_ranks for name in metrics}):
+            values = [f"{metrics.get(name)}" for metrics in of_ranks]  # of texts, NaN is equal to itself
+            if len(set(values)) > 1:
+                raise TaskError(
+                    f"{type(task).__name__}.finalize: {name!r} is not the same on each rank ({by_value(values)}): it draws, or "
+                    "reads what this rank's batches have left. Take it from sums, or compute it in metrics_of_all() of what keep() "
+                    "returns"
+                )
+    return finished
 
 
 def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:

@@ -101,3 +101,15 @@ def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     assert "'output': shape [" in finished.output
     assert "return a row for each sample from predictions(outputs, targets)" in finished.output
     assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_that_ranks_compute_of_their_own_batches_are_refused(ranks: int, tmp_path: Path) -> None:
+    """On one process they are of all samples."""
+    (tmp_path / "file.json").write_text(json.dumps(file("Gathers", "ddp" if ranks > 1 else "single")))
+    finished = on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path)
+    if ranks == 1:
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["3"] == 1.0
+    else:
+        assert finished.returncode == 5
+        assert "Gathers.finalize: 'boxes' is not the same on each rank (" in finished.stderr

@@ -192,6 +192,11 @@ def test_training_goes_on_from_pefts_folder(trained: Path, here: Path, capsys: p
     assert summary.metrics["loss"] == pytest.approx(first, abs=0.05)
     assert summary.metrics["loss"] != first
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
+    settings = read_json(here / "peft" / "adapter_config.json")
+    write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "pissa_niter_4"})
+    with pytest.raises(ConfigError, match="with which peft loads another base each time"):
+        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
+    write_json(here / "peft" / "adapter_config.json", settings)
     saved = load_file(here / "peft" / "adapter_model.safetensors")
     del saved[next(iter(saved))]
     save_file(saved, here / "peft" / "adapter_model.safetensors")

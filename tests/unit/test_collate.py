@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import dsframe
 from dsframe.data import Loader, Pad, TensorSource, as_source
 from dsframe.data.collate import collated
+from dsframe.data.loader import DatasetSource
 from dsframe.errors import DataError
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -282,3 +283,20 @@ def test_what_collate_draws_for_a_row_does_not_depend_on_ranks_micro_batches_wor
     assert any(target != -100 for row in expected for target in row[len(row) // 2 :])
     assert sum(first != copy for first, copy in zip(expected[:8], expected[8:], strict=True)) > 4
     assert seen(2, 1) == seen(1, 4) == seen(2, 2, first=2) == expected
+
+
+def test_an_integer_that_no_tensor_holds_is_refused() -> None:
+    with pytest.raises(DataError, match=r"row 1 has \[1\] \[\] object"):
+        collated([(0, (1.0, 1)), (1, (1.0, 2**64))])
+
+
+def test_a_collate_that_sorts_makes_no_predictions() -> None:
+    rows: Any = [(torch.tensor([float(row), 0.0]), row % 2) for row in (3, 1, 2)]
+
+    def sorts(rows: list[Any]) -> Any:
+        return default_collate(sorted(rows, key=lambda row: -row[0][0].item()))
+
+    DatasetSource(rows, 0, default_collate).refuse_other_order()
+    DatasetSource(rows[:1], 0, sorts).refuse_other_order()
+    with pytest.raises(DataError, match="sorts gives the rows of a batch in another order"):
+        DatasetSource(rows, 0, sorts).refuse_other_order()

@@ -142,7 +142,7 @@ def test_a_weight_that_cannot_be_heeded_is_refused() -> None:
     completion = {"prompt": [ask], "completion": [said("bad", weight=0), ask, said("good")]}
     with pytest.raises(DataError, match="a:1: a message of a completion has the weight 0; give messages"):
         learned(tokenizer, completion)
-    completion["completion"][0]["weight"] = None
+    completion["completion"] = [said("good", weight=None)]
     assert learned(tokenizer, completion, "{% for m in messages %}{{ m | tojson }}{% endfor %}").count("weight") == 0
 
 
@@ -319,3 +319,33 @@ def test_what_the_template_does_not_write_is_said_once(capsys: pytest.CaptureFix
 def test_an_object_is_no_text() -> None:
     with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
         learned(words("bytes"), talk(said({"text": "x"})))  # type: ignore[arg-type]
+
+
+CHAT = (
+    "{% for m in messages if m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}[END]{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_is_asked_in_a_completion_is_no_answer() -> None:
+    asked, answer = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees"}
+    rows = encoder(words("bytes"), CHAT)
+    (tokens,) = rows.encode([Row("f:1", {"prompt": [asked], "completion": [answer]})])
+    assert rows._tokenizer.decode(tokens[tokens >= 0]) == "sees[END]"
+    with pytest.raises(DataError, match="f:2: a completion has messages of user, which would be learned"):
+        list(rows.encode([Row("f:2", {"prompt": [asked], "completion": [answer, asked, answer]})]))
+
+
+def test_words_that_a_template_leaves_out_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, answer = {"role": "user", "content": " the cat\n"}, {"role": "assistant", "content": "sees"}
+    rows = encoder(words("bytes"), CHAT)
+    list(rows.encode([Row("f:1", {"prompt": [asked], "completion": [answer]})]))
+    assert not capsys.readouterr().err
+    system = {"role": "system", "content": "a dog"}
+    list(rows.encode([Row("f:2", {"prompt": [system, asked], "completion": [answer]})]))
+    assert "f:2: the chat template leaves out or changes words of messages of: system" in capsys.readouterr().err
+    rows = encoder(words("bytes"), MARKED.replace("m['content'] }}[END]", "m['content'][:2] }}[END]"))
+    list(rows.encode([Row("f:3", {"messages": [asked, answer], "prompt": "one", "completion": "two"})]))
+    said = capsys.readouterr().err
+    assert "f:3: the chat template leaves out or changes words of messages of: assistant" in said
+    assert "f:3: columns that are not read: completion, prompt" in said

@@ -247,6 +247,9 @@ class Random(ReadyTask):
         return super().metrics(outputs, targets)
 
 
+GENERATOR = torch.Generator()
+
+
 @pytest.mark.parametrize(
     ("draws", "said"),
     [
@@ -255,6 +258,8 @@ class Random(ReadyTask):
         (lambda rows: torch.randn(rows + 1), True),
         (torch.randperm, True),
         (lambda rows: torch.randn(rows, generator=torch.Generator().manual_seed(0)), True),
+        (lambda rows: torch.randn(1, 3, generator=torch.Generator().manual_seed(0)), False),
+        (lambda rows: torch.randn(1, 3, generator=GENERATOR), True),
         (lambda rows: None, False),
     ],
 )

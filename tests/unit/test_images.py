@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from dsframe.data import folder
+from dsframe.data.documents import find_files
 from dsframe.errors import DataError
 from tests.processes import python, run_ranks
 
@@ -137,14 +140,41 @@ def test_folders_behind_links_are_read_once(pictures: Path) -> None:
     assert read(pictures) == sorted([*before, "cat/more/7.png"])
 
 
+@pytest.mark.parametrize("places", [("train",), ("train", "val")])
+def test_an_accent_is_the_same_letter_in_each_way_to_write_it(places: tuple[str, ...], pictures: Path) -> None:
+    """Copied from macOS, a name has its accent as a character of its own."""
+    for number, form in enumerate(("NFC", "NFD")):
+        place = pictures / places[number % len(places)] / unicodedata.normalize(form, "café")
+        written(place / "0.png", Image.fromarray(RAMP))
+    if len(places) == 1:
+        with pytest.raises(DataError, match=r"'caf\\xe9' and 'cafe\\u0301', one name written in two ways"):
+            folder.class_names(str(pictures))
+        return
+    names = folder.class_names(str(pictures))
+    assert names == [unicodedata.normalize("NFC", "café"), "cat", "dog"]
+    assert [label for _, label in folder.load(str(pictures), FACTS, train=False, augment=False).samples] == [0]
+    said: list[str] = []
+    folder.check(str(pictures), names, said.append)
+    assert said == [f"no images of cat, dog in {pictures / 'val'}"]
+
+
+def test_a_pipe_is_not_waited_for(pictures: Path) -> None:
+    os.mkfifo(pictures / "train" / "cat" / "9.png")
+    with pytest.raises(DataError, match=r"9\.png \(it is no file\)"):
+        folder.check(str(pictures), ["cat", "dog"], print)
+    os.mkfifo(pictures / "rows.jsonl")
+    with pytest.raises(DataError, match="is neither a file nor a folder"):
+        find_files(str(pictures / "rows.jsonl"), "task.data.train")
+
+
 def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures: Path) -> None:
     (pictures / "train" / "dog" / "9.heic").write_bytes(b"x")
     said: list[str] = []
     folder.check(str(pictures), ["cat", "dog"], said.append)
-    assert said == [f"dsframe: files in {pictures} that are not read as images: 1 with .heic"]
+    assert said == [f"files in {pictures} that are not read as images: 1 with .heic"]
     written(pictures / "val" / "cat" / "0.png", Image.fromarray(RAMP))
     folder.check(str(pictures), ["cat", "dog"], said.append)
-    assert f"dsframe: no images of dog in {pictures / 'val'}" in said
+    assert f"no images of dog in {pictures / 'val'}" in said
     (pictures / "train" / "bird").mkdir()
     (pictures / "train" / "dog" / "9.heic").unlink()
     with pytest.raises(DataError, match="no images of bird"):

@@ -104,6 +104,39 @@ def test_a_list_for_each_batch_is_refused(tmp_path: Path) -> None:
         metrics(tmp_path, wrong=Lists())
 
 
+class Counts(torchmetrics.Metric):
+    """Torchmetrics gathers and resets ``right`` alone."""
+
+    def __init__(self, is_state: bool) -> None:
+        super().__init__()
+        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
+        if is_state:
+            self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+        else:
+            self.rows = 0
+        self.classes: int | None = None
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.rows = self.rows + len(targets)
+        self.right += (outputs.argmax(-1) == targets).sum()
+        self.classes = self.classes or outputs.shape[-1]  # found in the first batch
+
+    def compute(self) -> Tensor:
+        return self.right / self.rows
+
+
+def test_what_a_metric_keeps_beside_its_states_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"keeps 'rows', which ranks cannot gather; .*self.add_state\('rows', ...\)"):
+        metrics(tmp_path / "refused", rate=Counts(is_state=False))
+    assert metrics(tmp_path / "right", rate=Counts(is_state=True))["rate"] == pytest.approx(2 / 19)
+
+
+def test_a_metric_that_cannot_be_reset_is_refused(tmp_path: Path) -> None:
+    accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
+    with pytest.raises(TaskError, match=r"metric_objects\['steps'\] cannot be reset: KeyError"):
+        metrics(tmp_path, steps=torchmetrics.wrappers.MetricTracker(accuracy))
+
+
 def test_ranks_join_what_a_metric_was_told_to_keep_apart() -> None:
     def value(ranks: Any) -> float:
         alone = torchmetrics.MeanMetric(sync_on_compute=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -150,6 +151,48 @@ def test_what_16_bits_do_to_buffers_is_told(here: Path, monkeypatch: pytest.Monk
     told = user_code.user_traceback(raised.value)
     assert told
     assert "buffers stay float32: cast them where they are used" in told
+
+
+class Tokens(dsframe.Task):
+    """Sample 40 of 64 has a token or a class that there is not; so has sample 3 of the evaluation."""
+
+    def __init__(self, token: int = 0, label: int = 0, where: str = "training") -> None:
+        self.token, self.label, self.where = token, label, where
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 3))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def rows(self, bad: int) -> Any:
+        tokens, labels = torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+        labels[::7] = -100
+        tokens[bad, 1], labels[bad] = self.token, self.label
+        return torch.utils.data.TensorDataset(tokens, labels)
+
+    def train_data(self) -> Any:
+        return self.rows(40) if self.where == "training" else Tokens().rows(0)
+
+    def eval_data(self) -> Any:
+        return self.rows(3) if self.where == "evaluation" else None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"token": 8}, "The token 8, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 of the training"),
+        ({"token": -1}, "The token -1, in row %d counted from 0, is not in the 8 that there are"),
+        ({"label": 3}, "The label 3, in row %d counted from 0, is not in the 3 that there are, 0 to 2 (sample 40 of the training"),
+        ({"label": 3, "where": "evaluation"}, "0 to 2 (sample 3 of the evaluation)"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_named(wrong: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dsframe.host.source_files.is_users", lambda file: Path(file) == Path(__file__))
+    settings = {**FILE["dsframe"], "steps": 16, "run_dir": str(tmp_path)}  # type: ignore[dict-item]
+    with pytest.raises(IndexError) as caught:
+        dsframe.fit(Tokens(**wrong), {**FILE, "dsframe": settings})
+    assert re.search(re.escape(said).replace("%d", r"\d"), str(user_code.user_traceback(caught.value)))
 
 
 def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
