@@ -30,10 +30,8 @@ def fit(
         dict(optimizer) or {"type": "AdamW", "params": {"lr": 0.01}},
         engine="single",
         steps=steps,
-        order="sequential",
-        log_every_steps=1,
         run_dir=str(folder),
-        **dict(settings),
+        **{"order": "sequential", "log_every_steps": 1, **dict(settings)},
     )
     if isinstance(task, str):
         task = SeveralRemember() if task == "several" else Remembers(what=task)
