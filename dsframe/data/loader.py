@@ -533,6 +533,18 @@ class Loader:
         """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""
         return self.source.read() if isinstance(self.source, StreamSource) else []
 
+    def wrong_length(self) -> str:
+        """What is to be said of a stream whose passes have had another number of rows than its ``__len__`` says; else ""."""
+        said = len(self.source)
+        _, passes, rows = self.rows_read() or (0, 0, 0)
+        if said == ENDLESS or rows == passes * said:
+            return ""
+        name = type(self.source.dataset).__name__ if isinstance(self.source, StreamSource) else ""
+        return (
+            f"{name}.__len__ says {said:,}, and {passes} pass(es) had {rows:,} rows: epochs, and the steps of a training that is "
+            "so many, are counted by __len__; correct it, or leave it out and write steps"
+        )
+
     @property
     def collates(self) -> bool:
         """True where a function of the task's makes the batches: it may mix samples."""

@@ -25,6 +25,7 @@ class StepLog(Listener):
 
     def __init__(self, events: Events, finite: FiniteCheck) -> None:
         self._events, self._finite = events, finite
+        self._said_length = False
 
     def on_step(self, training: Training, result: StepResult) -> None:
         """**Collective** on a step that is logged. Raises TrainingError for a loss that is not
@@ -45,6 +46,9 @@ class StepLog(Listener):
         details: dict[str, Any] = {"epoch": sampler.epoch(step), "gradient_norm": norm}
         details["memory_bytes"] = peak_memory_bytes(training.engine.plan.device)
         details |= _rows_read(training.engine, training.loader)
+        if not self._said_length and (line := training.loader.wrong_length()):
+            self._said_length = True
+            training.progress.say(f"warning: {line}")
         metrics = {"loss": loss, "learning_rate": result.learning_rate, **terms}
         training.loss = loss
         self._events.emit("on_log", training, LogEntry(metrics, rate, details))

@@ -113,3 +113,18 @@ def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads() -> None:
     assert rows == 10 * passes
     assert passes in (2, 3)
     assert Loader(Pairs(), seed=0, micro_batch_size=3).rows_read() == []
+
+
+@pytest.mark.parametrize(("length", "says"), [(10, ""), (12, "Misled.__len__ says 12, and ")])
+def test_a_stream_of_another_length_than_it_says(length: int, says: str) -> None:
+    class Misled(Stream):
+        def __len__(self) -> int:
+            return length
+
+    loader = Loader(Misled(10), seed=0, micro_batch_size=3)
+    stream = loader.stream()
+    assert loader.wrong_length() == ""
+    for _ in range(8):
+        next(stream)
+    assert loader.wrong_length().startswith(says)
+    assert bool(loader.wrong_length()) == bool(says)
