@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 
 from dsframe.data.loader import DatasetSource, EvaluationBatch, Loader, StreamSource
 from dsframe.engines import precision
@@ -50,6 +51,7 @@ _EVALUATES = (
     "An evaluation calls the loss with what the model returns in evaluation mode; if that differs from training, as in detectors, "
     "define metrics(outputs, targets)"
 )
+_OF_CLASSES = {functional.cross_entropy.__code__, functional.nll_loss.__code__}
 _READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
 
 
@@ -141,15 +143,14 @@ def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
 
 def _out_of_range(calls: Sequence[_Call]) -> list[str]:
     """Names the number that an embedding or a loss over classes of torch's cannot take: torch does not."""
-    call = calls[-1]
-    name, values = call.frame.f_code.co_name, call.frame.f_locals
-    if not call.file.endswith("/torch/nn/functional.py") or name not in ("embedding", "cross_entropy", "nll_loss"):
-        return []
-    if name == "embedding":
+    code, values = calls[-1].frame.f_code, calls[-1].frame.f_locals
+    if code is functional.embedding.__code__:
         numbers, size, what = values["input"], len(values["weight"]), "token"
-    else:
+    elif code in _OF_CLASSES:
         numbers, scores, what = values["target"], values["input"], "label"
         size = scores.shape[min(scores.ndim - 1, 1)]
+    else:
+        return []
     wrong = (numbers < 0) | (numbers >= size)
     if what == "label":
         wrong &= numbers != values["ignore_index"]
