@@ -57,6 +57,8 @@ class Evaluation:
         self._kept: list[bytes] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
+        self._before: Task | None = None
+        """The task as it was before a set, if it may make numbers of what the batches of this rank have left in it."""
         self._joins: bool | None = None if engine.built.watch else False
         """Whether loss or metrics call the model or communicate, which all ranks have to do together; None before it is known."""
         plan = engine.plan
@@ -147,8 +149,10 @@ class Evaluation:
         """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
-        context = self._engine.plan.task.context
+        task, context = self._engine.plan.task, self._engine.plan.task.context
         context.local_rows = False
+        if type(task).finalize is not Task.finalize and self._engine.plan.world.size > 1:
+            self._before = unmoved.twin(task)
         local_totals = self._batches(name, batches, measure, stops, self._join)
         if local_totals is None:
             return None
@@ -273,7 +277,7 @@ class Evaluation:
             if self._keeps:
                 computed |= whole_set.compute(engine, self._kept)
                 self._kept.clear()
-            finished = _finalized_alike(engine, totals_by_name)
+            finished = _finalized_alike(engine, totals_by_name, self._before)
         loss = {"loss": totals_by_name["loss"].mean} if "loss" in totals_by_name and "loss" not in finished else {}
         prefix = f"{name}/" if name else ""
         return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}
@@ -347,22 +351,36 @@ def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
     return {name: Sum(*total[row]) for row, name in enumerate(names)}
 
 
-def _finalized_alike(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, float]:
-    """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums."""
+def _finalized_alike(engine: Engine, sums: Mapping[str, Sum], before: Task | None) -> dict[str, float]:
+    """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums, or would with
+    the task's attributes as ``before`` the evaluation: those are of this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
     try:
         finished = finalized(task, sums)
     finally:  # other ranks wait for this one's numbers
-        of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(finished))]
-        for name in sorted({name for metrics in of_ranks for name in metrics}):
-            values = [f"{metrics.get(name)}" for metrics in of_ranks]  # of texts, NaN is equal to itself
-            if len(set(values)) > 1:
+        told = [finished, _changed_by_batches(finished, before, sums) if before else []]
+        of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(told))]
+        changed = {name for _, names in of_ranks for name in names}
+        for name in sorted({name for metrics, _ in of_ranks for name in metrics}):
+            values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # of texts, NaN is equal to itself
+            if len(set(values)) > 1 or name in changed:
                 raise TaskError(
-                    f"{type(task).__name__}.finalize: {name!r} is not the same on each rank ({by_value(values)}): it draws, or "
+                    f"{type(task).__name__}.finalize: {name!r} is not of all samples alone ({by_value(values)}): it draws, or "
                     "reads what this rank's batches have left. Take it from sums, or compute it in metrics_of_all() of what keep() "
                     "returns"
                 )
     return finished
+
+
+def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Mapping[str, Sum]) -> list[str]:
+    """Returns the names of the numbers that are others with the attributes of ``before``."""
+    try:
+        alone = finalized(before, sums)
+    except ArithmeticError:  # nothing is counted yet
+        return list(finished)
+    except Exception:  # it needs what the batches have made
+        return []
+    return [name for name, value in finished.items() if f"{alone.get(name)}" != f"{value}"]
 
 
 def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:

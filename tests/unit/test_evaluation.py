@@ -27,7 +27,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
-from dsframe.training.evaluation import Evaluation, finalized
+from dsframe.training.evaluation import Evaluation, _finalized_alike, finalized
 from dsframe.training.shared_buffers import _row_spans
 from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
@@ -342,6 +342,35 @@ def test_every_ranks_batches_come_to_rank_0() -> None:
     kept = [[b"a", b"bc", b"d"], [b"e"]]
     heard = Room(2).run(lambda ranks: whole_set.gathered(ranks, kept[ranks.plan.world.rank]))
     assert heard[0] == [b"a", b"e", b"bc", b"d"]
+
+
+class Counts(ReadyTask):
+    """Counts samples by itself, of which each of two ranks has as many."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.samples = how, 0
+
+    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+        right = sums["right"]
+        count = {"own": self.samples, "sums": right.count}[self.how]
+        return {"accuracy": float(right.total) / float(count)}
+
+
+@pytest.mark.parametrize(("how", "refused"), [("own", True), ("sums", False)])
+def test_a_number_of_this_ranks_samples_is_refused(how: str, refused: bool) -> None:
+    """Though it is the same on both ranks: 6 of 12 right are not 6 of 6."""
+
+    def said(ranks: Any) -> str:
+        before, ranks.plan.task = Counts(how), Counts(how)
+        ranks.plan.task.samples = 6
+        try:
+            return str(_finalized_alike(ranks, {"right": Sum(torch.tensor(6.0), 12)}, before)["accuracy"])
+        except TaskError as error:
+            return str(error)
+
+    for line in Room(2).run(said):
+        assert ("Counts.finalize: 'accuracy' is not of all samples alone" in line) == refused
+        assert refused or line == "0.5"
 
 
 class Classes(ReadyTask):
