@@ -129,9 +129,11 @@ class DatasetSource:
         count = min(len(self), _READINGS)
         with generators.kept():
             items = [(0, index, self.item(0, index)) for index in range(count)]
-            ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1])]
-        for there, back in zip(*map(tree_leaves, ways), strict=False):
-            if not (isinstance(there, Tensor) and isinstance(back, Tensor) and there.shape[:1] == (count,)):
+            ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1], items[1:])] if count > 1 else []
+        for there, back, fewer in zip(*map(tree_leaves, ways), strict=False):
+            if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (there, back, fewer)):
+                continue
+            if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # it is one row of a list
                 continue
             rows, others = there.tolist(), back.tolist()
             if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):

@@ -298,5 +298,7 @@ def test_a_collate_that_sorts_makes_no_predictions() -> None:
 
     DatasetSource(rows, 0, default_collate).refuse_other_order()
     DatasetSource(rows[:1], 0, sorts).refuse_other_order()
+    pictures = [(torch.arange(10.0).view(5, 2) + row, row) for row in range(5)]  # as many lines as rows are compared
+    DatasetSource(pictures, 0, lambda rows: tuple(map(list, zip(*rows, strict=True)))).refuse_other_order()
     with pytest.raises(DataError, match="sorts gives the rows of a batch in another order"):
         DatasetSource(rows, 0, sorts).refuse_other_order()
