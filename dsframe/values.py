@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,8 @@ def has_attributes(value: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Returns the attributes of such an object."""
-    named = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
-    slots = [name for names in named for name in ([names] if isinstance(names, str) else names)]
+    with_slots = [vars(cls) for cls in type(value).__mro__ if "__slots__" in vars(cls)]
+    slots = [name for of in with_slots for name, slot in of.items() if isinstance(slot, MemberDescriptorType)]
     return {
         **{name: getattr(value, name) for name in slots if hasattr(value, name)},
         **getattr(value, "__dict__", {}),

@@ -106,7 +106,7 @@ class DatasetSource:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         _tell_epoch(self._listens, epoch)
-        _seed(bits)
+        generators.seed(bits, gpus=False)
         place = index % len(self)
         many = getattr(self.dataset, "__getitems__", None)
         try:
@@ -171,13 +171,6 @@ def _tell_epoch(datasets: list[Any], epoch: int) -> None:
             setattr(dataset, _TOLD, epoch)
 
 
-def _seed(bits: int) -> None:
-    """Seeds the global generators, which random transforms use."""
-    torch.default_generator.manual_seed(bits)
-    np.random.seed(bits & 0xFFFF_FFFF)
-    random.seed(bits)
-
-
 class StreamSource(DatasetSource):
     """An ``IterableDataset``: rows in its own order, numbered as they come, one pass after the other. Reading goes forward."""
 
@@ -213,13 +206,13 @@ class StreamSource(DatasetSource):
         """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
         may shuffle with them, and ranks make other batches of its rows."""
         with generators.kept():
-            _seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF)
+            generators.seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF, gpus=False)
             return super().collated(items)
 
     def _passes(self) -> Iterator[Any]:
         self._read.zero_()
         for number in itertools.count():
-            _seed(draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF)
+            generators.seed(draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF, gpus=False)
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(number)
             row = None
@@ -266,7 +259,7 @@ class _Keyed(Dataset[Any]):
         """True where ``collate`` draws what belongs to no row, or makes another batch each time of the same rows."""
         batches, following = [], []
         for reading in range(_READINGS):
-            _seed(0)
+            generators.seed(0, gpus=False)
             if reading:
                 batches.append(tree_leaves(DatasetSource.collated(self.source, copy.deepcopy(rows))))
             following.append((torch.rand(()).item(), np.random.random(), random.random()))

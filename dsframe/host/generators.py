@@ -14,11 +14,14 @@ import torch
 _CPU = torch.device("cpu")
 
 
-def seed(number: int) -> None:
-    """Seeds every generator of this process."""
+def seed(number: int, *, gpus: bool = True) -> None:
+    """Seeds every generator of this process. ``gpus``: also those of GPUs, which what reads data leaves alone."""
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    if gpus:
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 @contextmanager

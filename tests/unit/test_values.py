@@ -67,6 +67,26 @@ def test_a_copy_is_of_the_same_class_and_apart() -> None:
     assert array[0] == 0
 
 
+class Private:
+    """Has an attribute in a private slot, and may be referred to weakly."""
+
+    __slots__ = ("__count", "__weakref__")
+
+    def __init__(self) -> None:
+        self.__count = [0]
+
+    def move(self) -> None:
+        self.__count.append(1)
+
+
+def test_private_slots_are_copied() -> None:
+    value = Private()
+    twin = copied(value)
+    assert same(value, twin)
+    twin.move()
+    assert not same(value, twin)
+
+
 def test_counters_and_slots_are_copied_and_loggers_are_not_touched() -> None:
     for value, move in ((itertools.count(3), next), (iter([3, 4]), next), (Slotted(3), vars)):
         twin = copied(value)
