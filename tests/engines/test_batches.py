@@ -15,7 +15,7 @@ from dsframe.tools.compare import losses
 from tests.engines import batch_tasks
 from tests.engines.test_foreign import SETUPS
 from tests.files import write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 TASKS = ("Packed", "Nested", "OfGraphs", "OfNodes")
 STEPS = 4
@@ -56,9 +56,7 @@ def train(name: str, setup: str, folder: Path) -> Any:
     }
     write_json(folder / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json"]
-    return run_ranks(
-        warm(processes, words) if processes > 1 else python(words), cwd=folder, timeout_seconds=150
-    ).check()
+    return run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150).check()
 
 
 @pytest.mark.parametrize("name", TASKS)

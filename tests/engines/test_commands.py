@@ -46,7 +46,13 @@ have no form that takes less than minutes.
 """
 
 
-@pytest.mark.parametrize("module", SHORT)
+LONG = ("benchmarks.tokenise", "benchmarks.evaluation", "benchmarks.soak", "benchmarks.data_path")
+"""Half a minute each, even so: in the night."""
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(module, marks=[pytest.mark.long] * (module in LONG)) for module in SHORT]
+)
 def test_it_starts(module: str, tmp_path: Path) -> None:
     options, printed = SHORT[module]
     finished = run_ranks(warm(1, ["-m", module, *options.split()]), cwd=tmp_path, timeout_seconds=200)

@@ -12,7 +12,7 @@ import pytest
 from dsframe.inference import load_model
 from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
 from tests.files import read_json, read_rows, write_json
-from tests.processes import Finished, python, reported, run_ranks, warm
+from tests.processes import Finished, reported, run_ranks, warm
 
 SETUPS = [
     ("single", 1),
@@ -25,7 +25,7 @@ QUICK = {("single", 1), ("ddp", 3), ("horovod", 2), ("fsdp", 2), ("zero1", 2), (
     ("engine", "ranks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.long) for one in SETUPS]
 )
 def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
-    report = reported("evaluated", tmp_path, ranks if ranks > 1 else python, [engine])
+    report = reported("evaluated", tmp_path, ranks, [engine])
     for name, found in report.items():
         expected = by_hand(name)
         for size in MICRO_BATCHES:
@@ -37,7 +37,7 @@ def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
 
 def on(ranks: int, words: Sequence[str], folder: Path) -> Finished:
     line = ["-m", *words]
-    return run_ranks(warm(ranks, line) if ranks > 1 else python(line), cwd=folder, timeout_seconds=100)
+    return run_ranks(warm(ranks, line), cwd=folder, timeout_seconds=100)
 
 
 def read(path: Path) -> list[Any]:

@@ -14,7 +14,7 @@ from dsframe.run_dir.record import read_summary
 from dsframe.tools.export import main as export
 from tests.engines import exported
 from tests.files import ds_config, read_json, write_json
-from tests.processes import run_ranks, torchrun, warm
+from tests.processes import python, run_ranks, warm
 
 ENGINES = {"single": 1, "ddp": 2, "deepspeed": 2}
 KEPT = {("deepspeed", "adapter"), ("ddp", "vision"), ("single", "untied")}
@@ -53,7 +53,7 @@ def test_every_export_is_the_model_that_was_trained(
     others = ["peft"] if adapter else []
     for to in others:
         assert export(["run", "--to", to, "--out", f"out/{to}"]) == 0
-    run_ranks(torchrun(1, [exported.__file__, kind]), cwd=tmp_path, timeout_seconds=150).check()
+    run_ranks(python([exported.__file__, kind]), cwd=tmp_path, timeout_seconds=150).check()
     found = read_json(Path("found.json"))
     trained = read_summary(tmp_path / "run")["metrics"]["loss"]
     assert trained < exported.loss(exported.base(kind), kind) - 0.05

@@ -16,7 +16,7 @@ from dsframe.tasks import build
 from dsframe.tools.compare import losses
 from dsframe.tools.export import main as export
 from tests.files import ds_config, write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA, conversations, jsonl, tokenizer
 
 STEPS, BATCH, RATE = 20, 8, 1e-3
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
     words = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", name, *more]
-    command = warm(processes, words) if processes > 1 else python(words)
+    command = warm(processes, words)
     run_ranks(command, cwd=folder, timeout_seconds=150).check()
     return losses(folder / name), read_summary(folder / name)["metrics"]
 

@@ -17,7 +17,7 @@ from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
 from tests.engines import foreign_tasks
 from tests.files import read_rows, write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"dsframe": {"engine": "single"}}),
@@ -316,7 +316,7 @@ def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
     """Goes on from the run before, if there is one."""
     write_json(tmp_path / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json", "--resume", "auto"]
-    return run_ranks(warm(processes, words) if processes > 1 else python(words), cwd=tmp_path, timeout_seconds=150)
+    return run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150)
 
 
 def by_hand(case: Case) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsframe.run_dir.record import read_summary
-from tests.processes import Finished, Running, horovodrun, python, run_ranks, torchrun, warm
+from tests.processes import Finished, Running, horovodrun, run_ranks, torchrun, warm
 from tests.unit.test_inference import SAMPLES, Plane
 
 TASK = '{"name": "tests.unit.test_inference:Plane"}'
@@ -62,7 +62,7 @@ def test_evaluations_are_those_of_the_run(trained: Path) -> None:
 def test_predictions_are_the_same_on_any_number_of_processes(trained: Path, tmp_path: Path) -> None:
     found = []
     for launcher, processes, *engine in (
-        (lambda _, words: python(words), 1, "--engine", "single"),
+        (warm, 1, "--engine", "single"),
         (warm, 2, "--engine", "deepspeed"),
         (warm, 3, "--engine", "ddp"),
         (warm, 2, "--engine", "deepspeed", "--set", 'pipeline={"stages": 2}', "--set", "zero_optimization.stage=1"),

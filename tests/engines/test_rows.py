@@ -9,7 +9,7 @@ import pytest
 
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 FILE = (
     *("--set", "train_batch_size=16", "--set", "gradient_accumulation_steps=2", "--set", "dsframe.steps=6"),
@@ -20,7 +20,7 @@ FILE = (
 
 def trained(tmp_path: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
     words = ["-m", "dsframe.train", "--config", "zero3.json", "--run-dir", name, *FILE, *more]
-    command = warm(processes, words) if processes > 1 else python(words)
+    command = warm(processes, words)
     run_ranks(command, cwd=tmp_path, timeout_seconds=150).check()
     return losses(tmp_path / name), read_summary(tmp_path / name)["metrics"]
 

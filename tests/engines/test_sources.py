@@ -10,7 +10,7 @@ import pytest
 from dsframe.data import Loader
 from tests.engines.sources_task import Sources
 from tests.files import ds_config, write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 FILE: dict[str, Any] = ds_config(
     12,
@@ -39,7 +39,7 @@ def test_joined_data_sets_go_on_with_the_same_samples_on_another_number_of_ranks
     before = [(tmp_path / f"seen-{rank}").read_text().split() for rank in range(2)]
     for rank in range(2):
         (tmp_path / f"seen-{rank}").unlink()
-    run_ranks(python([*train, "--resume", "auto"]), cwd=tmp_path, timeout_seconds=100).check()
+    run_ranks(warm(1, [*train, "--resume", "auto"]), cwd=tmp_path, timeout_seconds=100).check()
     after = (tmp_path / "seen-0").read_text().split()
 
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from dsframe.errors import TaskError
 from tests.files import write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"dsframe": {"engine": "ddp"}}),
@@ -45,7 +45,7 @@ def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> 
     }
     write_json(folder / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json"]
-    command = warm(processes, words) if processes > 1 else python(words)
+    command = warm(processes, words)
     finished = run_ranks(command, cwd=folder, timeout_seconds=150, env={"FAULT": fault})
     assert finished.returncode == TaskError.exit_code, finished
     (line,) = {line for line in finished.stderr.splitlines() if "error: " in line and "[rank 1]" not in line}

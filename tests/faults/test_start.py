@@ -20,7 +20,8 @@ def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str]) -> list[
     for rank in numbers:
         place = f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size}"
         options = f"--config small.json --run-dir run --engine ddp {changes.get(rank, '')}"
-        lines.append(f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} python -m dsframe.train {options} &")
+        command = shlex.join(warm(1, ["-m", "dsframe.train", *shlex.split(options)]))
+        lines.append(f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {command} &")
         lines.append('pids="$pids $!"')
     return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
 

@@ -16,7 +16,7 @@ import pytest
 from dsframe.data import folder
 from dsframe.data.documents import find_files
 from dsframe.errors import DataError
-from tests.processes import python, run_ranks
+from tests.processes import run_ranks, warm
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 from PIL import ExifTags, Image, ImageOps
@@ -213,11 +213,11 @@ def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path)
     file = ds_config(4, "SGD", 0.1, engine="single", steps=1, task=section, run_dir=str(pictures / "run"))
     write_json(pictures / "a.json", file)
     words = ["-m", "dsframe", "train", "--config", "a.json"]
-    assert run_ranks(python(words), cwd=pictures, timeout_seconds=120).returncode == 0
+    assert run_ranks(warm(1, words), cwd=pictures, timeout_seconds=120).returncode == 0
     for name in ("train", "val"):
         (pictures / name / "dog").rename(pictures / name / "ant")
     for command in ([*words, "--resume", "auto", "--set", "dsframe.steps=2"], ["-m", "dsframe", "evaluate", "run"]):
-        ended = run_ranks(python(command), cwd=pictures, timeout_seconds=120)
+        ended = run_ranks(warm(1, command), cwd=pictures, timeout_seconds=120)
         said = "the data's classes are ant, cat, but the checkpoint was trained with cat, dog; dog missing; ant new"
         assert said in str(ended)
         assert ended.returncode != 0

@@ -33,7 +33,7 @@ from dsframe.run import execute, prepared
 from dsframe.training.predictions import rows_of, take_inputs_alone
 from tests.files import ds_config, read_json, read_rows
 from tests.lines import Line
-from tests.processes import python, run_ranks
+from tests.processes import run_ranks, warm
 
 SAMPLES = 37
 
@@ -81,7 +81,7 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     run, summary = trained
     out = tmp_path / "metrics.json"
     finished = run_ranks(
-        python(["-m", "dsframe.cli", "evaluate", str(run), "--out", str(out)]), timeout_seconds=100
+        warm(1, ["-m", "dsframe.cli", "evaluate", str(run), "--out", str(out)]), timeout_seconds=100
     ).check()
     line = next(line for line in finished.output.splitlines() if line.startswith("{"))
     found = json.loads(line)
@@ -247,7 +247,7 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     (tmp_path / "there.jsonl").touch()
     given = [word.replace("RUN", str(trained[0])).replace("OUT", str(tmp_path)) for word in words]
-    finished = run_ranks(python(["-m", "dsframe.cli", *given]), timeout_seconds=100)
+    finished = run_ranks(warm(1, ["-m", "dsframe.cli", *given]), timeout_seconds=100)
     assert finished.returncode != 0
     assert message in finished.output
     assert "Traceback" not in finished.output
