@@ -6,7 +6,7 @@ beside the losses of its two halves, which come from the same outputs. Where out
 ``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
 
 A mean over something of which each of these rows happened to have the same, such as labels that count, shows later: so the
-halves are taken again, after steps that log, further and further apart.
+halves are taken again, after steps that log: the first ones, and then further and further apart.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _REMEDY = (
     "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
     "loss_weight(targets)"
 )
+_EARLY_LOOKS = 8
+"""Steps after the first one that are each looked at; after them the distance doubles."""
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -80,7 +82,7 @@ class LossTrial:
         self._is_first = steps_since == 0
         self._is_due = self._looks_again and logs and steps_since >= self._next_look
         if self._is_due:
-            self._next_look = 2 * steps_since
+            self._next_look = steps_since + max(1, steps_since - _EARLY_LOOKS)
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch of a step, with its loss to be inspected where it is time."""

@@ -137,16 +137,19 @@ def test_neither_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert said not in capsys.readouterr().err
 
 
-def test_what_the_first_batch_does_not_show_is_announced_later(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", [9, 41])
+def test_what_the_first_batch_does_not_show_is_announced_later(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the second batch on, and from the sixth."""
+
     def ignoring(outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(outputs, targets.argmax(1).masked_fill(targets[:, 0] > 9, -100))
 
-    rows, targets = Line(mean).train_data()._data
-    targets[9::5, 0] = 10  # from the second batch on
+    rows, targets = (data.repeat(2, 1) for data in Line(mean).train_data()._data)
+    targets[first::5, 0] = 10
     data = {"train_data": lambda: TensorSource(rows, targets)}
     weighing = {"loss_weight": lambda targets: (targets[:, 0] <= 9).sum()}
     for more, times in ({}, 1), ({"batch_dependent": True}, 0), (weighing, 0):
-        document = file(1, steps=4)
+        document = file(1, steps=first // 8 + 2)
         document["dsframe"]["order"] = "sequential"
         dsframe.fit(Line(ignoring, **data, **more), document)
         assert capsys.readouterr().err.count("from loss_weight(targets)") == times
