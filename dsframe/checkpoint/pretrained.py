@@ -78,7 +78,7 @@ def beside_weights(manifest: Mapping[str, Any], say: Callable[[str], None]) -> d
                 f"{config['architectures'][0]} has {min(lost)}, and the checkpoint has {', '.join(sorted(ours)[:1])}; let the "
                 "task's model() return the model of transformers itself, or leave out pretrained()"
             )
-        if not aliases:  # two parameters, where the configuration may say that they are one
+        if not {*ours}.intersection(aliases.values()):  # the configuration may say that two parameters are one
             for part in (config, config.get("text_config")):
                 if isinstance(part, dict) and part.get("tie_word_embeddings"):
                     part["tie_word_embeddings"] = False

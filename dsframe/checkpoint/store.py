@@ -386,8 +386,9 @@ def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
     for what, tensor in every.items():
         if wrong := tensor.wrong(known.files):
             raise CheckpointError(f"{path}: {MANIFEST}: {what} {wrong}")
-    if lost := [alias for alias, name in known.aliases.items() if name not in known.parameters]:
-        raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a parameter that is not there")
+    names = set(known.parameters).union(*known.buffers.values())
+    if lost := [alias for alias, name in known.aliases.items() if name not in names]:
+        raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a tensor that is not there")
 
 
 def verify(path: Path) -> list[str]:

@@ -162,6 +162,8 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             there = [name for name in file.schema_arrow.names if name in columns]
+            if len({*there}) < len(there):
+                raise DataError(f"{path}: a column is there twice, and one of them would be lost: {', '.join(there)}")
             if not there:
                 raise DataError(missing(str(path), columns, file.schema_arrow.names))
             number = 0

@@ -130,7 +130,8 @@ class DatasetSource:
         with generators.kept():
             items = [(0, index, self.item(0, index)) for index in range(count)]
             ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1], items[1:])] if count > 1 else []
-        for there, back, fewer in zip(*map(tree_leaves, ways), strict=False):
+        leaves = (tree_leaves(way, is_leaf=lambda part: isinstance(part, PackedSequence)) for way in ways)
+        for there, back, fewer in zip(*leaves, strict=False):
             if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (there, back, fewer)):
                 continue
             if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # it is one row of a list

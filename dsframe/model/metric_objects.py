@@ -73,7 +73,7 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
     for state, reduction in metric._reductions.items():
         if isinstance(metric._defaults[state], list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
             raise TaskError(
-                f"{whose} keeps {state!r} as a list for each batch, which ranks cannot join; use metrics() and finalize()"
+                f"{whose} keeps {state!r} as a list for each batch, which ranks cannot join; compute it in metrics_of_all()"
             )
 
     # Tensors that are no states, as MinMaxMetric's bounds, are not reset; the first ones are kept on the object.
@@ -91,9 +91,16 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
 
 
 def _but_states(metric: Any) -> list[tuple[str, Any]]:
-    """What a metric keeps that torchmetrics neither gathers nor resets."""
-    own = vars(metric).items()
-    return [(name, value) for name, value in own if not name.startswith("_") and name not in metric._defaults]
+    """What a metric keeps that torchmetrics neither gathers nor resets. A private switch may be set by the first batch."""
+    import torchmetrics
+
+    known = {*vars(torchmetrics.SumMetric()), *metric._defaults}
+    others = [(name, value) for name, value in vars(metric).items() if name not in known]
+    return [
+        (name, value)
+        for name, value in others
+        if not name.startswith("_") or not (name.startswith("_dsframe") or isinstance(value, bool))
+    ]
 
 
 def _refuse_unknown_states(metric: Any, whose: str) -> None:

@@ -190,14 +190,15 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
 
-    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew.
+    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew. Without
+    ``remove_duplicate`` a buffer has each of its names.
     """
     buffers = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=remove_duplicate):
             if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
                 buffers[f"{prefix}.{name}" if prefix else name] = buffer
     return buffers
@@ -224,12 +225,13 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """The second and further names of parameters that the model has under several, such as tied embeddings."""
+    """The second and further names of parameters that the model has under several, such as tied embeddings, and of the buffers
+    of such modules."""
     first: dict[int, str] = {}
-    every = model.named_parameters(remove_duplicate=False)
-    without = left_out(model)
-    further = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
-    return {name: kept for name, kept in further.items() if kept not in without}
+    every = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model, remove_duplicate=False)
+    without = left_out(model).union(persistent_buffers(model))
+    further = {name: first[id(p)] for name, p in every.items() if first.setdefault(id(p), name) != name}
+    return {name: kept for name, kept in further.items() if name not in without and kept not in left_out(model)}
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ class CausalLanguageModelTask(Task):
         self._balances = bool(getattr(self.pretrained_config, "output_router_logits", False))
         if self._balances:
             self.over_micro_batches = "the balance of a mixture's experts"
-        self._mask: Tensor | None = None
+        self._inputs: Mapping[str, Any] = {}
         self._sequences: shared_sequences.Sequences | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
@@ -81,12 +81,19 @@ class CausalLanguageModelTask(Task):
         if self.pretrained_config is not self._stored_config:
             _transformers.resize(model, self.pretrained_config.vocab_size)
         if self._balances:
-            model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
+            model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         return model
 
-    def _note_mask(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
-        """Padding is no expert's load, and the loss does not see the inputs."""
-        self._mask = named.get("attention_mask")
+    def _note_inputs(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+        """The loss does not see the inputs, which show what is padding."""
+        self._inputs = named
+
+    def _routed(self, targets: Tensor) -> Tensor | None:
+        """Which tokens count as an expert's load: no padding. Behind packed documents each position is 0 and has no target."""
+        mask, positions = self._inputs.get("attention_mask"), self._inputs.get("position_ids")
+        if mask is None and positions is not None:
+            mask = (targets != IGNORED) | (positions > 0) | (positions.roll(-1, 1) == 1)
+        return mask
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
@@ -99,7 +106,9 @@ class CausalLanguageModelTask(Task):
             return loss
         config = self.pretrained_config
         weight = self.loss_weight(targets)
-        balance, loads = experts.balance(routed, config.num_experts_per_tok, self._mask, weight, self.context.ranks)
+        balance, loads = experts.balance(
+            routed, config.num_experts_per_tok, self._routed(targets), weight, self.context.ranks
+        )
         return loss + config.router_aux_loss_coef * balance, loads
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ def _dicts(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(value: Any, samples: int, what: str) -> list[Any]:
-    """``value`` by samples. A tensor has a row for each and a list an entry; anything else is made of such."""
+    """``value`` by samples. A tensor has a row for each, a list an entry, and None is each one's; anything else is made of such."""
+    if value is None:
+        return [None] * samples
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim and len(value) == samples:
             return list(plain(value, what))
@@ -109,7 +111,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
 
 def _constant(value: Any, samples: int, what: str) -> list[Any]:
     """``value`` by samples, where it may also be one value for all of them: a field of an object that is no result."""
-    if value is None or isinstance(value, (str, bool, int)):
+    if isinstance(value, (str, bool, int)):
         return [value] * samples
     return _rows(value, samples, what)
 

@@ -443,6 +443,18 @@ def test_shared_parameters_have_further_names() -> None:
     assert aliases(model) == {"2.weight": "0.weight", "2.bias": "0.bias"}
 
 
+def test_buffers_of_shared_modules_have_further_names() -> None:
+    """A strict ``load_state_dict`` of an export asks for each of them."""
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False))
+    model.append(model[0])
+    model[0].register_buffer("again", model[0].running_mean)
+    model[0].register_buffer("unsaved", model[0].running_mean, persistent=False)
+    further = aliases(model)
+    assert {*further, *persistent_buffers(model)} == set(model.state_dict())
+    assert {further[name] for name in further} <= set(persistent_buffers(model))
+    assert further["1.running_var"] == "0.running_var"
+
+
 def test_only_persistent_buffers_are_kept() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     model.register_buffer("own", torch.zeros(1))

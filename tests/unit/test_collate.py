@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, default_collate
 
 import dsframe
@@ -302,3 +303,9 @@ def test_a_collate_that_sorts_makes_no_predictions() -> None:
     DatasetSource(pictures, 0, lambda rows: tuple(map(list, zip(*rows, strict=True)))).refuse_other_order()
     with pytest.raises(DataError, match="sorts gives the rows of a batch in another order"):
         DatasetSource(rows, 0, sorts).refuse_other_order()
+
+    def packs(rows: list[Any]) -> Any:  # which keeps its own way back to the order of the rows
+        return pack_sequence([row for row, _ in rows], enforce_sorted=False), torch.tensor([label for _, label in rows])
+
+    lengths = [(torch.ones(2 + row % 3, 4), row) for row in range(5)]
+    DatasetSource(lengths, 0, packs).refuse_other_order()

@@ -59,7 +59,7 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
         {"files__x": {"bytes": 9, "checksums": [[8, "0"]]}},
         "the checksums of 'x' are not of all its bytes",
     ),
-    "a name of nothing": ({"aliases": {"a": "b"}}, "another name of a parameter that is not there"),
+    "a name of nothing": ({"aliases": {"a": "b"}}, "another name of a tensor that is not there"),
 }
 
 

@@ -273,6 +273,7 @@ BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4)
         ([torch.ones(2), torch.ones(2), torch.zeros(2)], [{"output": [1.0, 1.0, 0.0]}] * 2),
         ([torch.ones(3), torch.ones(1)], [{"output": [1.0] * 3}, {"output": [1.0]}]),
         (torch.tensor([1 + 2j, 3]), [{"output": [1.0, 2.0]}, {"output": [3.0, 0.0]}]),
+        ({"logits": torch.ones(2), "loss": None}, [{"logits": 1.0, "loss": None}] * 2),
     ],
 )
 def test_a_prediction_has_a_row_for_each_sample(outputs: Any, rows: list[Any]) -> None:

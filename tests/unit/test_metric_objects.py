@@ -100,7 +100,7 @@ def test_a_list_for_each_batch_is_refused(tmp_path: Path) -> None:
         def compute(self) -> Tensor:
             return torch.tensor(len(self.boxes))
 
-    with pytest.raises(TaskError, match="keeps 'boxes' as a list for each batch"):
+    with pytest.raises(TaskError, match=r"keeps 'boxes' as a list for each batch, .*metrics_of_all\(\)"):
         metrics(tmp_path, wrong=Lists())
 
 
@@ -129,6 +129,27 @@ def test_what_a_metric_keeps_beside_its_states_is_refused(tmp_path: Path) -> Non
     with pytest.raises(TaskError, match=r"keeps 'rows', which ranks cannot gather; .*self.add_state\('rows', ...\)"):
         metrics(tmp_path / "refused", rate=Counts(is_state=False))
     assert metrics(tmp_path / "right", rate=Counts(is_state=True))["rate"] == pytest.approx(2 / 19)
+
+
+class PrivateCount(torchmetrics.MeanMetric):
+    """Torchmetrics neither gathers nor resets ``_batches``; ``_begun`` is a switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batches, self._begun = 0, False
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        super().update(outputs)
+        self._batches, self._begun = self._batches + 1, True
+
+
+def test_private_counts_are_refused_and_switches_pass(tmp_path: Path) -> None:
+    """A window of the last batches, and what is divided by a number of batches, are others on more ranks."""
+    accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
+    with pytest.raises(TaskError, match="keeps '_batches', which ranks cannot gather"):
+        metrics(tmp_path / "count", wrong=PrivateCount())
+    with pytest.raises(TaskError, match="keeps '_num_vals_seen', which ranks cannot gather"):
+        metrics(tmp_path / "window", wrong=torchmetrics.wrappers.Running(accuracy, window=2))
 
 
 def test_a_metric_that_cannot_be_reset_is_refused(tmp_path: Path) -> None:

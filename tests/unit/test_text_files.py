@@ -115,6 +115,22 @@ def test_packed_documents_have_the_losses_of_single_ones(attention: str, tmp_pat
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
+def test_padding_behind_packed_documents_is_no_experts_load(tmp_path: Path) -> None:
+    """The balance of experts is that of the documents one a row, which have a mask; the first has one position only."""
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ["a", *texts(3)]])
+    mixture = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 50.0}
+    losses, pads = [], []
+    for how in ("rows", "documents"):
+        found = prepared("a.jsonl", context=96, packing=how, model={**LLAMA, "model_type": "mixtral", **mixture})
+        torch.manual_seed(0)
+        network, source = found.model().eval(), found.train_data()
+        inputs, targets = source.batch(torch.arange(len(source)), 0)
+        losses.append(found.loss(network(**inputs), targets)[0].item())
+        pads.append(int((inputs["input_ids"] == 0).sum()))
+    assert min(pads) > 8
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_model_whose_packed_documents_see_each_other_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +328,8 @@ def bad(path: Path) -> dict[str, tuple[Any, str]]:
     (path / "blank.jsonl").write_text('{"text": ""}\n')
     (path / "latin.txt").write_bytes(b"abc\n\xe9\xe9")
     parquet.write_table(arrow.table({"body": ["a"], "id": [1]}), path / "other.parquet")
+    names = ["text", "text"]
+    parquet.write_table(arrow.Table.from_arrays([arrow.array(["a"]), arrow.array(["b"])], names), path / "same.parquet")
     content = (path / "other.parquet").read_bytes()
     (path / "short.parquet").write_bytes(content[: len(content) // 2])
     jsonl(
@@ -338,6 +356,10 @@ def bad(path: Path) -> dict[str, tuple[Any, str]]:
         "empty": ({"train": ["good.jsonl", "empty.jsonl"]}, "empty.jsonl: empty"),
         "blank": ({"train": "blank.jsonl"}, "nothing to learn from: all documents are empty"),
         "parquet": ({"train": "other.parquet"}, "other.parquet: no column \"text\"; it has 'body', 'id'"),
+        "same columns": (
+            {"train": "same.parquet"},
+            "same.parquet: a column is there twice, and one of them would be lost",
+        ),
         "truncated": ({"train": "short.parquet"}, "short.parquet: not a parquet file, truncated, or damaged ("),
         "template": ({"train": "who.jsonl", **chat}, "who.jsonl:2: the chat template fails: TemplateError: who is x"),
         "messages": ({"train": "shape.jsonl", **chat}, 'shape.jsonl:1: "messages" must be a list of messages'),
