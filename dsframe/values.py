@@ -75,6 +75,10 @@ def same(before: Any, after: Any) -> bool:
         return before is after
     if isinstance(before, Tensor) and before.is_nested:
         return isinstance(after, Tensor) and after.is_nested and same(list(before.unbind()), list(after.unbind()))
+    if isinstance(before, Tensor) and before.layout != torch.strided:
+        return isinstance(after, Tensor) and same(
+            *(value.to_sparse(layout=torch.sparse_coo)._values() for value in (before, after))
+        )
     if isinstance(before, Tensor):
         return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
     if isinstance(before, (np.ndarray, np.generic)) and not before.dtype.hasobject:
