@@ -75,6 +75,8 @@ def same(before: Any, after: Any) -> bool:
         return before is after
     if isinstance(before, Tensor) and before.is_nested:
         return isinstance(after, Tensor) and after.is_nested and same(list(before.unbind()), list(after.unbind()))
+    if isinstance(before, Tensor) and before.layout != torch.strided:
+        return isinstance(after, Tensor) and before.shape == after.shape and same(_entries(before), _entries(after))
     if isinstance(before, Tensor):
         return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
     if isinstance(before, (np.ndarray, np.generic)) and not before.dtype.hasobject:
@@ -91,6 +93,12 @@ def same(before: Any, after: Any) -> bool:
     if type(before) is type(after) and has_attributes(before):
         return before is after or same(attributes_of(before), attributes_of(after))
     return True
+
+
+def _entries(sparse: Tensor) -> list[Tensor]:
+    """Where a sparse tensor has numbers, and which."""
+    entries = sparse.to_sparse(layout=torch.sparse_coo)
+    return [entries._indices(), entries._values()]
 
 
 def _place(counter: Any) -> Any:

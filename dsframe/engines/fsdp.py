@@ -55,6 +55,8 @@ class FsdpEngine(ReplicaEngine):
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
         "FSDP does not support deepcopy": COPIED,
+        "'Parameter' object has no attribute": "the model asks a parameter for an attribute, and {} puts parameters of its own in "
+        "their place: keep it in the module",
         "mixed torch.Tensor and DTensor": "a part of a block is called while the block itself does not run, so that {} has not "
         "gathered its weights: write whole_weights = True in the task",
         "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "

@@ -68,7 +68,7 @@ def share_limits(model: nn.Module, engine: Any) -> None:
     """Lets the limits of the embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``."""
     for name, module in model.named_modules():
         kind: Any = next((kind for base, kind in _KINDS.items() if isinstance(module, base)), None)
-        limit = getattr(module, "limit", getattr(module, "max_norm", None))
+        limit = module.limit if isinstance(module, _Limited) else getattr(module, "max_norm", None)
         if kind is None or limit is None:
             continue
         if not isinstance(module, _Limited):

@@ -37,6 +37,11 @@ def refuse(model: Any, task: str) -> None:
                 f"{task}: the model contains a {cls.__name__}, which spreads it over devices or processes itself; return the "
                 "module that it wraps, and let the file choose the engine"
             )
+        if hasattr(module, "_dsframe_no_such_name"):
+            raise TaskError(
+                f"{task}: {cls.__name__}.__getattr__ gives an attribute of any name, and torch and the libraries ask modules "
+                "for some that they may have; raise AttributeError for names that it does not know"
+            )
         for name in _CALLED:
             theirs, torchs = getattr(cls, name), getattr(nn.Module, name)
             if theirs is not torchs and not _callable_alike(theirs, torchs):

@@ -30,7 +30,8 @@ _TOLERANCE = 1e-6
 """Relative; and ten times what two equal evaluations differ by."""
 _NAMED = 4
 """Names in a line; a quantised network has as many buffers as layers."""
-_NO, _LOSS, _BUFFERS, _UNKNOWN = "no", "loss", "buffers", "unknown"
+_LOSS, _BUFFERS, _EVALUATION = "loss depends", "buffers depend", "evaluation depends"
+_NO, _UNKNOWN = "no", "unknown"
 
 
 class ModuleState:
@@ -98,15 +99,14 @@ class ModuleState:
                         f"model's loss depends on {names}, which each forward pass changes, so the training depends on "
                         "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
                     )
-            elif depends & {_LOSS, _BUFFERS}:
+            elif kind := next((kind for kind in (_LOSS, _BUFFERS, _EVALUATION) if kind in depends), ""):
                 where = (
                     "in globals, classes or closures from one step"
                     if whose == "program"
                     else f"in attributes from one {call}"
                 )
-                what = "loss depends" if _LOSS in depends else "buffers depend"
-                text = f"{whose} keeps values {where} to the next, and its {what} on them ({names})"
-                if resumed or (_LOSS in depends and self._engine.plan.world.size > 1):
+                text = f"{whose} keeps values {where} to the next, and its {kind} on them ({names})"
+                if resumed or (kind != _BUFFERS and self._engine.plan.world.size > 1):
                     raise TaskError(
                         f"this {text}: no checkpoint has them, and each rank keeps its own. Make them persistent buffers of the "
                         "model (self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of "
@@ -133,22 +133,32 @@ class ModuleState:
         return {word for text in texts for word in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
-        """**Collective.** Returns whether this rank's loss, or what it leaves in buffers, differs with the values of before the
-        step and after it: those of the model's modules, ``names`` of the task, buffers, or what the program keeps elsewhere."""
+        """**Collective.** Returns whether this rank's loss, what it leaves in buffers, or its evaluation differs with the values of
+        before the step and after it: those of the model's modules, ``names`` of the task, buffers, or what the program keeps
+        elsewhere."""
+        if not self.sees_loss:
+            return _UNKNOWN
+        kind, carried = self._compared(whose, names, in_training=True)
+        in_evaluation = self._compared(whose, names, in_training=False)[0]
+        return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
+
+    def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
+        """**Collective.** The same of loss and buffers in one mode; and True if the values that are left differ: what each
+        step makes anew, a resumed run has as well."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
         buffers = self._buffers
         if watch is None or self._batch is None or self._before is None or self._after is None or buffers is None:
-            return _NO
-        if not self.sees_loss:
-            return _UNKNOWN
+            return _NO, False
         kept = generators.capture(device)
         losses = sample_trial.Losses(engine)
         contents: list[dict[str, Tensor]] = []
         # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
-        mode = nullcontext() if watch.has_writes else sample_trial.training_mode(models, watch)
+        mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
+        left: list[held.Values] = []
+        changed: list[set[str]] = []
         try:
             with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
@@ -167,10 +177,12 @@ class ModuleState:
                             attributes[name] = values[name]
                     losses.add(self._batch, samples=1)
                     contents.append(buffers.contents())
+                    left.append(self._values(watch.model)[whose == "program"])
+                    changed.append(left[0].changed())
         except (EngineError, WorldError):
             raise
         except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
-            return _UNKNOWN
+            return _UNKNOWN, False
         finally:
             attributes.clear()
             attributes.update(now)
@@ -178,12 +190,13 @@ class ModuleState:
             abs(after - before) <= max(_TOLERANCE * abs(before), 10 * abs(again - before))
             for before, after, again in losses.of.values()
         )
+        carried = changed[1] != changed[2]
         if not alike:
-            return _LOSS
+            return _LOSS, carried
         first, second, third = contents
         saved = persistent_buffers(watch.model)  # others are attributes, that the loss has been asked about
         moved = (name for name in saved.keys() & first if not same(first[name], second.get(name)))
-        return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO
+        return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO, carried
 
 
 def _few(names: list[str]) -> str:

@@ -235,8 +235,12 @@ class _Doubled(nn.Embedding):
         return 2 * super().forward(input)
 
 
+class _Named(nn.Embedding):
+    limit = 0.1
+
+
 class Limits(Words):
-    """Limits of a class of the user's, or of sums of rows."""
+    """Limits of a class of the user's, or of sums of rows; or an attribute of that name."""
 
     def __init__(self, *, of: str) -> None:
         self.of = of
@@ -244,6 +248,8 @@ class Limits(Words):
     def model(self) -> nn.Module:
         if self.of == "bag":
             return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
+        if self.of == "name":
+            return nn.Sequential(_Named(20, 8), nn.Flatten(), nn.Linear(32, 3))
         return nn.Sequential(_Doubled(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
 
 
@@ -687,6 +693,63 @@ class Transient(Rows):
 
     def model(self) -> nn.Module:
         return _Transient()
+
+
+class _Scaling(nn.Linear):
+    """Follows the size of its outputs in training, and divides by it in evaluations alone."""
+
+    scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        outputs = super().forward(input)
+        if self.training:
+            self.scale = 0.5 * self.scale + float(outputs.detach().abs().mean())
+        return outputs if self.training else outputs / self.scale
+
+
+class Scaling(_First):
+    """A state that evaluations alone need."""
+
+    layer = _Scaling
+
+
+class _Tagged(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.weight.gain = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return super().forward(input) * cast(Any, self.weight).gain
+
+
+class Tagged(_First):
+    """A parameter has an attribute of the model's."""
+
+    layer = _Tagged
+
+
+class _Uneven(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        if input.is_sparse:
+            return torch.sparse.mm(input, self.weight.t()) + self.bias  # type: ignore[no-untyped-call]
+        return torch.stack([row.mean(0) for row in super().forward(input).unbind()])
+
+
+class Batches(Rows):
+    """Inputs are sparse, or rows of different lengths."""
+
+    def __init__(self, *, nested: bool) -> None:
+        self.nested = nested
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Uneven(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def collate(self, rows: list[Any]) -> Any:
+        inputs, targets = zip(*rows, strict=True)
+        if not self.nested:
+            return torch.stack(inputs).relu().to_sparse(), torch.stack(targets)
+        parts = [row.expand(1 + int(row[0] > 0), 8) for row in inputs]
+        return torch.nested.nested_tensor(parts, layout=torch.jagged), torch.stack(targets)
 
 
 class _Sparse(nn.Module):

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "a limit of sums of rows": ("Limits", {"of": "bag"}, {}),
     "a limit of a user's class": ("Limits", {"of": "class"}, {}),
+    "an attribute called limit": ("Limits", {"of": "name"}, {}),
     "a buffer that is replaced": ("Averaging", {}, {}),
     "features that hooks keep": ("Features", {}, {}),
     "scalars": ("Scaled", {}, {}),
@@ -108,6 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "an attribute that was a weight's memory": ("Shared", {"kind": "replaced"}, {}),
     "weights merged in evaluation mode": ("Merging", {}, dict.fromkeys(SHARDED, READ)),
     "a count in a buffer that is not saved": ("Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
+    "a scale that evaluations alone need": ("Scaling", {}, dict.fromkeys(("ddp", "zero3"), "its evaluation depends on them")),
+    "an attribute of a parameter": ("Tagged", {}, {"fsdp": "asks a parameter for an attribute"}),
+    "sparse inputs": ("Batches", {"nested": False}, {}),
+    "nested inputs": ("Batches", {"nested": True}, {"zero3": "gets a nested tensor"}),
     "two weights in one memory": ("Shared", {"kind": "memory"}, dict.fromkeys(("ddp",), "in the same memory")),
     "two weights in one tensor": ("Shared", {"kind": "columns"}, {}),
     "a buffer that backward needs": ("Shared", {"kind": "mask"}, {}),
@@ -205,6 +210,7 @@ STATEFUL = {
     "a teacher that the task holds",
     "a count in training",
     "noise of its own",
+    "a scale that evaluations alone need",
     "a count in a buffer that is not saved",
     *COUNTS,
 }
@@ -222,6 +228,7 @@ RIGHT = {
     "max_norm of a function": ("single",),
     "a limit of sums of rows": ENGINES,
     "a limit of a user's class": ENGINES,
+    "an attribute called limit": ("single",),
     "a buffer that is replaced": ("single",),
     "features that hooks keep": ENGINES,
     "a compiled part": ("fsdp", "zero2"),
@@ -244,6 +251,10 @@ RIGHT = {
     "an attribute is a weight's memory": ("single", "ddp"),
     "weights merged in evaluation mode": ("single", "ddp", "zero2"),
     "a count in a buffer that is not saved": ("single",),
+    "a scale that evaluations alone need": ("single",),
+    "an attribute of a parameter": ("zero3",),
+    "sparse inputs": ("ddp", "zero3"),
+    "nested inputs": ("fsdp",),
     "an attribute that was a weight's memory": ("fsdp", "zero2", "zero3"),
     "an equation": ENGINES,
     "consolidated": ENGINES,
@@ -329,7 +340,7 @@ def by_hand(case: Case) -> list[float]:
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
     found = []
     for step in range(4):
-        inputs, targets = default_collate([data[step * 8 + row] for row in range(8)])
+        inputs, targets = (task.collate or default_collate)([data[step * 8 + row] for row in range(8)])
         loss = task.loss(model(inputs), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 0.5)

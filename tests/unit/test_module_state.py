@@ -332,3 +332,41 @@ def test_buffers_that_count_forward_passes_are_said(
         ds_config(8, "SGD", 0.01, sections={"gradient_accumulation_steps": accumulation}, **settings),
     )
     assert ("model's loss depends on calls, which each forward pass changes" in capsys.readouterr().err) is said
+
+
+class _Tracking(nn.Linear):
+    """Follows the size of its outputs in training; evaluations alone are divided by it."""
+
+    def __init__(self, *, saves: bool) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("size", torch.ones(()), persistent=saves)
+        self.last = torch.ones(())
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        outputs = super().forward(input)
+        if self.training:
+            self.size = 0.5 * self.size + outputs.detach().abs().mean()
+            self.last = outputs.detach().mean()  # which each step makes anew
+            return outputs
+        return outputs / self.size + self.last * 1e-3
+
+
+class Tracks(Line):
+    def __init__(self, *, saves: bool) -> None:
+        self.saves = saves
+
+    def model(self) -> nn.Module:
+        return _Tracking(saves=self.saves)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_state_that_evaluations_need_is_said_and_a_resume_refused(
+    saves: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, Tracks(saves=saves), 2)
+    assert ("its evaluation depends on them (last, size)" in capsys.readouterr().err) != saves
+    if saves:
+        fit(tmp_path, Tracks(saves=saves), 4, resume="auto")
+        return
+    with pytest.raises(TaskError, match=r"its evaluation depends on them"):
+        fit(tmp_path, Tracks(saves=saves), 4, resume="auto")

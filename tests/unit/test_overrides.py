@@ -77,7 +77,16 @@ class Stays(Parts):
         return self
 
 
+class Knows(Parts):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
 REFUSED = {
+    Knows: r"Knows\.__getattr__ gives an attribute of any name",
     FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     OtherOrder: r"OtherOrder\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",

@@ -67,6 +67,16 @@ def test_a_copy_is_of_the_same_class_and_apart() -> None:
     assert array[0] == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_tensors_are_compared() -> None:
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    for form in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+        assert same(form(dense), form(dense.clone()))
+        assert not same(form(dense), form(2 * dense))
+        assert not same(form(dense), form(torch.eye(2)))
+        assert not same(form(dense), form(dense.flip(1))), "the same numbers elsewhere"
+
+
 class Private:
     """Has an attribute in a private slot, and may be referred to weakly."""
 
