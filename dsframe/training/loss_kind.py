@@ -153,7 +153,8 @@ class LossTrial:
             return 'loss is a sum over rows: with more ranks or accumulation the task needs loss_is = "sum"'
         raise TaskError(
             f"{whose}.loss gives a sum over the rows of a micro-batch. A step takes the mean over its {count} micro-batches, so "
-            f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean'
+            f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean '
+            "(of chosen rows, such as the hardest: of those of all ranks, by self.all_rows)"
         )
 
     def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:
