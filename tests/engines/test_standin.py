@@ -35,8 +35,8 @@ if reason := build.reason_against():
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, SAVED = 30, 16
-QUIET = (6, 7)
-"""Steps that neither log nor evaluate, in which no weights are looked at (``dsframe.model.weight_watch``), and that come after
+QUIET = (7, 11)
+"""Steps that neither log nor evaluate, in which no weights are looked at (``dsframe.model.weight_watch``), after
 those in which ranks first compare what they have called."""
 BOUND = 1e-5
 BF16_BOUND = 5e-3
