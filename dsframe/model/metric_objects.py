@@ -94,12 +94,12 @@ def _but_states(metric: Any) -> list[tuple[str, Any]]:
     """What a metric keeps that torchmetrics neither gathers nor resets. A private switch may be set by the first batch."""
     import torchmetrics
 
-    known = {*vars(torchmetrics.SumMetric()), *metric._defaults}
-    others = [(name, value) for name, value in vars(metric).items() if name not in known]
+    known = {name for name in vars(torchmetrics.SumMetric()) if name.startswith("_")} | metric._defaults.keys()
     return [
         (name, value)
-        for name, value in others
-        if not name.startswith("_") or not (name.startswith("_dsframe") or isinstance(value, bool))
+        for name, value in vars(metric).items()
+        if name not in known and not name.startswith("_dsframe")
+        if not (name.startswith("_") and isinstance(value, bool))
     ]
 
 

@@ -37,10 +37,10 @@ def refuse(model: Any, task: str) -> None:
                 f"{task}: the model contains a {cls.__name__}, which spreads it over devices or processes itself; return the "
                 "module that it wraps, and let the file choose the engine"
             )
-        if hasattr(module, "_dsframe_no_such_name"):
+        if not _lacks_unknown_names(module):
             raise TaskError(
-                f"{task}: {cls.__name__}.__getattr__ gives an attribute of any name, and torch and the libraries ask modules "
-                "for some that they may have; raise AttributeError for names that it does not know"
+                f"{task}: {cls.__name__}.__getattr__ must raise AttributeError for a name that it does not know: torch and the "
+                "libraries ask modules for attributes that they may not have"
             )
         for name in _CALLED:
             theirs, torchs = getattr(cls, name), getattr(nn.Module, name)
@@ -80,6 +80,14 @@ def _hides(module: nn.Module) -> bool:
 def _leaves_out(module: nn.Module) -> bool:
     weights = [weight for part in _walk(module) for weight in part._parameters.values() if weight is not None]
     return list(map(id, module.parameters())) != list(dict.fromkeys(map(id, weights)))
+
+
+def _lacks_unknown_names(module: nn.Module) -> bool:
+    """True if a name that nobody gives ends in AttributeError, as ``hasattr`` and ``getattr`` with a default need it."""
+    try:
+        return not hasattr(module, "_dsframe_no_such_name")
+    except Exception:
+        return False
 
 
 def _callable_alike(theirs: Callable[..., Any], torchs: Callable[..., Any]) -> bool:

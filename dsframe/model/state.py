@@ -229,9 +229,9 @@ def aliases(model: nn.Module) -> dict[str, str]:
     of such modules."""
     first: dict[int, str] = {}
     every = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model, remove_duplicate=False)
-    without = left_out(model).union(persistent_buffers(model))
-    further = {name: first[id(p)] for name, p in every.items() if first.setdefault(id(p), name) != name}
-    return {name: kept for name, kept in further.items() if name not in without and kept not in left_out(model)}
+    saved, without = persistent_buffers(model), left_out(model)
+    further = {name: first[id(tensor)] for name, tensor in every.items() if first.setdefault(id(tensor), name) != name}
+    return {name: kept for name, kept in further.items() if name not in saved and kept not in without}
 
 
 @torch.no_grad()

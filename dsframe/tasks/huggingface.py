@@ -57,7 +57,8 @@ class CausalLanguageModelTask(Task):
         self._balances = bool(getattr(self.pretrained_config, "output_router_logits", False))
         if self._balances:
             self.over_micro_batches = "the balance of a mixture's experts"
-        self._inputs: Mapping[str, Any] = {}
+        self._mask: Tensor | None = None
+        self._positions: Tensor | None = None
         self._sequences: shared_sequences.Sequences | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
@@ -81,19 +82,19 @@ class CausalLanguageModelTask(Task):
         if self.pretrained_config is not self._stored_config:
             _transformers.resize(model, self.pretrained_config.vocab_size)
         if self._balances:
-            model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+            model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
         return model
 
-    def _note_inputs(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+    def _note_padding(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
         """The loss does not see the inputs, which show what is padding."""
-        self._inputs = named
+        self._mask, self._positions = named.get("attention_mask"), named.get("position_ids")
 
     def _routed(self, targets: Tensor) -> Tensor | None:
         """Which tokens count as an expert's load: no padding. Behind packed documents each position is 0 and has no target."""
-        mask, positions = self._inputs.get("attention_mask"), self._inputs.get("position_ids")
-        if mask is None and positions is not None:
-            mask = (targets != IGNORED) | (positions > 0) | (positions.roll(-1, 1) == 1)
-        return mask
+        positions = self._positions
+        if self._mask is None and positions is not None:
+            return (targets != IGNORED) | (positions > 0) | (positions.roll(-1, 1) == 1)
+        return self._mask
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")

@@ -54,7 +54,7 @@ class FiniteCheck(Listener):
         """**Collective.** Raises TrainingError, which names what is not finite."""
         cause = diagnose_nonfinite(self._engine, training.loader, self._first, training.step)
         raise TrainingError(
-            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or repair the data; give a mean "
-            "that may have no items, such as labels that are not ignored, their number in loss_weight(targets); or leave such "
-            'updates out: "on_nonfinite": "skip"'
+            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or repair the data; if the "
+            "loss is a mean that may have no items (all labels ignored), return their number from loss_weight(targets); or leave "
+            'such updates out: "on_nonfinite": "skip"'
         )

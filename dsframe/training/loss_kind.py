@@ -6,7 +6,7 @@ beside the losses of its two halves, which come from the same outputs. Where out
 ``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
 
 A mean over something of which each of these rows happened to have the same, such as labels that count, shows later: so the
-halves are taken again, after steps that log: the first ones, and then further and further apart.
+halves are taken again in steps that log: in each of the early ones, and then further and further apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REMEDY = (
     "loss_weight(targets)"
 )
 _EARLY_LOOKS = 8
-"""Steps after the first one that are each looked at; after them the distance doubles."""
+"""Of so many steps after the first one, each that logs is looked at; then the distance doubles."""
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -154,7 +154,7 @@ class LossTrial:
         raise TaskError(
             f"{whose}.loss gives a sum over the rows of a micro-batch. A step takes the mean over its {count} micro-batches, so "
             f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean '
-            "(of chosen rows, such as the hardest: of those of all ranks, by self.all_rows)"
+            "(a mean over chosen rows, such as the hardest, needs the rows of all ranks: self.all_rows)"
         )
 
     def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:

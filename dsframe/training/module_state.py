@@ -139,12 +139,12 @@ class ModuleState:
         if not self.sees_loss:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
-        in_evaluation = self._compared(whose, names, in_training=False)[0]
+        in_evaluation = self._compared(whose, names, in_training=False)[0]  # on every rank, whatever the first was here
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 
     def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
-        """**Collective.** The same of loss and buffers in one mode; and True if the values that are left differ: what each
-        step makes anew, a resumed run has as well."""
+        """**Collective.** Returns the same of loss and buffers in one mode, and whether the values after a forward pass depend on
+        those before it. Values that each forward pass makes anew do not: a resumed run has them too."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
@@ -157,7 +157,7 @@ class ModuleState:
         # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
-        left: list[held.Values] = []
+        left: held.Values | None = None
         changed: list[set[str]] = []
         try:
             with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
@@ -177,8 +177,8 @@ class ModuleState:
                             attributes[name] = values[name]
                     losses.add(self._batch, samples=1)
                     contents.append(buffers.contents())
-                    left.append(self._values(watch.model)[whose == "program"])
-                    changed.append(left[0].changed())
+                    left = left or self._values(watch.model)[whose == "program"]
+                    changed.append(left.changed())
         except (EngineError, WorldError):
             raise
         except Exception:  # such as a model whose outputs in evaluation are others than the loss takes

@@ -62,8 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
     words = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", name, *more]
-    command = warm(processes, words)
-    run_ranks(command, cwd=folder, timeout_seconds=150).check()
+    run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150).check()
     return losses(folder / name), read_summary(folder / name)["metrics"]
 
 

@@ -20,8 +20,7 @@ FILE = (
 
 def trained(tmp_path: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
     words = ["-m", "dsframe.train", "--config", "zero3.json", "--run-dir", name, *FILE, *more]
-    command = warm(processes, words)
-    run_ranks(command, cwd=tmp_path, timeout_seconds=150).check()
+    run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150).check()
     return losses(tmp_path / name), read_summary(tmp_path / name)["metrics"]
 
 

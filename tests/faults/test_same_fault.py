@@ -45,8 +45,7 @@ def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> 
     }
     write_json(folder / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json"]
-    command = warm(processes, words)
-    finished = run_ranks(command, cwd=folder, timeout_seconds=150, env={"FAULT": fault})
+    finished = run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150, env={"FAULT": fault})
     assert finished.returncode == TaskError.exit_code, finished
     (line,) = {line for line in finished.stderr.splitlines() if "error: " in line and "[rank 1]" not in line}
     return re.sub(r"\[\d+, 1\]", "[ROWS, 1]", line.partition("error: ")[2])

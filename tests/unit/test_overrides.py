@@ -85,8 +85,19 @@ class Knows(Parts):
             return None
 
 
+class RaisesKeyError(Parts):
+    """Such as one that looks into a dict of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return {}[name]
+
+
 REFUSED = {
-    Knows: r"Knows\.__getattr__ gives an attribute of any name",
+    Knows: r"Knows\.__getattr__ must raise AttributeError for a name that it does not know",
+    RaisesKeyError: r"RaisesKeyError\.__getattr__ must raise AttributeError",
     FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     OtherOrder: r"OtherOrder\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",

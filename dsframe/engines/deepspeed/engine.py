@@ -61,7 +61,7 @@ class ZeroEngine(ModelEngine):
         **JVP,
         "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no words
-        "view(): cannot view shape": "a linear layer gets a nested tensor, which that of {} has no gradient for: pad the rows",
+        "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
     }
