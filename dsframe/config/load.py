@@ -57,10 +57,7 @@ def _as_json(value: Any) -> Any:
 def read_text(path: Path) -> tuple[str, Problem | None]:
     """The text of a file, or why it cannot be read."""
     if path.suffix in (".yaml", ".yml", ".toml"):
-        message, remedy = (
-            f"{path.suffix[1:].upper()} is not read",
-            f"write JSON: dsframe convert {path} --out {path.stem}.json",
-        )
+        message, remedy = f"{path.suffix[1:].upper()} is not read", "write JSON; docs/faq.md has a line that makes it"
         return "", Problem("error", "", message, remedy, str(path), code="syntax")
     try:
         return path.read_bytes().decode("utf-8"), None

@@ -283,8 +283,6 @@ MAY_NAME_ENGINES = {
     "tools/launch/command.py": "the launcher of that name",
     "tools/doctor.py": "the package and the launcher of that name",
     "tools/import_deepspeed.py": "whose checkpoint is imported",
-    "tools/convert_settings.py": "the engine that does what another framework's settings say",
-    "tools/conversion.py": "whose section has the number format",
     "tools/plan/footprint.py": "what each engine holds, for predictions",
     "tools/plan/choose.py": "the engines that a plan proposes, in its order",
     "run_dir/record.py": "the package of that name",

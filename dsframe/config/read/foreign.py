@@ -1,4 +1,4 @@
-"""Names of other trainers, and what does the same here: one table for ``dsframe check`` and ``dsframe convert``.
+"""Names of other trainers, and what does the same here: one table for ``dsframe check`` and ``dsframe explain``.
 
 Sources: transformers 5.23 (``training_args.py``, ``trainer.py``), accelerate 1.15 (``utils/dataclasses.py``,
 ``commands/config``), lightning 2.6 (``trainer.py``, ``callbacks``, ``fabric/strategies/deepspeed.py``).
