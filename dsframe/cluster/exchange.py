@@ -7,7 +7,6 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from dsframe.cluster.world import World
 from dsframe.errors import WorldError
 
 
@@ -25,17 +23,6 @@ class Ranks(Protocol):
     plan: Any
 
     def sum_over_ranks(self, values: Tensor) -> Tensor: ...
-
-
-class Alone:
-    """A process of its own, as :class:`Ranks`."""
-
-    def __init__(self) -> None:
-        self.plan = SimpleNamespace(world=World(), device=torch.device("cpu"))
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The values."""
-        return values
 
 
 _FRAME = float(1 << 40)

@@ -28,7 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
     "export": ("dsframe.tools.export:main", "a checkpoint's weights for other programs, transformers among them"),
-    "import": ("dsframe.tools.import_deepspeed:main", "a checkpoint of DeepSpeed's own, to continue from"),
     "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
     "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
     "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, for editors"),

@@ -282,7 +282,6 @@ MAY_NAME_ENGINES = {
     "tools/launch/launchers.py": "the launcher of that name",
     "tools/launch/command.py": "the launcher of that name",
     "tools/doctor.py": "the package and the launcher of that name",
-    "tools/import_deepspeed.py": "whose checkpoint is imported",
     "tools/plan/footprint.py": "what each engine holds, for predictions",
     "tools/plan/choose.py": "the engines that a plan proposes, in its order",
     "run_dir/record.py": "the package of that name",

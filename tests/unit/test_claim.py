@@ -23,8 +23,6 @@ from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
 from dsframe.run_dir import lock
 from dsframe.run_dir.lock import RunLock
-from dsframe.tools import deepspeed_files, import_deepspeed
-from dsframe.tools.deepspeed_files import DeepSpeedCheckpoint
 from tests.engines.odd_task import Odd
 from tests.files import ds_config
 
@@ -88,18 +86,6 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
         run.execute(load(file), task=Odd(), world=World(), quiet=True)
         run.execute(load(file), task=Odd(), world=World(), quiet=True)  # twice in one process
     assert not partial.exists()
-
-
-def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ds_config(4, "SGD", 0.01, engine="single", steps=9)
-    task = Odd()
-    module = task.model().state_dict()
-    found = DeepSpeedCheckpoint(tmp_path, 2, 5, 5, 1, 0.01, None, "0.19.8", module, {}, [], [], {})
-    monkeypatch.setattr(deepspeed_files, "find", lambda directory, tag: directory)
-    monkeypatch.setattr(deepspeed_files, "read", lambda path: found)
-    with held(tmp_path) as (holder, _), pytest.raises(WorldError, match=f"in use by another run .process {holder} on"):
-        import_deepspeed.convert(tmp_path / "theirs", None, load(file), task, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
