@@ -14,11 +14,11 @@ from typing import Any
 
 import dsframe
 import dsframe.data
+from docs.schema import describe, json_schema, sections, summary
 from dsframe.config.codes import CODES
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.file import shape
 from dsframe.tools.commands import COMMANDS, parser_of
-from dsframe.tools.schema import describe, json_schema, sections, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,12 +15,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from docs.schema import sections
 from dsframe.config.load import examine
 from dsframe.config.read.reader import ReadError, read
 from dsframe.config.value import Examined
 from dsframe.errors import ConfigError
 from dsframe.tools.check import resolved
-from dsframe.tools.schema import sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from docs.schema import json_schema
 from dsframe.cli import main
 from dsframe.config.load import examine
 from dsframe.config.read.reader import read
-from dsframe.tools.schema import json_schema
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
