@@ -35,7 +35,6 @@ from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules
 from dsframe.model.followers import EarlyStop
 from dsframe.model.plan import Plan
-from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.results import Summary
 from dsframe.run_dir import blocks, output
 from dsframe.run_dir.lock import RunLock
@@ -121,14 +120,18 @@ def train(run: Run, world: World) -> Summary:
     done = start.step if start.in_place else 0
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
-    observers = Observers(ObserverContext(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
+    traces = None
+    if profile := run.config.settings.profile:
+        from dsframe.observe.traces import Traces
+
+        traces = Traces(job.plan, profile, start.step, job.progress.say)
     keeps = world.is_main and not complete
     record = Record(job.plan, facts, done, loggers=run.loggers, say=job.say) if keeps else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
     reset_peak(job.plan.device)
     with _ending(job, engine, outputs), watchdog:
-        summary = Trainer(engine, job.work, outputs, watchdog, observers).fit(start)
+        summary = Trainer(engine, job.work, outputs, watchdog, traces).fit(start)
     _finish(job, engine, record, summary)
     if complete and world.is_main:
         job.say(

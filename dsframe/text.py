@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -17,14 +16,6 @@ _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "note": "\x1b[36m", "m
 _PLAIN = "\x1b[0m"
 _INDENT = 14
 """Where the values of labelled lines begin."""
-
-
-def amount(value: float, digits: int = 4) -> str:
-    """``1.5e9`` as ``1.5 G``, for a unit to follow."""
-    if value < 1000:
-        return f"{value:.3g} "
-    power = min(int(math.log10(value)) // 3, 6)
-    return f"{value / 1000**power:.{digits}g} {' kMGTPE'[power]}"
 
 
 def mebibytes(count: int) -> str:

@@ -18,14 +18,13 @@ from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.events import Events, RunSchedule, Training, UserHooks
+from dsframe.events import Events, Listener, RunSchedule, Training, UserHooks
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.observe.observer import Observers
 from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
@@ -71,7 +70,7 @@ class Trainer:
         work: Work,
         outputs: Outputs,
         watchdog: Watchdog,
-        observers: Observers,
+        traces: Listener | None,
     ) -> None:
         """``watchdog``: entered by the caller."""
         self.engine, self.loader = engine, work.loader
@@ -97,7 +96,7 @@ class Trainer:
         listeners = [
             finite,
             StepLog(events, finite),
-            observers if observers.are_on else None,  # before what is written: they add to log entries
+            traces,
             RunLog(outputs.record),
             hooks,
             self._first_step,
@@ -225,7 +224,7 @@ class Trainer:
         units_per_step = plan.batch.train_batch_size * plan.task.units_per_sample
         units = units_per_step * max(steps - training.first_step, 0)
         rate = units / max(ended - first_done - training.paused_seconds, 1e-9)
-        memory = self._peak_memory()  # before observers take some
+        memory = self._peak_memory()
         return Summary(
             steps=steps,
             seconds=ended - began - training.paused_seconds,

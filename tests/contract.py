@@ -24,11 +24,11 @@ from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
 from dsframe.train import leave_at_once
 from dsframe.training.evaluation import Evaluation
+from tests.communication import Communication, Traffic
 
 SAMPLES = 37
 """Prime, so that no world size and no batch size divides it."""

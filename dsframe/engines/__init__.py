@@ -126,7 +126,7 @@ def problems_with_several_models(config: Config, name: str) -> list[Problem]:
         raise EngineError(
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
-    apart = (entry.supports | {"flops_profiler"}) - entry.several
+    apart = entry.supports - entry.several
     refused = [
         (tuple(feature.path.split(".")), feature.description) for feature in config.features if feature.name in apart
     ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dsframe.observe.observer import Observer, ObserverContext
+from dsframe.events import Listener, Training
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings_report import Profile
     from dsframe.engine import StepResult
-    from dsframe.events import Training
+    from dsframe.model.plan import Plan
 
 FOLDER = "profile"
 """In the run's directory."""
@@ -22,18 +23,12 @@ _ROWS = 25
 """Of a table."""
 
 
-def observer(context: ObserverContext) -> Observer:
-    """This rank's profiler; on a rank that the file does not name it only says where the traces are."""
-    return Traces(context)
-
-
-class Traces(Observer):
+class Traces(Listener):
     """One rank's profiler. Nothing is slower outside of the steps that it looks at."""
 
-    def __init__(self, context: ObserverContext) -> None:
-        plan, done, section = context.plan, context.done_steps, context.plan.config.settings.profile
-        assert section is not None
-        self._folder, self._rank, self._say = plan.directory / FOLDER, plan.world.rank, context.say
+    def __init__(self, plan: Plan, section: Profile, done: int, say: Callable[[str], None]) -> None:
+        """``done``: steps before this process's first. On a rank that ``section`` does not name it only says where they are."""
+        self._folder, self._rank, self._say = plan.directory / FOLDER, plan.world.rank, say
         self._active, self._waits = section.active, section.wait + section.warmup
         self._done = self._step = self._written = done
         self._on_gpu = plan.device.type == "cuda"
@@ -68,13 +63,15 @@ class Traces(Observer):
         yield
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """Tells the profiler that a step is done; the last one of a trace writes it."""
+        """Tells the profiler that a step is done; the last one of a trace writes it, which is no training time."""
         self._step = step = training.step
         if self._profiler is None:
             return
+        began = time.perf_counter()
         self._profiler.step()
         if step == self._ends:
             self._close()
+        training.pause(time.perf_counter() - began)
 
     def on_finish(self, training: Training) -> None:
         """Says where the traces are."""

@@ -16,7 +16,6 @@ from dsframe.tools.report.runs import Run
 EPILOG = """\
 Whether model, data and file are the same comes first. Differences are to the first run. The last lines say
 whether the first steps are those of one training.
-"sent" is counted if the file has comms_logger.
 """
 _EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
 """Until this step the losses of one training differ by no more than this on any engine

@@ -23,9 +23,9 @@ from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.observe.communication import Communication
 from dsframe.tasks import Task
 from dsframe.train import leave_at_once
+from tests.communication import Communication
 from tests.engines.snapshot import Snapshot
 
 HERE, STEPS, ROWS = worlds.here(), 5, 16

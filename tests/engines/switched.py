@@ -85,7 +85,7 @@ def main(report: Path) -> None:
     settle_threads(worlds.here(), 1)
     import torch
 
-    from dsframe.observe.communication import Communication
+    from tests.communication import Communication
     from tests.engines.several import one_process_group, prepare
     from tests.engines.snapshot import Snapshot
 

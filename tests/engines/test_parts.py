@@ -18,8 +18,8 @@ from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
 from dsframe.engines import parts
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.observe.meta import model_of
 from dsframe.tools.compare import losses
+from dsframe.tools.plan.meta import model_of
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
 from tests.files import ds_config, read_rows, write_json
 from tests.processes import horovodrun, python, reported, run_ranks, warm

@@ -80,11 +80,6 @@ def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.Captur
     report = plan(tmp_path, file, capsys, "-np", "1024", "--gpu-memory", "80GB")
     width, context = 24576, 2048
     assert report["parameters"] == 24 * (12 * width**2 + 13 * width) + (256 + context) * width + 2 * width
-    # 6 FLOPs for a parameter and a token (the embeddings' look-up is none), 12 x layers x width x
-    # context for attention
-    matrices = 24 * 12 * width**2 + 256 * width
-    exact = 6 * matrices * context + 24 * 12 * width * context**2
-    assert report["flops_per_sample"] == pytest.approx(exact, rel=0.1)
     (world,) = report["worlds"]
     assert world["as_written"]["pipeline_stages"] == 8
     assert world["as_written"]["data_parallel_size"] == 128
@@ -113,7 +108,6 @@ def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], 
     known, whole = traced(config, built), trace(built, torch.float32)
     assert (known.frozen, known.parameters) == (frozen, sum(sizes.values()) - frozen)
     assert (whole.frozen, whole.parameters) == (0, sum(sizes.values()))
-    assert known.flops.at(1) < whole.flops.at(1)
 
 
 def test_what_a_block_keeps_is_what_torch_keeps() -> None:

@@ -30,7 +30,7 @@ class Facts:
 
 def check(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings) -> None:
     """Report what the file alone does not decide: its batch and schedules for this number of processes and steps."""
-    _check_profiles(file, settings, facts.world_size, facts.total_steps, findings)
+    _check_profiles(settings, facts.world_size, facts.total_steps, findings)
     if any(findings.fails(key) for key in (TRAIN, MICRO, STEPS)):
         return
     if facts.world_size is None:
@@ -39,16 +39,10 @@ def check(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings)
         batch.check_groups(file, facts.world_size, findings)
 
 
-def _check_profiles(
-    file: DeepSpeed, settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings
-) -> None:
+def _check_profiles(settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
     """Report profiles of ranks and steps that the run does not have."""
-    profile, profiler = settings.profile, file.flops_profiler
+    profile = settings.profile
     steps = settings.steps if total_steps is None else total_steps
-    if steps is not None and profiler.enabled and profiler.profile_step >= steps:
-        message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
-        remedy = f"write at most {steps - 1}"
-        findings.error("flops_profiler.profile_step", message, remedy, code="conflict", at_value=True)
     if profile is not None and steps is not None and profile.steps > steps:
         parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
         message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"

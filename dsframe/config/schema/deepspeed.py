@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Positive, Section
 from dsframe.config.schema.expert_parallel import ExpertParallel
-from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from dsframe.config.schema.monitor import Comet, CsvMonitor, TensorBoard, Timers, Wandb
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.parallel import Pipeline, TensorParallel
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
@@ -123,12 +123,12 @@ class DeepSpeed(Scalars):
     """DataStates checkpoints: any value but false turns them on. Needs the package ``datastates``."""
     data_efficiency: Switched = Field(default_factory=Switched.model_construct)
     """Curriculum learning and token dropping."""
-    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler.model_construct)
-    """Count of operations."""
+    flops_profiler: Switched = Field(default_factory=Switched.model_construct)
+    """Without effect in dsframe: torch's ``FlopCounterMode`` counts operations."""
     autotuning: Switched = Field(default_factory=Switched.model_construct)
     """Settings of the tuner."""
-    comms_logger: CommsLogger | None = None
-    """Log of collectives."""
+    comms_logger: Switched | None = None
+    """Without effect in dsframe: traces (``dsframe.profile``) have every collective."""
     tensorboard: TensorBoard = Field(default_factory=TensorBoard.model_construct)
     """TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb.model_construct)

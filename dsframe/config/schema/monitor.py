@@ -1,11 +1,10 @@
-# ruff: noqa: RUF012 - pydantic copies mutable defaults
 """What is logged and where: monitors, profilers and timers.
 
 Source: ``deepspeed/monitor/config.py``, ``profiling/config.py``, ``comm/config.py`` and ``utils/config.py`` of
 DeepSpeed 0.19.8.
 """
 
-from dsframe.config.schema.base import Coerced, Count, NonNegative, Section, Size, Unmodelled
+from dsframe.config.schema.base import Coerced, Unmodelled
 
 
 class TensorBoard(Coerced):
@@ -64,41 +63,6 @@ class Comet(Coerced):
     """Send to the server (default), else store locally."""
     mode: str | None = None
     """``get``, ``create`` or ``get_or_create``."""
-
-
-class FlopsProfiler(Section):
-    """Operations of one step on rank 0, counted by dsframe on every engine, as they are run, forward and backward."""
-
-    enabled: bool = False
-    """Turns it on."""
-    recompute_fwd_factor: NonNegative = 0.0
-    """Without effect in dsframe: what activation checkpointing repeats is counted as it happens."""
-    profile_step: Size = 1
-    """Steps before the one that is profiled, counted from the first that the process takes; choose one after warm-up."""
-    module_depth: int = -1
-    """Without effect in dsframe, which counts the whole model."""
-    top_modules: Count = 1
-    """Without effect in dsframe."""
-    detailed: bool = True
-    """Without effect in dsframe."""
-    output_file: str | None = None
-    """Where the report goes. Default: among what the run says, on standard error."""
-
-
-class CommsLogger(Coerced):
-    """What each rank sends, counted by dsframe on every engine: ``communication.json`` in the run's directory, ``sent_bytes`` among
-    the metrics. Calls and bytes; times are in traces (``dsframe.profile``). Slower."""
-
-    enabled: bool = False
-    """Turns it on."""
-    prof_all: bool = True
-    """Without effect in dsframe, which counts every operation."""
-    prof_ops: list[str] = []
-    """Without effect in dsframe."""
-    verbose: bool = False
-    """Without effect in dsframe."""
-    debug: bool = False
-    """Without effect in dsframe."""
 
 
 class Timers(Unmodelled):

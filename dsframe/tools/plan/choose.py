@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsframe import engines
-from dsframe.config import Config, Facts, load
+from dsframe.config import Batch, Config, Facts, load
 from dsframe.config.read import overrides
 from dsframe.errors import ConfigError
 from dsframe.tools.plan.device import Device
@@ -29,7 +29,6 @@ _REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
 _STAGES = ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all"))
 """ZeRO stages and what is offloaded, from simple to involved."""
 _OFFLOADED = {"": "", "optimizer": ", optimizer on the CPU", "all": ", all on the CPU"}
-RECOMPUTING: Patch = {"activation_checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ def _given(config: Config) -> dict[str, Any]:
     return raw
 
 
-def plan(config: Config, model: Model, device: Device, world_size: int, recomputed: Model | None = None) -> Plan:
-    """``recomputed``: the model with blocks computed twice, as :func:`recomputing` asks; None: it is
-    not known. Raises ConfigError where the file as it is cannot run on so many processes."""
+def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
+    """Raises ConfigError where the file as it is cannot run on so many processes."""
     engine = engines.named(config.settings.engine)
     problems, _ = engines.examine(config, engine)
     if problems:
@@ -80,29 +78,27 @@ def plan(config: Config, model: Model, device: Device, world_size: int, recomput
     strategies: list[Strategy] = []
     refused: dict[str, str] = {}
 
-    def attempt(name: str, file: Config, engine: str, patch: Patch, model: Model) -> Strategy | None:
-        try:
-            return _best(name, file, engine, patch, (model, device, world_size))
-        except ConfigError as error:
-            refused[name] = str(error).splitlines()[0].removeprefix("error: ")
-            return None
-
+    files = [("", config)]
+    if model.recomputed and config.settings.model.recomputation is None:
+        files.append((", blocks computed twice", load(_recomputing(config))))
     for name, other, patch in _candidates(config, model, world_size):
-        strategy = attempt(name, config, other, patch, model)
-        if strategy is None:
-            continue
-        if recomputed is not None and not strategy.prediction.fits:
-            again, changed = f"{name}, blocks computed twice", load(recomputing(config))
-            strategy = attempt(again, changed, other, patch, recomputed) or strategy
-        strategies.append(strategy)
+        best: Strategy | None = None
+        for more, file in files:
+            if best is None or not best.prediction.fits:
+                try:
+                    best = _best(name + more, file, other, patch, (model, device, world_size))
+                except ConfigError as error:
+                    refused[name + more] = str(error).splitlines()[0].removeprefix("error: ")
+        if best is not None:
+            strategies.append(best)
     return Plan(world_size, written, sorted(strategies, key=_order), refused)
 
 
-def recomputing(config: Config) -> dict[str, Any]:
+def _recomputing(config: Config) -> dict[str, Any]:
     """The file with every block recomputed in the backward pass."""
     file = _given(config)
     section = file.setdefault("dsframe", {})
-    section["model"] = section.get("model", {}) | RECOMPUTING
+    section["model"] = section.get("model", {}) | {"activation_checkpointing": True}
     return file
 
 
@@ -110,11 +106,18 @@ def _best(name: str, config: Config, engine: str, patch: Patch, run: tuple[Model
     """The patched file with the largest micro-batch that fits. Raises ConfigError."""
     model, device, world_size = run
     recomputes = config.settings.model.activation_checkpointing is True
-    options = [
-        Strategy(name, file, predict(other, engine, model, device, world_size), recomputes)
-        for file, other in _micro_batches(config, engine, patch, world_size)
-    ]
-    return min(options, key=_order)
+    other, batches = _micro_batches(config, engine, patch, world_size)
+    options = []
+    for batch in batches:
+        prediction = predict(other, engine, model, device, world_size, batch)
+        sizes = {
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+            "gradient_accumulation_steps": batch.accumulation_steps,
+        }
+        options.append(Strategy(name, _given(other) | sizes, prediction, recomputes))
+    best = min(options, key=_order)
+    load(best.file, facts=other.facts)  # some micro-batches are refused
+    return best
 
 
 def _order(strategy: Strategy) -> tuple[bool, bool, float]:
@@ -170,10 +173,8 @@ def _zero(config: Config, stage: int, offload: str) -> Patch:
     return section
 
 
-def _micro_batches(
-    config: Config, engine: str, patch: Patch, world_size: int
-) -> Iterator[tuple[dict[str, Any], Config]]:
-    """The patched file with every micro-batch size that makes the same global batch, the largest
+def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -> tuple[Config, list[Batch]]:
+    """The patched file with a micro-batch of one sample, and every size that makes the same global batch, the largest
     first. Raises ConfigError where dsframe does not accept it."""
     as_written = engines.TABLE[engines.named(config.settings.engine)].replicas
     samples = config.batch(world_size, replicas=as_written).train_batch_size
@@ -183,23 +184,21 @@ def _micro_batches(
     for size in ("train_batch_size", "gradient_accumulation_steps"):
         file.pop(size, None)
     file["train_micro_batch_size_per_gpu"] = 1
-    facts = Facts(world_size=world_size, replicas=engines.TABLE[engine].replicas)
-    other = load(file, facts=facts)
-    ranks = other.batch(world_size).data_parallel_size
+    other = load(file, facts=Facts(world_size=world_size, replicas=engines.TABLE[engine].replicas))
+    batch = other.batch(world_size)
     problems, _ = engines.examine(other, engine)
-    if samples % ranks:
-        message = f"{samples} samples a step cannot be divided among {ranks} processes"
+    share, rest = divmod(samples, batch.data_parallel_size)
+    if rest:
+        message = f"{samples} samples a step cannot be divided among {batch.data_parallel_size} processes"
         remedy = "choose a train_batch_size that they divide"
         problems = [*problems, other.error(("train_batch_size",), message, remedy, code="batch")]
     if problems:
         raise ConfigError(problems)
-    share = samples // ranks
-    for micro in reversed(_divisors(share)):  # of equal ones, that with the fewest passes
-        sizes = {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": share // micro,
-        }
-        yield file | sizes, load(file | sizes, facts=facts)
+    sizes = reversed(_divisors(share))  # of equal ones, that with the fewest passes
+    return other, [
+        replace(batch, train_batch_size=samples, micro_batch_size=size, accumulation_steps=share // size)
+        for size in sizes
+    ]
 
 
 def _divisors(number: int, most: int = 6) -> list[int]:

@@ -11,7 +11,7 @@ from dsframe.config import Config, default_config
 from dsframe.config import load as load_config
 from dsframe.config.read import secrets
 from dsframe.config.resolve import memory
-from dsframe.text import amount, columns
+from dsframe.text import columns
 from dsframe.tools.commands import add_overrides, command
 
 if TYPE_CHECKING:
@@ -69,17 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dsframe.tools.check import of_no_task
     from dsframe.tools.plan import choose, device
 
-    model, recomputed = _models(config, options.parameters)
+    model = _model(config, options.parameters)
     planned: list[tuple[Plan, Device]] = []
     for count in counts:
         of_rank = device.gpu(limit) if limit else device.this_machine(count)
-        planned.append((choose.plan(config, model, of_rank, count, recomputed), of_rank))
+        planned.append((choose.plan(config, model, of_rank, count), of_rank))
     if options.format == "json":
         worlds = [_json(plan) for plan, _ in planned]
-        print(json.dumps({"file": str(config.path), **_about(model), "worlds": worlds}, indent=2))
+        print(json.dumps({"file": str(config.path), "parameters": model.parameters, "worlds": worlds}, indent=2))
     else:
-        parameters, flops = _about(model).values()
-        print(f"{config.path}: {memory.count(parameters)} parameters, {amount(flops, 3)}FLOP a sample")
+        print(f"{config.path}: {memory.count(model.parameters)} parameters")
         if not options.parameters and (note := of_no_task(config)):
             print(f"{config.path}: {note}")
         for plan, of_rank in planned:
@@ -87,29 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(plan.fits for plan, _ in planned) else 1
 
 
-def _models(config: Config, parameters: float | None) -> tuple[Model, Model | None]:
-    """The model, and where the file recomputes nothing, the same with every block recomputed."""
+def _model(config: Config, parameters: float | None) -> Model:
     from dsframe import tasks
     from dsframe.engines import precision
-    from dsframe.errors import ConfigError
-    from dsframe.tools.plan.choose import recomputing
     from dsframe.tools.plan.model import Model, traced
 
     if parameters:
-        return Model(int(parameters), precision.parameter_dtype(config).itemsize), None
-    settings = config.settings
-    model = traced(config, tasks.build(settings.task, settings.seed))
-    if settings.model.recomputation is not None:
-        return model, None
-    try:
-        changed = load_config(recomputing(config))
-        return model, traced(changed, tasks.build(settings.task, settings.seed))
-    except ConfigError:  # a model without blocks has none to recompute
-        return model, None
-
-
-def _about(model: Model) -> dict[str, float]:
-    return {"parameters": model.parameters, "flops_per_sample": model.flops.at(1)}
+        return Model(int(parameters), precision.parameter_dtype(config).itemsize)
+    return traced(config, tasks.build(config.settings.task, config.settings.seed))
 
 
 def _json(plan: Plan) -> dict[str, object]:

@@ -84,10 +84,14 @@ class Prediction:
         }
 
 
-def predict(config: Config, engine: str, model: Model, device: Device, world_size: int) -> Prediction:
-    """Raises ConfigError where the batch cannot be divided so."""
-    batch = config.batch(world_size, replicas=TABLE[engine].replicas)
-    zero = config.deepspeed.zero_optimization
+def predict(
+    config: Config, engine: str, model: Model, device: Device, world_size: int, batch: Batch | None = None
+) -> Prediction:
+    """``batch``: in place of the file's. Raises ConfigError where that cannot be divided so."""
+    batch = batch or config.batch(world_size, replicas=TABLE[engine].replicas)
+    zero, pipeline = config.deepspeed.zero_optimization, config.deepspeed.pipeline
+    if config.settings.model.recomputation or (pipeline.stages > 1 and pipeline.activation_checkpoint_interval):
+        model = model.recomputed or model
     chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=device.on_cpu)
     file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})
     rank = _Rank(file, config.settings, engine, model, device, batch)

@@ -1,8 +1,8 @@
 """What one step of a model computes and keeps, by running it on torch's meta device: shapes without
 memory.
 
-Operations and bytes are affine in the number of samples of a micro-batch (weights are there once,
-activations once a sample), so two runs, of 2 and of 4 samples, give every size.
+Bytes are affine in the number of samples of a micro-batch (weights are there once, activations once a
+sample), so two runs, of 2 and of 4 samples, give every size, with and without blocks that are recomputed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.engines import precision
+from dsframe.errors import ConfigError
 from dsframe.model import switches
 from dsframe.model.forward import call
-from dsframe.observe.flops import OperationCounter
-from dsframe.observe.meta import Attention, Loss, model_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
+from dsframe.tools.plan.meta import Attention, Loss, model_of
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -42,6 +43,10 @@ class Affine:
         """For so many samples."""
         return max(0.0, self.fixed + self.each * samples)
 
+    def plus(self, other: Affine) -> Affine:
+        """The sum of both."""
+        return Affine(self.fixed + other.fixed, self.each + other.each)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -59,12 +64,9 @@ class Model:
     """Elements of a block: of the largest layer of a list of them, else of what has an attention."""
     layers: int = 1
     """Layers that can be split into pipeline stages; 1: the model is in one piece."""
-    blocks: int = 1
     heads: int = 0
     """Of an attention; 0 without any."""
     buffer_bytes: int = 0
-    flops: Affine = field(default_factory=Affine)
-    """Floating-point operations of a forward and a backward pass."""
     saved: Affine = field(default_factory=Affine)
     """Kept for the backward pass, parameters left out."""
     saved_wide: Affine = field(default_factory=Affine)
@@ -75,21 +77,27 @@ class Model:
     """The largest operation's results."""
     inputs: Affine = field(default_factory=Affine)
     """A micro-batch."""
+    recomputed: Model | None = None
+    """The same with blocks that are computed twice: those that the file names, else all. None: it has no blocks."""
 
 
 def traced(config: Config, task: Task) -> Model:
     """The model in the number formats of a file. Raises TaskError as :func:`trace`."""
-    model = trace(task, precision.parameter_dtype(config), config)
+    dtype = precision.parameter_dtype(config)
     if not config.deepspeed.torch_autocast.enabled:
-        return model
-    # fp32 parameters, with activations in 16 bits and 16-bit copies of the weights.
-    short = trace(task, torch.bfloat16, config)
-    saved = replace(short.saved, fixed=short.saved.fixed + 2.0 * model.parameters)
-    return replace(short, saved=saved, bytes_each=model.bytes_each, inputs=model.inputs)
+        return trace(task, dtype, config)
+    model = trace(task, torch.bfloat16, config)
+
+    def mixed(model: Model) -> Model:
+        """Fp32 parameters, with activations in 16 bits and 16-bit copies of the weights."""
+        saved = replace(model.saved, fixed=model.saved.fixed + 2.0 * model.parameters)
+        return replace(model, saved=saved, bytes_each=dtype.itemsize)
+
+    return replace(mixed(model), recomputed=model.recomputed and mixed(model.recomputed))
 
 
 def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model:
-    """The model of ``task`` with parameters of ``dtype``, switched and frozen as ``config`` says.
+    """The model of ``task`` with parameters of ``dtype``, frozen as ``config`` says.
 
     Raises TaskError where the model needs numbers, as data-dependent branches do.
     """
@@ -97,41 +105,43 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
     with meta_device():
         module = model_of(task, dtype, config)
         layers = task.layers() or task.cut(module) or ()
-        chosen = _chosen(module, config)
+        blocks = _blocks(module, config)
         runs = []
         for rows in ROWS:
             wanted = with_rows(targets, rows)
             given: Any = map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype))
-            if rows == ROWS[0]:
-                batch_bytes = _bytes((given, wanted)) / rows
-            runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, chosen))
-    return _model(module, runs, dtype, len(chosen), layers=layers, batch_bytes=batch_bytes)
+            runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, blocks))
+    batch_bytes = _bytes((with_rows(inputs, 1), with_rows(targets, 1)))
+    return _model(module, runs, dtype, len(blocks), layers=layers, batch_bytes=batch_bytes)
 
 
-def _chosen(module: nn.Module, config: Config | None) -> list[str]:
-    """Names of the modules that the file has recomputed."""
-    if config is None:
-        return []
-    if config.settings.model.recomputation is not None:
+def _blocks(module: nn.Module, config: Config | None) -> list[str]:
+    """Names of the modules that the file has recomputed, or could have."""
+    if config is not None and config.settings.model.recomputation is not None:
         return switches.recomputed(module, config)
-    if config.deepspeed.pipeline.stages > 1 and config.deepspeed.pipeline.activation_checkpoint_interval:
-        return switches.picked(module, None, "activation_checkpoint_interval")
-    return []
+    try:
+        return switches.picked(module, None, "activation_checkpointing")
+    except ConfigError:  # a model without blocks
+        return []
 
 
-class _Operations(OperationCounter):  # type: ignore[no-untyped-call]
-    """Counts FLOPs, and the bytes of the largest result that is no view."""
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the largest result that is no view."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
 
-    def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         if not func.is_view:
             sizes = (leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-            self.largest = max(self.largest, *sizes, 0)
+            self.bytes = max(self.bytes, *sizes, 0)
+        return out
 
 
-def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen: Sequence[str]) -> dict[str, float]:
-    """One forward and one backward pass. ``chosen``: parts of the module to be told apart."""
+def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, blocks: Sequence[str]) -> dict[str, float]:
+    """One forward and one backward pass. ``blocks``: parts of the module to be told apart."""
     inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
     weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     kept: dict[int, tuple[Any, int, bool, bool]] = {}
@@ -153,8 +163,8 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen:
             kept.setdefault(storage._cdata, (storage, storage.nbytes(), wide, bool(open_parts)))
         return tensor
 
-    with Attention() as attention, _Operations() as operations, ExitStack() as hooks:
-        for name in chosen:
+    with Attention() as attention, _Largest() as largest, ExitStack() as hooks:
+        for name in blocks:
             part = module.get_submodule(name)
             hooks.callback(part.register_forward_pre_hook(enter).remove)
             hooks.callback(part.register_forward_hook(leave).remove)
@@ -164,14 +174,18 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen:
             value.backward(torch.empty_like(value))
     for parameter in module.parameters():
         parameter.grad = None
+
+    def kept_bytes(*, wide: bool, inside: bool) -> int:
+        return sum(size for _, size, is_wide, is_inside in kept.values() if is_inside == inside and is_wide >= wide)
+
     return {
-        "flops": operations.forward + operations.backward,
-        "saved": sum(size for _, size, _, inside in kept.values() if not inside),
-        "saved_wide": sum(size for _, size, wide, inside in kept.values() if wide and not inside),
-        "inside": sum(size for _, size, _, inside in kept.values() if inside),
+        "outside": kept_bytes(wide=False, inside=False),
+        "outside_wide": kept_bytes(wide=True, inside=False),
+        "inside": kept_bytes(wide=False, inside=True),
+        "inside_wide": kept_bytes(wide=True, inside=True),
         "part_inputs": part_inputs[0],
-        "scratch": operations.largest,
-        "blocks": attention.calls,
+        "scratch": largest.bytes,
+        "attentions": attention.calls,
         "heads": attention.heads,
     }
 
@@ -188,32 +202,34 @@ def _model(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = sum(parameter.numel() for parameter in module.parameters())
     sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
-    saved, wide, inside = sizes["saved"], sizes["saved_wide"], sizes["inside"]
-    if parts:  # computed again from their inputs, which tensor parallelism does not shard
-        inputs = sizes["part_inputs"]
-        saved = Affine(saved.fixed + inputs.fixed, saved.each + inputs.each)
-        wide = Affine(wide.fixed + inputs.fixed, wide.each + inputs.each)
-    blocks = max(1, int(runs[0]["blocks"]))
+    blocks = max(1, int(runs[0]["attentions"]))
     # A model that is cut is made of its own modules; one that is given as functions is a list of what they make.
     made = [layer for layer in layers if isinstance(layer, nn.Module)] or (list(module.children()) if layers else [])
     in_layers = [sum(p.numel() for p in layer.parameters()) for layer in made]
-    return Model(
+    inside = sizes["inside"]
+    model = Model(
         parameters=trained,
         bytes_each=dtype.itemsize,
         frozen=whole - trained,
         largest=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules()),
         block=max(in_layers, default=trained // blocks),
         layers=max(1, len(layers)),
-        blocks=blocks,
         heads=int(runs[0]["heads"]),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
-        flops=sizes["flops"],
-        saved=saved,
-        saved_wide=wide,
-        transient=Affine(inside.fixed / parts, inside.each / parts) if parts else Affine(),
+        saved=sizes["outside"].plus(inside),
+        saved_wide=sizes["outside_wide"].plus(sizes["inside_wide"]),
         scratch=sizes["scratch"],
         inputs=Affine(0.0, batch_bytes),
     )
+    if not parts:
+        return model
+    recomputed = replace(
+        model,  # blocks keep their inputs, which tensor parallelism does not shard
+        saved=sizes["outside"].plus(sizes["part_inputs"]),
+        saved_wide=sizes["outside_wide"].plus(sizes["part_inputs"]),
+        transient=Affine(inside.fixed / parts, inside.each / parts),
+    )
+    return replace(model, recomputed=recomputed)
 
 
 def _affine(values: Sequence[float]) -> Affine:

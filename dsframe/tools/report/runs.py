@@ -95,7 +95,7 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
     """What is known of ``run``, unrounded, with the unit in the name; losses are compared with those
     of ``first``."""
     about = run.about
-    losses, sent = run.curve("loss"), run.curve("sent_bytes")
+    losses = run.curve("loss")
     peaks = [size / 2**20 for size in run.summary.get("peak_memory_bytes", ())]
     phases = run.summary.get("startup_seconds")
     apart = [] if first is run else [value for _, value in differences(run, first)]
@@ -114,7 +114,6 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
         "time to first step, s": sum(phases.values()) if phases else None,
         "peak memory of the fullest rank, MiB": max(peaks, default=None),
         "peak memory by rank, MiB": ", ".join(f"{peak:,.0f}" for peak in peaks[:8]) or None,
-        "sent by a rank in a step, MB": sent[-1][1] / 1e6 if sent else None,
     }
 
 

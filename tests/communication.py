@@ -2,16 +2,14 @@
 
     with Communication() as sent:
         engine.train_step(batches)
-    print(sent.bytes_sent, sent.by_kind)
+    print(sent.by_kind)
 
 Libraries call torch.distributed from Python and from C++ (DDP's reducer does), but every call passes torch's dispatcher, as an
 operator of the namespace ``c10d`` or ``_c10d_functional`` with its tensors and its process group as arguments: there it is
 counted, whoever made it. Not seen are collectives that a callback starts on a thread of its own, such as the second round of
 DDP's PowerSGD hook. Horovod does not use torch.distributed: what is handed to its background thread is counted instead.
 
-Counted are the bytes of the tensors, turned into bytes sent by the ring algorithms (Patarasuk and Yuan 2009,
-doi:10.1016/j.jpdc.2008.09.002; Thakur et al. 2005, doi:10.1177/1094342005051521), the mean over the ranks where they differ.
-A library may do otherwise: Gloo in torch 2.13 makes an all-reduce of every reduce-scatter, which sends twice as much.
+Counted are the bytes of the whole tensors, not those that an algorithm sends.
 """
 
 from __future__ import annotations
@@ -41,14 +39,7 @@ class Traffic:
     calls: int = 0
     payload_bytes: int = 0
     """Of the whole tensors: what each rank begins with (reduce-scatter, all-to-all) or ends with (the others)."""
-    sent_bytes: float = 0.0
 
-
-_RING: Mapping[str, float] = {
-    "all-reduce": 2.0,
-    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter"), 1.0),
-}
-"""Each rank sends so many times (N - 1) / N of the payload."""
 
 _SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
 # Operator -> kind, and the number of the argument that is the payload.
@@ -104,20 +95,11 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.by_kind: dict[str, Traffic] = {}
         self._patches = ExitStack()
 
-    @property
-    def bytes_sent(self) -> float:
-        """By this rank; of collectives the mean over its group."""
-        return sum(traffic.sent_bytes for traffic in self.by_kind.values())
-
-    def add(self, kind: str, payload: int, ranks: int) -> None:
-        """One collective of ``ranks`` ranks with so many bytes of payload."""
+    def add(self, kind: str, payload: int) -> None:
+        """One collective with so many bytes of payload."""
         traffic = self.by_kind.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
-        if kind in _RING:
-            traffic.sent_bytes += _RING[kind] * payload * (ranks - 1) / ranks
-        elif kind == "send":
-            traffic.sent_bytes += payload
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,12 +116,12 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = next(group for group in map(_group, args) if group is not None)
         if name in _PIECES:
             kind, position = _PIECES[name]
-            self.add(kind, _bytes(args[position]) * group.size(), group.size())
+            self.add(kind, _bytes(args[position]) * group.size())
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"c10d::{name} is a collective that dsframe cannot count yet")
         kind, position = _OPERATORS[name]
-        self.add(kind, _bytes(args[position]), group.size())
+        self.add(kind, _bytes(args[position]))
 
     def _count_functional(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if name not in _FUNCTIONAL:
@@ -148,13 +130,13 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
         ranks = group(label).size()
         pieces = ranks if _FUNCTIONAL[name] == "all-gather" else 1
-        self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces, ranks)
+        self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces)
 
     def __enter__(self) -> Self:
         horovod = sys.modules.get("horovod.torch.mpi_ops")
         # Imported is not started: a library's module may be there without a job of its own.
         for name, kind in _HOROVOD.items() if horovod and horovod.is_initialized() else ():
-            watched = self._watched(getattr(horovod, name), kind, horovod.size())  # type: ignore[union-attr]
+            watched = self._watched(getattr(horovod, name), kind)
             self._patches.enter_context(mock.patch.object(horovod, name, watched))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -163,9 +145,9 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
 
-    def _watched(self, function: Callable[..., Any], kind: str, ranks: int) -> Callable[..., Any]:
+    def _watched(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def counting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self.add(kind, _bytes(tensors), ranks)
+            self.add(kind, _bytes(tensors))
             return function(tensors, *args, **kwargs)
 
         return counting

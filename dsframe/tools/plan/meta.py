@@ -1,4 +1,4 @@
-"""Models on torch's meta device: shapes without memory and without numbers. What ``dsframe plan`` counts operations on."""
+"""Models on torch's meta device: shapes without memory and without numbers."""
 
 from __future__ import annotations
 
