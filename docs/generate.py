@@ -227,12 +227,14 @@ REFUSED = (
     *("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
 )
 """Sections and keys of DeepSpeed that no engine of dsframe accepts."""
-NO_EFFECT = ("autotuning", "weight_quantization", "checkpoint", "timers", "disable_allgather")
+NO_EFFECT = (
+    *("autotuning", "weight_quantization", "checkpoint", "timers", "disable_allgather"),
+    *("csv_monitor", "comet", "flops_profiler", "comms_logger"),
+)
 """Those that change nothing in a training by dsframe."""
 LISTED = (
     "aio",
     "data_types",
-    "comet",
     "expert_parallel",
     "zero_optimization.leaf_module",
     "tensor_parallel.tp",

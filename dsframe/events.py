@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
@@ -92,8 +92,6 @@ class Training:
     """Time that was no training: evaluations, saves, profiles."""
     copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
     """**Collective.** Copies the running model to rank 0 or all ranks (``training.running_model``)."""
-    image_logger: Callable[[str, int, Tensor], None] = lambda name, step, image: None
-    """Sends an image to the file's loggers, on rank 0."""
     stop_request: StopRequest | None = None
     """Signals that ask for an end."""
 
@@ -119,7 +117,6 @@ class Training:
             world_size=plan.world.size,
             directory=plan.directory,
             copy_model=self.copy_model,
-            image_logger=lambda name, image: self.image_logger(name, self.step, image),
         )
 
 

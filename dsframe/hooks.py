@@ -39,17 +39,6 @@ class RunView:
     copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
     """Makes what :meth:`model` returns."""
 
-    image_logger: Callable[[str, Tensor], None] = lambda name, image: None
-    """Receives what :meth:`log_image` is given."""
-
-    def log_image(self, name: str, image: Tensor) -> None:
-        """Sends an image to TensorBoard, Weights & Biases and Comet, as far as the file switches them on. Not collective;
-        on ranks other than 0 nothing happens.
-
-        ``image``: ``[channels, height, width]`` with 1 or 3 channels, uint8, or floating point from 0 to 1.
-        """
-        self.image_logger(name, image)
-
     def model(self, *, averages: bool = False, all_ranks: bool = False) -> nn.Module | None:
         """**Collective**, so call it on every rank: a copy of the model as it is now, on the CPU and in evaluation mode, on rank 0;
         None on the others unless ``all_ranks``. ``averages``: the averages of the weights ("ema") in the place of them. The copy

@@ -79,8 +79,6 @@ class Trainer:
         self._weights, self._trial = LossWeights(engine), LossTrial(engine, work.loader)
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
         self.training.copy_model = partial(running_model.copy_of, engine)
-        if outputs.record:
-            self.training.image_logger = outputs.record.log_image
         hooks = UserHooks(outputs.hooks)
         self.evaluation = None
         if work.evaluation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -13,10 +13,9 @@ from dsframe.config.schema.conditions import Row, holds, matches, value_at
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 
-LOGGERS: Mapping[str, str | None]
-LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": None, "comet": "comet_ml"}
+LOGGERS = ("tensorboard", "wandb")
 """DeepSpeed's sections that say where metrics are written, and the packages that they need: the same on every engine."""
-WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
+WATCHING = frozenset({*LOGGERS, "csv_monitor", "comet", "flops_profiler", "comms_logger"})
 """Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
 engine."""
 
@@ -26,9 +25,9 @@ MADE_HERE = frozenset({"optimizer", "scheduler"})
 
 def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
     """The keys that need a package, and its module."""
-    for section, package in LOGGERS.items():
-        if package and file.on(section):
-            yield (section, "enabled"), package
+    for section in LOGGERS:
+        if file.on(section):
+            yield (section, "enabled"), section
 
 
 class Feature(NamedTuple):

@@ -82,12 +82,8 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
     ``processes``: the number of them if it is known; some engines refuse some numbers.
     """
-    from dsframe.config.features import WATCHING
-
     entry = TABLE[name]
-    used = [
-        feature for feature in config.features if feature.name not in entry.supports and feature.name not in WATCHING
-    ]
+    used = [feature for feature in config.features if feature.name not in entry.supports]
     replicated = [feature.path for feature in used if feature.name in entry.replicates]
     ignored = [feature.path for feature in used if feature.name in entry.ignores]
     refused = [

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-TENSORBOARD, CSV, LOGGER_ID = "tensorboard", "csv", "logger-id"
+TENSORBOARD, LOGGER_ID = "tensorboard", "logger-id"
 """What loggers leave there, unless the file names other folders."""

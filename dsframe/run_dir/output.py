@@ -73,10 +73,9 @@ def rank_output(world: World, how: str) -> Iterator[None]:
 
 def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
     """Before torch is imported: where another rank has ended it prints 20 lines of C++ frames, and its profiler says when it begins
-    and ends. ``quiet``: loggers' packages say nothing either."""
+    and ends. ``quiet``: wandb says nothing either."""
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if profile is not None:

@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from dsframe.checkpoint.store import numbered
 from dsframe.config.read.secrets import redact
 from dsframe.config.read.suggest import near_path
 from dsframe.data.files import replacing
-from dsframe.errors import DataError, TaskError
+from dsframe.errors import DataError
 from dsframe.host import processes
-from dsframe.run_dir.names import CSV, LOGGER_ID, TENSORBOARD
+from dsframe.run_dir.names import LOGGER_ID, TENSORBOARD
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
@@ -58,9 +57,6 @@ class Loggers(Protocol):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """A record of ``metrics.jsonl``."""
-
-    def log_image(self, name: str, step: int, pixels: Any) -> None:
-        """``pixels``: a uint8 array ``[height, width, channels]``."""
 
     def close(self, *, finished: bool = True) -> None:
         """Sends what is still held."""
@@ -188,17 +184,6 @@ class Record:
         self._add(clean)
         self._loggers.write(clean)
 
-    def log_image(self, name: str, step: int, image: Tensor) -> None:
-        """Sends ``image`` (``[channels, height, width]``, uint8 or floating point from 0 to 1) to the
-        loggers that take images. Raises TaskError for anything else."""
-        if image.ndim != 3 or image.shape[0] not in (1, 3):
-            shape = list(image.shape)
-            raise TaskError(f"log_image {name!r}: shape {shape} is not [1 or 3, height, width]")
-        image = image.detach().cpu()
-        if image.is_floating_point():
-            image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-        self._loggers.log_image(name, step, image.movedim(0, -1).contiguous().numpy())
-
     def started(self, phases: Mapping[str, float]) -> None:
         """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
         self._about["startup_seconds"] = dict(phases)
@@ -259,7 +244,7 @@ def _set_aside(directory: Path) -> Path | None:
         return None
     target = numbered(directory / "earlier")
     target.mkdir()
-    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, CSV, LOGGER_ID):
+    for name in (_METRICS, _SUMMARY, _ORIGIN, CONFIG, TENSORBOARD, LOGGER_ID):
         if (directory / name).exists():
             (directory / name).rename(target / name)
     return target

@@ -1,14 +1,12 @@
-"""TensorBoard, CSV, Weights & Biases and Comet write what the run's own record has, on every kind of engine; and the
+"""TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine; and the
 run's directory says where it comes from."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import re
 import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +51,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         sections={
             "gradient_accumulation_steps": 2,
             "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
-            "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
             "wandb": {"enabled": True, "project": "tests"},
-            "comet": {"enabled": True, "online": False, "api_key": SECRET, "samples_log_interval": 1},
         },
         **section,
     )
@@ -70,7 +66,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
     command = launch(2, ["-m", "dsframe.train", "--config", str(path), "--set", f"comet.api_key={SECRET}"])
-    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE_DIRECTORY": str(tmp_path / "run")}
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     finished = run_ranks(command, timeout_seconds=300, env=offline).check()
     run = read_run(tmp_path / "run")
     wanted = {name: run.curve(key) for name, key in NAMES.items()}
@@ -79,7 +75,6 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     wanted = {name: curve for name, curve in wanted.items() if curve}
     assert set(wanted) == set(NAMES)
     for found in (
-        from_csv(tmp_path / "csv" / "job"),
         from_tensorboard(tmp_path / "board" / "job"),
         from_wandb(tmp_path / "run"),
     ):
@@ -89,7 +84,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     check_traces(tmp_path, run.summary)
     labelled = r"dsframe \d|(^|<stderr>:)  ([a-z]+ {2,}| {12})"  # the blocks at the beginning and at the end
     progress = r"dsframe: |: note: |step +\d|^saved |<stderr>:saved "
-    expected = rf"{labelled}|{progress}|wandb|COMET|comet upload|(^|:)\s*$"
+    expected = rf"{labelled}|{progress}|wandb|(^|:)\s*$"
     noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
     assert noise == []
     # the directory explains itself, and its file is the same training again
@@ -113,7 +108,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
-    assert SECRET not in text_of_comet(tmp_path / "run") + finished.output
+    assert SECRET not in finished.output
 
 
 def check_traces(folder: Path, summary: dict[str, Any] | None) -> None:
@@ -139,32 +134,12 @@ NAMES = {
 Curves = dict[str, list[tuple[float, Any]]]
 
 
-def from_csv(folder: Path) -> Curves:
-    found: Curves = {}
-    for name in NAMES:
-        path = folder / f"{name.replace('/', '_')}.csv"
-        if not path.exists():
-            continue
-        with path.open() as lines:
-            head, *rows = csv.reader(lines)
-        assert head == ["step", name.rpartition("/")[2]]
-        found[name] = [(int(at), float(value)) for at, value in rows]
-    return found
-
-
 def from_tensorboard(folder: Path) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
-def text_of_comet(directory: Path) -> str:
-    """What an offline experiment would send: a zip file with JSON lines."""
-    (archive,) = directory.glob("*.zip")
-    with zipfile.ZipFile(archive) as files:
-        return "".join(files.read(name).decode(errors="replace") for name in files.namelist())
 
 
 def from_wandb(directory: Path) -> Curves:

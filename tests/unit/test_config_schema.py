@@ -38,8 +38,6 @@ PAIRS: list[tuple[type[Section], str, str]] = [
     (parallel.TensorParallelGroup, "deepspeed.runtime.tensor_parallel.config", "TPConfig"),
     (monitor.TensorBoard, "deepspeed.monitor.config", "TensorBoardConfig"),
     (monitor.Wandb, "deepspeed.monitor.config", "WandbConfig"),
-    (monitor.CsvMonitor, "deepspeed.monitor.config", "CSVConfig"),
-    (monitor.Comet, "deepspeed.monitor.config", "CometConfig"),
 ]
 
 # What a file cannot hold: objects of Python.

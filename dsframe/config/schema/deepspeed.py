@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Positive, Section
 from dsframe.config.schema.expert_parallel import ExpertParallel
-from dsframe.config.schema.monitor import Comet, CsvMonitor, TensorBoard, Timers, Wandb
+from dsframe.config.schema.monitor import TensorBoard, Timers, Wandb
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.parallel import Pipeline, TensorParallel
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
@@ -133,10 +133,10 @@ class DeepSpeed(Scalars):
     """TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb.model_construct)
     """Weights & Biases."""
-    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor.model_construct)
-    """CSV files."""
-    comet: Comet = Field(default_factory=Comet.model_construct)
-    """Comet."""
+    csv_monitor: Switched = Field(default_factory=Switched.model_construct)
+    """Without effect in dsframe: ``metrics.jsonl`` has the metrics."""
+    comet: Switched = Field(default_factory=Switched.model_construct)
+    """Without effect in dsframe: a hook can log to Comet."""
     timers: Timers = Field(default_factory=Timers.model_construct)
     """Timers of the engine."""
     weight_quantization: Switched | None = None
