@@ -23,8 +23,3 @@ def shipped(name: str, in_repository: str) -> Path:
     """Returns a folder that dsframe brings: ``name`` in the installed package, else ``in_repository``."""
     installed = Path(OURS, name)
     return installed if installed.is_dir() else Path(OURS).parent / in_repository
-
-
-def in_library(file: str) -> bool:
-    """Returns whether the file belongs to Python or to an installed package."""
-    return file.startswith(LIBRARIES)

@@ -1,8 +1,8 @@
 """Which strategies there are for a model on so many processes, each as a file, and which is best.
 
-All are the same training: the global batch stays, and what changes is where state lies and how the
-model is split. Of those that fit the simplest is best: one device as it is, replicas, ZeRO, offload,
-then tensor parallelism and pipelines.
+All are the same training: the global batch stays, and what changes is where state lies. Of those that fit
+the simplest is best: one device as it is, replicas, ZeRO, offload. Pipelines and tensor parallelism are
+predicted where the file has them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from dsframe.tools.plan.model import Model
 
 Patch = dict[str, Any]
 """Sections of a file that are replaced; None: removed."""
-MOST_TENSOR_RANKS = 8
-"""GPUs of one node, as it is usually built."""
 _REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
 """Engines that take no sections of DeepSpeed's, as the plan calls them."""
 _STAGES = ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all"))
@@ -81,7 +79,7 @@ def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
     files = [("", config)]
     if model.recomputed and config.settings.model.recomputation is None:
         files.append((", blocks computed twice", load(_recomputing(config))))
-    for name, other, patch in _candidates(config, model, world_size):
+    for name, other, patch in _candidates(config, world_size):
         best: Strategy | None = None
         for more, file in files:
             if best is None or not best.prediction.fits:
@@ -132,35 +130,14 @@ def _order(strategy: Strategy) -> tuple[bool, bool, float]:
     return False, prediction.tight, offloaded + strategy.recomputes
 
 
-def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple[str, str, Patch]]:
+def _candidates(config: Config, world_size: int) -> Iterator[tuple[str, str, Patch]]:
     """Name, engine and changes to the file, from simple to involved."""
     replicas = {"single": "one process"} if world_size == 1 else _REPLICAS
     for engine, name in replicas.items():
         yield name, engine, {"zero_optimization": None}
-    tensors = [1]
-    if model.heads:
-        limit = min(world_size, MOST_TENSOR_RANKS)
-        tensors += [size for size in _powers(limit) if model.heads % size == 0]
-    pipelines = [1]
-    pipelines += [size for size in _powers(world_size) if size <= model.layers // 2]
-    for stages in pipelines:
-        for tensor in tensors:
-            if world_size % (stages * tensor) or (stages > 1 and tensor > 1):
-                continue
-            parts = [f", {stages} stages"] * (stages > 1) + [f", tensor {tensor}"] * (tensor > 1)
-            for zero, offload in _STAGES:
-                if (offload and (tensor > 1 or stages > 1)) or (zero > 1 and stages > 1):
-                    continue
-                patch: Patch = {
-                    "zero_optimization": _zero(config, zero, offload),
-                    "pipeline": {"stages": stages} if stages > 1 else None,
-                    "tensor_parallel": {"autotp_size": tensor} if tensor > 1 else None,
-                }
-                yield f"ZeRO-{zero}{_OFFLOADED[offload]}{''.join(parts)}", engines.DEFAULT, patch
-
-
-def _powers(limit: int) -> list[int]:
-    return [2**power for power in range(1, limit.bit_length()) if 2**power <= limit]
+    for stage, offload in _STAGES:
+        patch: Patch = {"zero_optimization": _zero(config, stage, offload), "pipeline": None, "tensor_parallel": None}
+        yield f"ZeRO-{stage}{_OFFLOADED[offload]}", engines.DEFAULT, patch
 
 
 def _zero(config: Config, stage: int, offload: str) -> Patch:
@@ -203,7 +180,7 @@ def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -
 
 def _divisors(number: int, most: int = 6) -> list[int]:
     """Powers of two that divide ``number``, at most ``most``; with itself where that is small."""
-    powers = [size for size in (1, *_powers(number)) if number % size == 0]
+    powers = [2**power for power in range(number.bit_length()) if number % 2**power == 0]
     if number <= 64:
         powers = sorted({*powers, number})
     return powers if len(powers) <= most else [*powers[: most - 1], powers[-1]]

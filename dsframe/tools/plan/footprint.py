@@ -122,7 +122,8 @@ class _Rank:
         self.data = batch.data_parallel_size * batch.sequence_parallel_size
         """Ranks that shard what ZeRO shards."""
         # A stage has whole layers.
-        self.trained = max(model.parameters / self.stages, min(model.block, model.parameters)) / self.tensor
+        layer = min(max(model.block, model.largest), model.parameters) if self.stages > 1 else 0
+        self.trained = max(model.parameters / self.stages, layer) / self.tensor
         """Elements that this rank's stage and tensor shard train."""
         self.frozen = model.frozen / self.stages / self.tensor
         self.width = model.bytes_each

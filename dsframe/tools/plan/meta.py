@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 class Attention(TorchFunctionMode):
     """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = self.heads = 0
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
@@ -33,7 +29,6 @@ class Attention(TorchFunctionMode):
         query, key, value = (given[name] for name in ("query", "key", "value"))
         if key.shape[-3] != query.shape[-3]:  # grouped queries
             key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
-        self.calls, self.heads = self.calls + 1, int(query.shape[-3])
         mask = given.get("attn_mask")
         mask = mask.to(query.dtype) if mask is not None else None
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

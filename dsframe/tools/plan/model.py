@@ -61,11 +61,7 @@ class Model:
     largest: int = 0
     """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
     block: int = 0
-    """Elements of a block: of the largest layer of a list of them, else of what has an attention."""
-    layers: int = 1
-    """Layers that can be split into pipeline stages; 1: the model is in one piece."""
-    heads: int = 0
-    """Of an attention; 0 without any."""
+    """Elements of the largest block; of the model where it has none."""
     buffer_bytes: int = 0
     saved: Affine = field(default_factory=Affine)
     """Kept for the backward pass, parameters left out."""
@@ -104,7 +100,6 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
     inputs, targets = example(task)
     with meta_device():
         module = model_of(task, dtype, config)
-        layers = task.layers() or task.cut(module) or ()
         blocks = _blocks(module, config)
         runs = []
         for rows in ROWS:
@@ -112,7 +107,7 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
             given: Any = map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype))
             runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, blocks))
     batch_bytes = _bytes((with_rows(inputs, 1), with_rows(targets, 1)))
-    return _model(module, runs, dtype, len(blocks), layers=layers, batch_bytes=batch_bytes)
+    return _model(module, runs, dtype, blocks, batch_bytes)
 
 
 def _blocks(module: nn.Module, config: Config | None) -> list[str]:
@@ -163,7 +158,7 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, blocks:
             kept.setdefault(storage._cdata, (storage, storage.nbytes(), wide, bool(open_parts)))
         return tensor
 
-    with Attention() as attention, _Largest() as largest, ExitStack() as hooks:
+    with Attention(), _Largest() as largest, ExitStack() as hooks:
         for name in blocks:
             part = module.get_submodule(name)
             hooks.callback(part.register_forward_pre_hook(enter).remove)
@@ -185,49 +180,36 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, blocks:
         "inside_wide": kept_bytes(wide=True, inside=True),
         "part_inputs": part_inputs[0],
         "scratch": largest.bytes,
-        "attentions": attention.calls,
-        "heads": attention.heads,
     }
 
 
 def _model(
-    module: nn.Module,
-    runs: Sequence[dict[str, float]],
-    dtype: torch.dtype,
-    parts: int,
-    *,
-    layers: Sequence[Any],
-    batch_bytes: float,
+    module: nn.Module, runs: Sequence[dict[str, float]], dtype: torch.dtype, blocks: Sequence[str], batch_bytes: int
 ) -> Model:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = sum(parameter.numel() for parameter in module.parameters())
+    in_blocks = [sum(p.numel() for p in module.get_submodule(name).parameters()) for name in blocks]
     sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
-    blocks = max(1, int(runs[0]["attentions"]))
-    # A model that is cut is made of its own modules; one that is given as functions is a list of what they make.
-    made = [layer for layer in layers if isinstance(layer, nn.Module)] or (list(module.children()) if layers else [])
-    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in made]
     inside = sizes["inside"]
     model = Model(
         parameters=trained,
         bytes_each=dtype.itemsize,
         frozen=whole - trained,
         largest=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules()),
-        block=max(in_layers, default=trained // blocks),
-        layers=max(1, len(layers)),
-        heads=int(runs[0]["heads"]),
+        block=max(in_blocks, default=whole),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         saved=sizes["outside"].plus(inside),
         saved_wide=sizes["outside_wide"].plus(sizes["inside_wide"]),
         scratch=sizes["scratch"],
         inputs=Affine(0.0, batch_bytes),
     )
-    if not parts:
+    if not blocks:
         return model
     recomputed = replace(
         model,  # blocks keep their inputs, which tensor parallelism does not shard
         saved=sizes["outside"].plus(sizes["part_inputs"]),
         saved_wide=sizes["outside_wide"].plus(sizes["part_inputs"]),
-        transient=Affine(inside.fixed / parts, inside.each / parts),
+        transient=Affine(inside.fixed / len(blocks), inside.each / len(blocks)),
     )
     return replace(model, recomputed=recomputed)
 
