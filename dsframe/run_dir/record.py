@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from dsframe.results import Summary
 
 _PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
-_LAUNCHERS = ("dsframe", "deepspeed", "horovodrun", "torchrun", "torch.distributed.run", "mpirun", "srun")
-_SHELLS = ("bash", "dash", "fish", "sh", "zsh")
 _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
 _ORIGIN = "run.json"
@@ -73,7 +71,7 @@ def provenance() -> dict[str, Any]:
     """
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": redact(_typed() or [*_program(), *sys.argv[1:]]),
+        "command": redact([*_program(), *sys.argv[1:]]),
         "directory": str(Path.cwd()),
         "git": git(Path.cwd()),
         "host": socket.gethostname(),
@@ -84,23 +82,6 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "dsframe": __version__}
         | {name: _version(name) for name in _PACKAGES},
     }
-
-
-def _typed() -> list[str]:
-    """The command line of the launcher that started this process, as it was typed; empty where there is none on this machine."""
-    process, typed = os.getppid(), []
-    with contextlib.suppress(OSError, LookupError, StopIteration):
-        while process > 1:
-            words = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
-            if len(words) < 2 and Path(words[0]).name.lstrip("-") in _SHELLS:
-                break  # somebody types there
-            script = Path(words[0]).name.startswith("python")
-            place = next(at for at, word in enumerate(words) if at and word[0] != "-") if script else 0
-            name = Path(words[place]).name
-            if name in _LAUNCHERS:
-                typed = [name, *words[place + 1 :]]
-            process = processes.state_and_parent(process)[1]
-    return typed
 
 
 def _program() -> list[str]:

@@ -1,4 +1,4 @@
-"""``dsframe doctor``: what this machine can run, what it lacks and how to get it, what old runs left.
+"""``dsframe doctor``: what this machine can run, what it lacks and how to get it.
 
 Every library is loaded in a process of its own: a build that does not fit this torch crashes there
 and is reported here.
@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 from dsframe.engines import TABLE
-from dsframe.host.leftovers import stale_locks, unused_buffers
 from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
 from dsframe.tools.launch import devices
@@ -104,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command("doctor", "Report what this machine can run, and what it lacks.")
     add = parser.add_argument
-    add("--clean", action="store_true", help="remove stale build locks and unused buffers of old runs")
     train = "try every engine and launcher that is there in short trainings (10 minutes)"
     add("--train", action="store_true", help=train)
     add("--engines", metavar="NAME,NAME", default="", help="with --train: only these engines")
@@ -114,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns 1 if an installed thing does not work, or an old run left something."""
+    """Prints the report. Returns 1 if an installed thing does not work."""
     options = parser().parse_args(argv)
     chosen = list(filter(None, options.engines.split(",")))
     if unknown := [name for name in chosen if name not in TABLE]:
@@ -124,7 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine(libraries["torch"]),
         "engines": engines(libraries),
         "launchers": launchers(),
-        "left by old runs": leftovers(clean=options.clean),
     }
     broken = False
     report: dict[str, list[str]] = {}
@@ -204,28 +201,6 @@ def launchers() -> Iterator[Finding]:
         plain = name == "deepspeed" and Path(path).resolve().parent != shipped("bin", "launch/bin").resolve()
         hint = f"; DeepSpeed's own, without -m: {ACTIVATE}" if plain else ""
         yield Finding("ok", f"{name}: {path}{hint}")
-
-
-def leftovers(*, clean: bool) -> Iterator[Finding]:
-    """Locks and buffers without a living owner; removed where ``clean`` says so."""
-    from dsframe.engines.deepspeed.jit import extensions_directory
-
-    plain = Path.home() / ".cache" / "torch_extensions"  # torch's own, with one folder per Python
-    caches = {extensions_directory(), *(folder for folder in plain.glob("*") if folder.is_dir())}
-    kinds = {
-        "lock of a killed build, for which every run would wait": sorted(
-            {lock for cache in caches for lock in stale_locks(cache)}
-        ),
-        "buffer of a killed run": unused_buffers(),
-    }
-    for what, paths in kinds.items():
-        for path in paths:
-            if clean:
-                path.unlink(missing_ok=True)
-            done = f"removed the {what}: {path}" if clean else f"{what}: {path}; dsframe doctor --clean"
-            yield Finding("ok" if clean else "broken", done)
-    if not any(kinds.values()):
-        yield Finding("ok", "nothing")
 
 
 def _gib(size: float) -> str:
