@@ -28,7 +28,7 @@ from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.writer import Writer, write_tensors
 from dsframe.cluster import exchange
-from dsframe.cluster.exchange import Alone, all_gather_tensor, all_gather_text, failures, same
+from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures, same
 from dsframe.config import load
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
@@ -289,8 +289,12 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
             yield each
 
     state = EngineState(1, None, {}, {}, states(SIZES))
-    writer = Writer(Alone(), state, tmp_path / "gone")
-    failure = writer.take(replace(state, parameters=stream()), lambda: None)
+
+    def take(rank: Any) -> str:
+        writer = Writer(rank, state, tmp_path / "gone")
+        return writer.take(replace(state, parameters=stream()), lambda: None)
+
+    (failure,) = Room(1).run(take)
     assert "gone" in failure
     assert "No such file" in failure
     assert seen == list(SIZES)
