@@ -29,25 +29,10 @@ MEANT: Mapping[str, str] = _TABLE["meant"]
 
 def modernise(raw: dict[str, Any], findings: Findings) -> None:
     """Replace deprecated forms in ``raw`` by today's, in place, and report each."""
-    zero = raw.get("zero_optimization")
-    if isinstance(zero, bool):
-        _zero_switch(raw, zero, findings)
     for old, new in RENAMED.items():
         _rename(raw, keys(old), keys(new), findings)
     if isinstance(raw.get("zero_optimization"), dict):
         _cpu_offload(raw["zero_optimization"], findings)
-
-
-def _zero_switch(raw: dict[str, Any], on: bool, findings: Findings) -> None:
-    path: Path = ("zero_optimization",)
-    modern: dict[str, Any] = {"stage": int(on)}
-    if on and "allgather_size" in raw:
-        modern["allgather_bucket_size"] = raw["allgather_size"]
-        findings.moved(("allgather_size",), (*path, "allgather_bucket_size"))
-    raw.pop("allgather_size", None)
-    raw["zero_optimization"] = modern
-    message = f"{show(on)} is deprecated and means stage {modern['stage']}"
-    findings.warning(path, message, f"write {show(modern)}", code="deprecated", at_value=True)
 
 
 def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> None:
