@@ -26,7 +26,8 @@ from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.host.restored import restored
 from dsframe.job import make_engine, prepare
-from dsframe.model import adapter, ema
+from dsframe.model import adapter, ema, extra_state
+from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.given import seeded
 from dsframe.training import predictions
@@ -152,7 +153,9 @@ def load_model(
         base = _adapted(config, model, checkpoint) if adapted and config is not None else set()
     weights = Weights(checkpoint, averages=averages)
     state = {name: weights.parameter(name).weight for name in weights.shapes} | dict(weights.buffers())
+    state = {name: extra_state.unpacked(name, tensor) for name, tensor in state.items()}
     state |= {alias: state[name] for alias, name in checkpoint.manifest["aliases"].items()}
+    make_room(model, checkpoint.buffers(), checkpoint.resized)
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:

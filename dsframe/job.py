@@ -307,12 +307,6 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) 
         epochs.steps(often, epoch_steps) if often else None for often in (wanted.every_steps, wanted.keep_every)
     )
     checkpoints = Store(plan.directory / "checkpoints")
-    with watchdog:
-        total = job.work.schedule.total_steps
-        start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
-    for follower in plan.followers.values() if start.step in job.work.schedule.regular else ():
-        if follower.metric in start.evaluation and follower.observed != start.step:
-            follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
     saver = Saver(
         engine,
         checkpoints,
@@ -326,6 +320,12 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) 
     )
     saver.sign_of_life = watchdog.alive
     saver.claim = lambda: run.host.lock.renew(job.progress.say)
+    with watchdog:
+        total = job.work.schedule.total_steps
+        start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
+    for follower in plan.followers.values() if start.step in job.work.schedule.regular else ():
+        if follower.metric in start.evaluation and follower.observed != start.step:
+            follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
     if start.in_place:
         saver.saved_step = start.step  # it may still get its evaluation
     return saver, start

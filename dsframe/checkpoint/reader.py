@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ class Checkpoint:
     def keeps(self, key: str) -> bool:
         """Returns whether the optimizer's state has tensors of this name."""
         return any(key in entry["tensors"] for entry in self._parameters.values())
+
+    @property
+    def resized(self) -> Collection[str]:
+        """The buffers to which the training has given another shape than the built model has."""
+        names: list[str] = self.manifest.get("resized", [])
+        return names
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's buffers: this rank's own where it had others, else rank 0's."""

@@ -65,13 +65,17 @@ class Saver:
         model_files: ModelFiles = lambda *_: {},
         say: Callable[[str], None],
     ) -> None:
-        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
+        """Before a checkpoint is loaded, while buffers have the shapes that they were built with.
+
+        ``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
         ``model_files``: makes what lies beside the weights, for other programs."""
         self._make_model_files = model_files
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._staging = staging.Staging() if asynchronous else None
         self._layout = Layout()
+        self._built = {name: buffer.shape for name, buffer in engine.buffers().items()}
+        """The shapes of this rank's buffers before the training."""
         self._model_files: dict[str, bytes] | None = None
         """What makes the folder one of transformers', from the first save on."""
         self._said = False
@@ -133,7 +137,9 @@ class Saver:
         if not isinstance(state.parameters, ShardedParameters):
             state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
         failure = writer.take(state, self.sign_of_life)
-        facts = {"random": generators.capture(engine.plan.device)}
+        now = engine.buffers()
+        resized = [name for name, shape in self._built.items() if name in now and now[name].shape != shape]
+        facts = {"random": generators.capture(engine.plan.device), "resized": resized}
         wrong = failures(engine, failure)
         if wrong:
             writer.close()
@@ -144,7 +150,8 @@ class Saver:
             if self._model_files is None:
                 self._model_files = self._make_model_files(manifest, self._say)
             files = write_small(folder, writer, words, self._model_files)
-            self._store.commit(step, {**manifest, "files": files})
+            resized = sorted({name for word in words for name in word["resized"]})
+            self._store.commit(step, {**manifest, "files": files, "resized": resized})
             size = sum(entry["bytes"] for entry in files.values())
             how = " in the background" if self.asynchronous else ""
             seconds, removed = time.perf_counter() - began, self._prune()

@@ -39,15 +39,9 @@ from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.forward import call
 from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch
+from dsframe.model.persistent import persistent_buffers
 from dsframe.model.plan import Plan
-from dsframe.model.state import (
-    EngineState,
-    ParameterState,
-    SavedState,
-    SavedView,
-    ShardedParameters,
-    persistent_buffers,
-)
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums
@@ -408,7 +402,8 @@ class PartsEngine(Engine):
         if len(sharded) == len(states):
             parameters = ShardedParameters([shard for group in sharded for shard in group.shards], parameters)
         further = {name: kept for state in states for name, kept in state.aliases.items()}
-        return EngineState(self._steps, None, self.buffers(), further, parameters)
+        buffers = {name: buffer for state in states for name, buffer in state.buffers.items()}
+        return EngineState(self._steps, None, {**self.buffers(), **buffers}, further, parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each engine reads its model."""

@@ -21,18 +21,11 @@ from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.persistent import aliases, load_buffers, persistent_buffers, saved_buffers, saved_parameters
 from dsframe.model.plan import Plan
 from dsframe.model.rates import keep_ratios
 from dsframe.model.spill import Spill
-from dsframe.model.state import (
-    EngineState,
-    SavedState,
-    ShardedParameters,
-    aliases,
-    load_buffers,
-    persistent_buffers,
-    saved_parameters,
-)
+from dsframe.model.state import EngineState, SavedState, ShardedParameters
 from dsframe.tasks.task import Sum
 
 
@@ -262,7 +255,7 @@ class ReplicaEngine(ModelEngine):
         held = self.views(), self._frozen(), self.optimizer
         parameters = ShardedParameters(state_replica.shards(*held), state_replica.read(*held))
         loss_scale = self._loss_scale.state if self._loss_scale else None
-        return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
+        return EngineState(self._updates, loss_scale, saved_buffers(self.model), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsframe.errors import CheckpointError
+from dsframe.model.persistent import compare
 from dsframe.model.state import (
     WEIGHT,
     Number,
@@ -20,7 +21,6 @@ from dsframe.model.state import (
     ParameterState,
     SavedState,
     TensorShard,
-    compare,
     full_precision,
     put_scalars,
     split,

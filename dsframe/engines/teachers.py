@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dsframe.engines.base import ModelEngine
+from dsframe.model import extra_state
 from dsframe.tasks.average_of import AverageOf
 
 
@@ -41,3 +42,4 @@ class Teacher:
                 self._engine.copy_shard(parameter, average)
         for buffer, current in zip(self._teacher.buffers(), self._student.buffers(), strict=True):
             buffer.copy_(current)
+        extra_state.load(self._teacher, extra_state.pack(self._student))

@@ -24,7 +24,7 @@ from dsframe.config.read.suggest import closest
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.model.built import Adapter
 from dsframe.model.digests import combined, digest, digest_of_one
-from dsframe.model.state import leave_out
+from dsframe.model.persistent import leave_out
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsframe import values
 from dsframe.errors import CheckpointError
 from dsframe.model.adapter import FILE, NAME, PREFIX
 from dsframe.tasks import hub
@@ -96,7 +97,9 @@ def difference(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> 
     return next(both, "")
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same(first: Any, second: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return values.same(first, second)
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return torch.equal(first, second) or torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

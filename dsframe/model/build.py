@@ -23,9 +23,9 @@ from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm,
 from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
+from dsframe.model.persistent import aliases
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
-from dsframe.model.state import aliases
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual
 from dsframe.tasks.task import Task
 

@@ -6,12 +6,12 @@ computes in 16 bits), and for each tensor the optimizer keeps about it one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsframe.errors import CheckpointError
 
@@ -99,7 +99,7 @@ class EngineState:
     """Optimizer updates applied: the schedule's only argument."""
     loss_scale: LossScaleState | None
     buffers: Mapping[str, Tensor]
-    """The model's persistent buffers, as this rank has them: BatchNorm's statistics may differ between ranks."""
+    """As ``persistent.saved_buffers`` of this rank: BatchNorm's statistics may differ between ranks."""
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
@@ -120,6 +120,10 @@ class SavedState(Protocol):
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Every parameter's full shape."""
+
+    @property
+    def resized(self) -> Collection[str]:
+        """The buffers to which the training has given another shape than the built model has."""
 
     def buffers(self) -> Mapping[str, Tensor]: ...
 
@@ -153,6 +157,11 @@ class SavedView:
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Full shape of each visible parameter."""
         return self._saved.shapes
+
+    @property
+    def resized(self) -> Collection[str]:
+        """As saved."""
+        return self._saved.resized
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The visible buffers."""
@@ -188,100 +197,6 @@ def narrowed(parameter: ParameterState, first: int, size: int) -> ParameterState
 def full_precision(dtype: torch.dtype) -> torch.dtype:
     """The format in which a tensor of ``dtype`` is kept: float32, or float64 where it is so."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
-
-    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew. Without
-    ``remove_duplicate`` a buffer has each of its names.
-    """
-    buffers = {}
-    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=remove_duplicate):
-            if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
-                buffers[f"{prefix}.{name}" if prefix else name] = buffer
-    return buffers
-
-
-_LEFT_OUT = "_dsframe_left_out"
-
-
-def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
-    setattr(model, _LEFT_OUT, frozenset(names))
-
-
-def left_out(model: nn.Module) -> frozenset[str]:
-    """The names that :func:`leave_out` was given."""
-    excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
-    return excluded
-
-
-def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()`` without those that checkpoints leave out."""
-    without = left_out(model)
-    return ((name, parameter) for name, parameter in model.named_parameters() if name not in without)
-
-
-def aliases(model: nn.Module) -> dict[str, str]:
-    """The second and further names of parameters that the model has under several, such as tied embeddings, and of the buffers
-    of such modules."""
-    first: dict[int, str] = {}
-    every = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model, remove_duplicate=False)
-    saved, without = persistent_buffers(model), left_out(model)
-    further = {name: first[id(tensor)] for name, tensor in every.items() if first.setdefault(id(tensor), name) != name}
-    return {name: kept for name, kept in further.items() if name not in saved and kept not in without}
-
-
-@torch.no_grad()
-def load_buffers(model: nn.Module, saved: SavedState) -> None:
-    """Puts the saved buffers into the model, in place. Raises CheckpointError where names or shapes differ."""
-    kept = saved.buffers()
-    modules = dict(model.named_modules())
-    for name, buffer in kept.items():
-        if (module := modules.get(name.rpartition(".")[0])) is not None:
-            _make_room(module, name.rpartition(".")[2], buffer)
-    buffers = persistent_buffers(model)
-    compare(
-        "buffer", {name: tuple(b.shape) for name, b in buffers.items()}, {n: tuple(b.shape) for n, b in kept.items()}
-    )
-    for name, buffer in buffers.items():
-        buffer.copy_(kept[name])
-
-
-def _make_room(module: nn.Module, key: str, saved: Tensor) -> None:
-    """Makes a buffer that a forward pass makes of None (``register_buffer("mean", None)``), or to which a module that loads itself,
-    as those of ``torch.ao.quantization`` do, gives another shape."""
-    now = module._buffers.get(key)
-    if key in module._buffers and now is None:
-        device = next((weight.device for weight in module.parameters()), saved.device)
-        module._buffers[key] = saved.to(device, copy=True)
-    loads_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    if now is not None and now.shape != saved.shape and loads_itself:
-        module._buffers[key] = torch.empty(saved.shape, dtype=now.dtype, device=now.device)
-
-
-def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
-    """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
-    differences = [f"{name} is new" for name in expected if name not in saved]
-    made = what == "buffer" and any(name not in expected for name in saved)
-    differences += [f"{name} is gone" for name in saved if name not in expected]
-    differences += [
-        f"{name} has shape {list(expected[name])}, saved {list(saved[name])}"
-        for name in expected
-        if name in saved and tuple(expected[name]) != tuple(saved[name])
-    ]
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint belongs to another model ({what}s differ): {'; '.join(differences[:3])}{more}"
-            + (
-                ". A buffer that forward makes is to be registered in __init__, or with persistent=False"
-                if made
-                else ""
-            )
-        )
 
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})

@@ -71,6 +71,8 @@ def export(
     Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
     loaded as something else; TaskError where transformers is missing.
     """
+    from torch import Tensor
+
     from dsframe.model.spill import on_disk
 
     checkpoint = store.complete(path)
@@ -85,6 +87,9 @@ def export(
         with _whole(target) as unfinished:
             weights = weights or (averages if _average(checkpoint, None, say) else read)
             tensors = weights(checkpoint, dtype, spill)
+            if to != "torch" and (others := [name for name, value in tensors.items() if not isinstance(value, Tensor)]):
+                say(f"{', '.join(others)}: no tensor, so it is left out; --to torch writes it")
+                tensors = {name: value for name, value in tensors.items() if name not in others}
             _write(checkpoint, to, dtype, unfinished, tensors, shard_size, say)
             _verify(to, unfinished, tensors)
     finally:
@@ -190,12 +195,13 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
     from torch import Tensor
 
     from dsframe.checkpoint.reader import Checkpoint
+    from dsframe.model import extra_state
 
     checkpoint = Checkpoint(path)
     wanted = getattr(torch, dtype)
     convert = spill.converted if spill is not None else Tensor.to
     tensors = {
-        name: convert(tensor, wanted) if tensor.is_floating_point() else tensor
+        name: convert(tensor, wanted) if tensor.is_floating_point() else extra_state.unpacked(name, tensor)
         for name, tensor in checkpoint.weights(key)
     }
     checkpoint.close()

@@ -34,7 +34,7 @@ class FirstStep(Listener):
         differ = differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
-        if line := self._trial.of_model.judge(resumed=step > 1):
+        if line := self._trial.of_model.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this {line}")
         if line := self._trial.look_at_samples(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")

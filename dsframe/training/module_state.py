@@ -10,7 +10,7 @@ forward passes, the vectors of a spectral norm.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,8 +20,9 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
+from dsframe.model import extra_state
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.model.state import persistent_buffers
+from dsframe.model.persistent import persistent_buffers
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import ELEMENTS, same
@@ -49,6 +50,8 @@ class ModuleState:
         """As before the step: what the first batch has left there may hide what the next one would."""
         self._buffers_after: unmoved.Buffers | None = None
         """As after the step, where they are to be asked about."""
+        self._extra: Mapping[str, Tensor] = {}
+        """The extra states after the step, that all ranks have alike: a resumed run begins with them."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -71,16 +74,19 @@ class ModuleState:
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._after = self._values(watch.model)
+            self._extra = extra_state.pack(watch.model)
             if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
         return held.attributes(model, buffers=True), held.outside(self._engine)
 
-    def judge(self, *, resumed: bool) -> str:
-        """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the model has a state that ranks, or a run
+    def judge(self, differ: Collection[str], *, resumed: bool) -> str:
+        """**Collective.** Returns what is to be said, or nothing. ``differ``: the buffers and extra states that differ between
+        ranks. Raises TaskError where the model has a state that ranks, or a run
         that is ``resumed``, would not share."""
         lines = []
+        self._extra = {name: packed for name, packed in self._extra.items() if name not in differ}
         kinds = {
             "model": self._changed,
             "task": self.of_task,
@@ -168,6 +174,7 @@ class ModuleState:
                     of_modules, outside = self._after if after else self._before
                     if whose == "model":
                         of_modules.put_back()
+                        extra_state.load(watch.model, {} if after else self._extra)
                     elif whose == "program":
                         outside.put_back()
                     values = vars(self._task_after if after else self._task_before)

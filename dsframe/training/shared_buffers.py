@@ -12,6 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
+from dsframe.model import extra_state
 
 
 def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
@@ -49,8 +50,10 @@ def but_statistics(engine: Engine, names: Iterable[str]) -> str:
 
 
 def differing(engine: Engine) -> Collection[str]:
-    """**Collective.** Returns the names of the buffers that differ between the ranks that hold them."""
-    return _spans(engine, engine.buffers())[0].keys()
+    """**Collective.** Returns the names of the buffers and extra states that differ between the ranks that hold them."""
+    watch = engine.built.watch
+    extra = extra_state.pack(watch.model) if watch else {}
+    return _spans(engine, {**engine.buffers(), **extra})[0].keys()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from dsframe.engine import Engine
 from dsframe.host import generators
+from dsframe.model import extra_state
 from dsframe.tasks.task import Task
 from dsframe.training import held
 from dsframe.values import copied, same
@@ -87,12 +88,14 @@ class Buffers:
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     """Puts back the random generators, buffers and attributes of the modules of ``model``, and what user code keeps elsewhere."""
     changing = (held.attributes(model), held.outside(engine), held.Generators(engine), Buffers(model.named_modules()))
+    extra = extra_state.pack(model)
     with generators.kept(engine.plan.device):
         try:
             yield
         finally:
             for values in changing:
                 values.put_back()
+            extra_state.load(model, extra)
 
 
 class HeldBuffers:

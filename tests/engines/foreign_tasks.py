@@ -713,6 +713,56 @@ class Scaling(_First):
     layer = _Scaling
 
 
+class _Scheduled(nn.Linear):
+    """Divides by a scale that it keeps in its extra state: of its own outputs ``by_rank``, else one that grows with each pass."""
+
+    def __init__(self, *sizes: int, by_rank: bool) -> None:
+        super().__init__(*sizes)
+        self.scales, self.by_rank = [1.0] * 1001, by_rank  # too many for attributes to be put back
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        outputs = super().forward(input)
+        if self.training:
+            self.scales.append(float(outputs.detach().abs().mean()) if self.by_rank else 1.2 * self.scales[-1])
+        return outputs / self.scales[-2 if self.training else -1]
+
+    def get_extra_state(self) -> Any:
+        return {"scales": self.scales, "first": torch.tensor(self.scales[0])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = [*state["scales"]]
+
+
+class ExtraState(Rows):
+    """A layer of the above."""
+
+    def __init__(self, *, by_rank: bool = False) -> None:
+        self.by_rank = by_rank
+
+    def model(self) -> nn.Module:
+        layer = _Scheduled(8, 8, by_rank=self.by_rank)
+        return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 3))
+
+
+class _Bank(nn.Linear):
+    """Keeps the size of each pass in a buffer that grows, and divides by its last but one entry."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("bank", torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        if self.training:
+            self.bank = torch.cat([self.bank, 1.2 * self.bank[-1:]])
+        return super().forward(input) / self.bank[-2 if self.training else -1]
+
+
+class GrowingBuffer(_First):
+    """A buffer has one more entry after each step."""
+
+    layer = _Bank
+
+
 class _Tagged(nn.Linear):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)

@@ -47,7 +47,7 @@ def main(path: str) -> None:
     class Gathering:
         """The engine, whose parameters come one by one, gathered: as a third party's may."""
 
-        plan, sum_over_ranks = engine.plan, staticmethod(engine.sum_over_ranks)
+        plan, sum_over_ranks, buffers = engine.plan, staticmethod(engine.sum_over_ranks), staticmethod(engine.buffers)
 
         def state(self) -> Any:
             state = engine.state()

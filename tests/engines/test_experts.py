@@ -13,7 +13,8 @@ from dsframe.config.rules.experts import KINDS
 from dsframe.engines.deepspeed import experts
 from dsframe.engines.deepspeed.state_experts import Experts, Part
 from dsframe.errors import CheckpointError, EngineError
-from dsframe.model.state import EngineState, ParameterState, compare
+from dsframe.model.persistent import compare
+from dsframe.model.state import EngineState, ParameterState
 from tests.engines.experts import CASES
 from tests.engines.snapshot import Snapshot
 from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance

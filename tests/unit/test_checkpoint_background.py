@@ -42,9 +42,12 @@ class Training:
         for weight in (*self.weights.values(), self.moment):
             weight.fill_(self.step)
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.moment}
+
     def state(self) -> EngineState:
         states = (ParameterState(k, w, {"m": self.moment.expand_as(w)}, {"step": 1.0}) for k, w in self.weights.items())
-        return EngineState(self.step, None, {"seen": self.moment}, {}, states)
+        return EngineState(self.step, None, self.buffers(), {}, states)
 
 
 def saver(training: Training, folder: Path, asynchronous: bool, said: list[str] | None = None) -> Saver:

@@ -34,6 +34,7 @@ from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError, WorldError
 from dsframe.host import generators
+from dsframe.model.persistent import aliases, compare, persistent_buffers
 from dsframe.model.state import (
     WEIGHT,
     EngineState,
@@ -42,11 +43,8 @@ from dsframe.model.state import (
     ParameterState,
     ShardedParameters,
     TensorShard,
-    aliases,
-    compare,
     full_precision,
     narrowed,
-    persistent_buffers,
     split,
 )
 from dsframe.tools import export

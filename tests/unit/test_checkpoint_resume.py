@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from dsframe.checkpoint import byte_files, resume
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from dsframe.host import generators
-from dsframe.model.state import EngineState, SavedState
+from dsframe.model.state import SavedState
 from dsframe.tasks.task import Task
 from tests.unit.test_checkpoint_background import Training, saver
 from tests.unit.test_checkpoint_files import Room
@@ -36,10 +35,10 @@ class Resuming(Training):
         self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept, ema=None))
         self.plan.batch = SimpleNamespace(sharing=1)
         self.plan.task = Task()
-        self.buffers = buffers
+        self.kept = buffers
 
-    def state(self) -> EngineState:
-        return replace(super().state(), buffers=self.buffers)
+    def buffers(self) -> dict[str, Tensor]:
+        return self.kept
 
     def load_state(self, saved: SavedState) -> None:
         self.step = saved.updates

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.errors import TaskError
 from dsframe.tasks.task import sums
+from dsframe.tools import export
 from dsframe.tools.compare import losses
 from dsframe.training.sample_trial import kind_of_parts
-from tests.engines.foreign_tasks import Rows
+from tests.engines.foreign_tasks import ExtraState, GrowingBuffer, Rows
 from tests.unit.test_module_state import fit
 
 
@@ -265,3 +267,55 @@ def test_a_collate_of_other_numbers_of_rows_is_said(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err.count("collate makes micro-batches of") == 1
     fit(tmp_path / "b", DoubledAndWeighed(), 5)
     assert "collate makes" not in capsys.readouterr().err
+
+
+class OwnState(GrowingBuffer):
+    """A buffer that grows, and under two names a module with an extra state."""
+
+    def model(self) -> nn.Module:
+        scaled = ExtraState().model()[0]
+        return nn.Sequential(*super().model()[:2], nn.Linear(16, 8), scaled, scaled, nn.Linear(8, 3))
+
+
+def test_a_model_has_its_own_state_again_wherever_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goes_on(OwnState, tmp_path)
+    run = tmp_path / "parts"
+    model = dsframe.load_model(run, OwnState())
+    assert [len(model[0].bank), len(model[3].scales)] == [6, 1011]
+    other = OwnState().model()
+    other[0].bank = torch.zeros(6)  # load_state_dict resizes none
+    other.load_state_dict(torch.load(export.export(run, "torch")))
+    assert other[3].scales == model[3].scales
+    assert "_extra_state" not in load_file(export.export(run))
+    assert (
+        "3._extra_state, 4._extra_state: no tensor, so it is left out; --to torch writes it" in capsys.readouterr().err
+    )
+
+
+class Unsaved(Rows):
+    """An extra state of an object, or one that nothing reads again."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def model(self) -> nn.Module:
+        class Layer(nn.Linear):
+            def get_extra_state(self) -> Any:
+                return Path()
+
+        class Both(Layer):
+            def set_extra_state(self, state: Any) -> None:
+                pass
+
+        return (Both if self.what == "object" else Layer)(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("object", "cannot be saved .*: let it return tensors"), ("one way", "no set_extra")]
+)
+def test_an_extra_state_that_no_resume_has_is_refused(what: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=words):
+        fit(tmp_path / "run", Unsaved(what), 3)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not losses(tmp_path / "run")

@@ -23,7 +23,7 @@ from dsframe.config.schema.settings import ImageClassificationTask as ImageSetti
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.host.restored import restored
-from dsframe.model.state import aliases
+from dsframe.model.persistent import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext

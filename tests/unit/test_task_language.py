@@ -12,7 +12,7 @@ from torch import nn
 from dsframe.config.schema.settings import LanguageTask as Settings
 from dsframe.data import text
 from dsframe.errors import DataError, TaskError
-from dsframe.model.state import aliases
+from dsframe.model.persistent import aliases
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask, causal, gpt
 from dsframe.tasks.layers import assemble

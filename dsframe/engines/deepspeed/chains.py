@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsframe.errors import TaskError
 from dsframe.model.build import LARGE
-from dsframe.model.state import persistent_buffers
+from dsframe.model.persistent import persistent_buffers
 from dsframe.tasks.task import Task
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

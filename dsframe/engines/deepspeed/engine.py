@@ -41,9 +41,10 @@ from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, call, outputs_of
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.persistent import persistent_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
-from dsframe.model.state import EngineState, SavedState, persistent_buffers
+from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum
 
 if TYPE_CHECKING:

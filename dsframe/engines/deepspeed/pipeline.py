@@ -32,8 +32,9 @@ from dsframe.model.build import assert_same_model
 from dsframe.model.built import BuiltModel
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.persistent import compare, saved_buffers, shapes_of
 from dsframe.model.plan import Plan
-from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
+from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sum
 
@@ -161,16 +162,15 @@ class PipelineEngine(ZeroEngine):
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
         shapes = {name: list(shape) for name, shape in state.shapes(self._model).items()}
-        buffers = self.buffers()
-        kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
+        kinds = shapes_of(saved_buffers(self._model), saved.resized)
         of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
         everywhere: list[dict[str, Any]] = [{}, {}]
         for of_rank in of_ranks:
             for part, names in zip(everywhere, of_rank, strict=True):
                 part.update(names)
         compare("parameter", everywhere[0], saved.shapes)
-        compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
+        compare("buffer", everywhere[1], shapes_of(saved.buffers(), saved.resized))
         batch = self.plan.batch
-        mine = Share(saved, shapes, buffers)
+        mine = Share(saved, shapes, kinds)
         state.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates

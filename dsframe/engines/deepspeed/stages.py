@@ -31,9 +31,9 @@ from dsframe.host import generators
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
 from dsframe.model.build import dependences, described
 from dsframe.model.parts import parts_of
+from dsframe.model.persistent import aliases
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
-from dsframe.model.state import aliases
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, ready, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_flat import Piece, fill
 from dsframe.engines.state_replica import ParameterView
+from dsframe.model.persistent import aliases, compare, load_buffers, saved_buffers, saved_parameters
 from dsframe.model.state import (
     WEIGHT,
     EngineState,
@@ -34,18 +35,13 @@ from dsframe.model.state import (
     SavedState,
     ShardedParameters,
     TensorShard,
-    aliases,
-    compare,
-    load_buffers,
-    persistent_buffers,
-    saved_parameters,
 )
 
 
 def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
     """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: what it trains, by the names of the state."""
     parameters = _parameters(engine, model)
-    return EngineState(updates, _loss_scale(engine), persistent_buffers(model), aliases(model), parameters)
+    return EngineState(updates, _loss_scale(engine), saved_buffers(model), aliases(model), parameters)
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
-from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, compare, narrowed
+from dsframe.model.persistent import compare
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
 

@@ -26,7 +26,8 @@ from dsframe.model.build import LARGE
 from dsframe.model.forward import call
 from dsframe.model.gathered import LIBRARIES
 from dsframe.model.micro_batch import Inputs
-from dsframe.model.state import SavedState, load_buffers, saved_parameters
+from dsframe.model.persistent import load_buffers, saved_parameters
+from dsframe.model.state import SavedState
 from dsframe.model.user_state import Generators
 
 _LEAVE = "leave it out of partition_config, or train without tensor_parallel"

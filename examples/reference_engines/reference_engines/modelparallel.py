@@ -24,8 +24,9 @@ from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.persistent import aliases, compare, persistent_buffers
 from dsframe.model.plan import Plan
-from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
+from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.layers import ready
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine

@@ -1,0 +1,124 @@
+"""What checkpoints have of a model: which parameters, buffers and extra states, by name; and how buffers are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import CheckpointError
+from dsframe.model import extra_state
+from dsframe.model.state import SavedState
+
+
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
+
+    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew. Without
+    ``remove_duplicate`` a buffer has each of its names.
+    """
+    buffers = {}
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=remove_duplicate):
+            if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers, and the extra state of modules (``extra_state``)."""
+    return persistent_buffers(model) | extra_state.pack(model)
+
+
+def shapes_of(buffers: Mapping[str, Tensor], resized: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """What :func:`compare` takes. The bytes of an extra state may be fewer or more each time, as the ``resized`` buffers."""
+    return {
+        name: () if name in resized or extra_state.is_extra(name) else tuple(buffer.shape)
+        for name, buffer in buffers.items()
+    }
+
+
+_LEFT_OUT = "_dsframe_left_out"
+
+
+def leave_out(model: nn.Module, names: Iterable[str]) -> None:
+    """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
+    setattr(model, _LEFT_OUT, frozenset(names))
+
+
+def left_out(model: nn.Module) -> frozenset[str]:
+    """The names that :func:`leave_out` was given."""
+    excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
+    return excluded
+
+
+def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` without those that checkpoints leave out."""
+    without = left_out(model)
+    return ((name, parameter) for name, parameter in model.named_parameters() if name not in without)
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """The second and further names of parameters that the model has under several, such as tied embeddings, and of buffers and
+    extra states of such modules."""
+    first: dict[int, str] = {}
+    every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    every |= persistent_buffers(model, remove_duplicate=False) | extra_state.keepers(model, remove_duplicate=False)
+    saved, without = persistent_buffers(model), left_out(model)
+    further = {name: first[id(held)] for name, held in every.items() if first.setdefault(id(held), name) != name}
+    return {name: kept for name, kept in further.items() if name not in saved and kept not in without}
+
+
+@torch.no_grad()
+def load_buffers(model: nn.Module, saved: SavedState) -> None:
+    """Puts the saved buffers into the model, in place, and extra states. Raises CheckpointError where names or shapes differ."""
+    kept = saved.buffers()
+    make_room(model, kept, saved.resized)
+    compare("buffer", shapes_of(saved_buffers(model)), shapes_of(kept))
+    for name, buffer in persistent_buffers(model).items():
+        buffer.copy_(kept[name])
+    extra_state.load(model, kept)
+
+
+def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection[str]) -> None:
+    """Makes buffers that a forward pass makes of None (``register_buffer("mean", None)``), and gives those another shape that the
+    training has ``resized``, or whose module loads itself, as those of ``torch.ao.quantization`` do."""
+    modules = dict(model.named_modules())
+    for name, content in saved.items():
+        path, _, key = name.rpartition(".")
+        if (module := modules.get(path)) is None or key not in module._buffers:
+            continue
+        now = module._buffers[key]
+        if now is None:
+            device = next((weight.device for weight in module.parameters()), content.device)
+            module._buffers[key] = content.to(device, copy=True)
+        elif now.shape != content.shape and (name in resized or _loads_itself(module)):
+            module._buffers[key] = torch.empty(content.shape, dtype=now.dtype, device=now.device)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+    """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
+    differences = [f"{name} is new" for name in expected if name not in saved]
+    made = what == "buffer" and any(name not in expected for name in saved)
+    differences += [f"{name} is gone" for name in saved if name not in expected]
+    differences += [
+        f"{name} has shape {list(expected[name])}, saved {list(saved[name])}"
+        for name in expected
+        if name in saved and tuple(expected[name]) != tuple(saved[name])
+    ]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint belongs to another model ({what}s differ): {'; '.join(differences[:3])}{more}"
+            + (
+                ". A buffer that forward makes is to be registered in __init__, or with persistent=False"
+                if made
+                else ""
+            )
+        )
