@@ -71,3 +71,9 @@ def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [problem.path for problem in examine(text, "x.json").problems] == ["aio.use_gds"]
     monkeypatch.setattr(system, "NVIDIA_DRIVER", tmp_path)
     assert examine(text, "x.json").problems == ()
+
+
+@pytest.mark.parametrize("section", ["comet", "csv_monitor", "flops_profiler", "comms_logger"])
+def test_what_only_watches_has_no_effect_and_says_so(section: str) -> None:
+    problems = examine(json.dumps({"train_batch_size": 8, section: {"enabled": True}}), "x.json").problems
+    assert [(p.severity, p.code, p.path) for p in problems] == [("note", "no-effect", f"{section}.enabled")]
