@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -174,29 +173,20 @@ def _damage(path: Path) -> str:
 
 
 def refuse_unshown(image: Any) -> None:
-    """Raises ValueError for an image of Pillow's that has no one look: several pictures, or numbers without a range."""
+    """Raises ValueError for an image of Pillow's that has no one look: several pictures, or more than 8 bits."""
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture, with previews behind it
         raise ValueError(f"it has {image.n_frames} pictures; keep one")
-    if image.mode in ("I", "F"):
-        pixels = np.asarray(image)
-        least, most = float(pixels.min()), float(pixels.max())
-        if not (least >= 0 and most <= (1.0 if image.mode == "F" else 65535)):  # nor what is no number
-            raise ValueError(f"numbers from {least:g} to {most:g}; scale them to 0 to 1, or to 16 bits")
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels have more than 8 bits (Pillow's mode {image.mode}); scale them to 0 to 255")
 
 
 def rgb(image: Any) -> Any:
-    """An opened image of Pillow's as viewers show it: turned as its camera says, 16 bits scaled to 8, on white where it is
-    transparent. Raises ValueError as :func:`refuse_unshown`, OSError for a damaged file."""
+    """An opened image of Pillow's as viewers show it: turned as its camera says, on white where it is transparent. Raises
+    ValueError as :func:`refuse_unshown`, OSError for a damaged file."""
     from PIL import Image, ImageOps
 
     refuse_unshown(image)
-    is_16_bit = image.format == "PPM" or image.mode != "I"  # Pillow scales PGM to 16 bits
     image = ImageOps.exif_transpose(image)
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        most = 65535.0 if is_16_bit or image.getextrema()[1] > 255 else 255.0
-        if image.mode == "F":
-            most = 1.0
-        return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
