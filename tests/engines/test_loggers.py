@@ -65,7 +65,8 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
-    command = launch(2, ["-m", "dsframe.train", "--config", str(path), "--set", f"comet.api_key={SECRET}"])
+    secret = ["--set", f'comet={{"enabled": true, "api_key": "{SECRET}"}}']
+    command = launch(2, ["-m", "dsframe.train", "--config", str(path), *secret])
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     finished = run_ranks(command, timeout_seconds=300, env=offline).check()
     run = read_run(tmp_path / "run")
