@@ -148,6 +148,8 @@ def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
         text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        if "\0" in text:
+            raise DataError(f"{path}: has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
         return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
@@ -235,7 +237,7 @@ def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     """The message for columns that are not there."""
     named = " or ".join(f'"{name}"' for name in wanted)
     has = ", ".join(map(repr, there)) or "none"
-    return f'{source}: no column {named}; it has {has}; name the column of the text in "field"'
+    return f'{source}: no column {named}, or it is null; it has {has}; name the column of the text in "field"'
 
 
 _READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}

@@ -68,7 +68,13 @@ def build_model(
     adapter = _adapter(ranks, model, peft, spill) if peft else None
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
-    model.train()
+    try:
+        model.train()
+    except NotImplementedError as error:
+        raise TaskError(
+            f"{type(task).__name__}: {type(model).__name__}.train() is not implemented ({error}), as of what torch.export gives; "
+            "return the module that it was made from"
+        ) from None
     batch_norm.apply(model, weakref.proxy(ranks), formats.parameter_dtype(plan.config))
     # A task may return the same module again, with gradients of an earlier training or of a step
     # that lost a process.

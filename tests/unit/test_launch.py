@@ -305,6 +305,7 @@ def lost(step: int) -> dict[str, object]:
             1, [False] * 4, "all 3 restarts are used", id="other errors, other steps",
         ),
         pytest.param([says(1, lost(4))] * 4, 7, [False] * 3, "failed 3 times in a row after step 4", id="kills at one step"),
+        pytest.param([says(9, BEGAN, saved=5), says(0, DONE)], 0, [False, True], "failed after step 5: ", id="all killed"),
         pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
         pytest.param([says(1, BEGAN, failed(0, "odd", 5))], 5, [False], "would not change that", id="the task's own, at once"),
         pytest.param(

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import dsframe
 from dsframe.errors import TaskError
 from dsframe.model import overrides
+from tests.files import ds_config
+from tests.lines import Line
 
 
 class Parts(nn.Module):
@@ -136,6 +139,16 @@ def test_a_model_that_takes_no_hooks_is_named() -> None:
         overrides.refuse(compiled, "Mine")
     overrides.refuse(nn.Sequential(compiled), "Mine")
     overrides.refuse(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), "Mine")
+
+
+class Exported(Line):
+    def model(self) -> nn.Module:
+        return torch.export.export(nn.Linear(1, 1), (torch.zeros(2, 1),)).module()
+
+
+def test_a_model_that_has_no_mode_for_training_is_named() -> None:
+    with pytest.raises(TaskError, match=r"train\(\) is not implemented .*; return the module that it was made from"):
+        dsframe.fit(Exported(), ds_config(1, "AdamW", 1e-3, engine="single", steps=1))
 
 
 def test_wrappers_that_spread_a_model_are_named() -> None:

@@ -42,9 +42,9 @@ class Failure:
     """Steps were done before it, so that the task's code works in general."""
 
     @classmethod
-    def of(cls, ended: Outcome, code: int, newest: int | None) -> Failure:
-        """``code``: the launcher's. ``newest``: the step of the checkpoint that it began with."""
-        step = ended.step if ended.step is not None else newest or 0
+    def of(cls, ended: Outcome, code: int, newest: int | None, now: int | None) -> Failure:
+        """``code``: the launcher's. ``newest``, ``now``: the step of the newest checkpoint before the attempt, and after it."""
+        step = ended.step if ended.step is not None else now or 0
         reason = ended.message
         if not reason and not code and ended.code is None:
             reason = "the launcher ended with 0, but no process said that training is complete"
@@ -97,9 +97,9 @@ class Attempts:
                 if ended.code is None:  # launchers have codes of their own for workers that a signal ends
                     say(f"ended by {signal.Signals(received[-1]).name}")
                 return ended.code or 128 + received[-1]
-            failure = Failure.of(ended, code, newest)
-            self._failures.append(failure)
             now = self._newest()
+            failure = Failure.of(ended, code, newest, now)
+            self._failures.append(failure)
             saved = saved or (began and now is not None)
             if why := self._why_no_restart(lost=saved and now is None):
                 if self._restarts or not ended.message:  # else the process has said the same
