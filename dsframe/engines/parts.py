@@ -34,12 +34,12 @@ from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.model import digests, max_norm, optimizers, schedules
+from dsframe.model import digests, extra_state, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.forward import call
 from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch
-from dsframe.model.persistent import persistent_buffers
+from dsframe.model.persistent import persistent_buffers, put, saved_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
@@ -402,8 +402,12 @@ class PartsEngine(Engine):
         if len(sharded) == len(states):
             parameters = ShardedParameters([shard for group in sharded for shard in group.shards], parameters)
         further = {name: kept for state in states for name, kept in state.aliases.items()}
-        buffers = {name: buffer for state in states for name, buffer in state.buffers.items()}
-        return EngineState(self._steps, None, {**self.buffers(), **buffers}, further, parameters)
+        of_models = [
+            *(state.buffers for state in states),
+            *(saved_buffers(self._parts[name]) for name in self._teachers),
+        ]
+        buffers = {name: buffer for of_model in of_models for name, buffer in of_model.items()}
+        return EngineState(self._steps, None, buffers, further, parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each engine reads its model."""
@@ -416,7 +420,8 @@ class PartsEngine(Engine):
         for name, teacher in self._teachers.items():
             teacher.resume()
             for key, buffer in self._engines[name].buffers().items():
-                buffer.copy_(buffers.get(key, buffer))  # the student's may have moved since the average did
+                put(buffers.get(key, buffer), buffer)  # the student's may have moved since the average did
+            extra_state.load(self._parts[name], buffers)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""

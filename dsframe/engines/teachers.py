@@ -11,6 +11,7 @@ from torch import nn
 
 from dsframe.engines.base import ModelEngine
 from dsframe.model import extra_state
+from dsframe.model.persistent import put
 from dsframe.tasks.average_of import AverageOf
 
 
@@ -41,5 +42,5 @@ class Teacher:
             for parameter, average in pairs:
                 self._engine.copy_shard(parameter, average)
         for buffer, current in zip(self._teacher.buffers(), self._student.buffers(), strict=True):
-            buffer.copy_(current)
+            put(current, buffer)
         extra_state.load(self._teacher, extra_state.pack(self._student))

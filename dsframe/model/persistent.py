@@ -82,6 +82,13 @@ def load_buffers(model: nn.Module, saved: SavedState) -> None:
     extra_state.load(model, kept)
 
 
+def put(content: Tensor, buffer: Tensor) -> None:
+    """Copies in place. A forward pass may have given the ``buffer`` another size."""
+    if buffer.shape != content.shape:
+        buffer.data = torch.empty_like(content, dtype=buffer.dtype, device=buffer.device)
+    buffer.copy_(content)
+
+
 def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection[str]) -> None:
     """Makes buffers that a forward pass makes of None (``register_buffer("mean", None)``), and gives those another shape that the
     training has ``resized``, or whose module loads itself, as those of ``torch.ao.quantization`` do."""

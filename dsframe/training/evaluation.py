@@ -25,11 +25,12 @@ from dsframe.model import metric_objects
 from dsframe.model.forward import elsewhere
 from dsframe.model.metric_objects import FailedMetricError
 from dsframe.model.micro_batch import Measure
+from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason
 from dsframe.training import unmoved, whole_set
-from dsframe.training.shared_buffers import but_statistics, put, take_over
+from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
 """Is given a batch that counts, the outputs and the targets."""

@@ -11,7 +11,8 @@ from dsframe.cluster.exchange import failures
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.host import generators
-from dsframe.model import ema
+from dsframe.model import ema, extra_state
+from dsframe.model.persistent import put
 from dsframe.text import reason
 
 
@@ -41,15 +42,16 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
         )
     for name, buffer in state.buffers.items():
         _fill(tensors, name, buffer)
+    if model:
+        extra_state.load(model, state.buffers)
     return model.eval() if model else None
 
 
 @torch.no_grad()
 def _fill(tensors: Mapping[str, Tensor], name: str, content: Tensor) -> None:
-    """Copies into the tensor of this name. A forward pass may have given a buffer another size."""
+    """Copies into the tensor of this name."""
     if name in tensors:
-        target = tensors[name]
-        (target if target.shape == content.shape else target.resize_(content.shape)).copy_(content)
+        put(content, tensors[name])
 
 
 def _made(engine: Engine) -> nn.Module:

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 from dsframe.model import extra_state
+from dsframe.model.persistent import put
 
 
 def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
@@ -34,13 +35,6 @@ def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
             content = row[places[name].bytes].clone()
             put(content.view(buffer.dtype).reshape(buffer.shape), buffer)
     return places.keys()
-
-
-def put(content: Tensor, buffer: Tensor) -> None:
-    """Copies in place. A forward pass may have given the ``buffer`` another size."""
-    if buffer.shape != content.shape:
-        buffer.resize_(content.shape)
-    buffer.copy_(content)
 
 
 def but_statistics(engine: Engine, names: Iterable[str]) -> str:

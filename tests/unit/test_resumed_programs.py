@@ -294,6 +294,17 @@ def test_a_model_has_its_own_state_again_wherever_it_is_loaded(
     )
 
 
+class OwnStates(Averaged):
+    """The same in the student: the teacher's has not moved on either."""
+
+    def models(self) -> Mapping[str, Any]:
+        return {**super().models(), "student": OwnState().model}
+
+
+def test_a_teacher_has_its_own_state_again(tmp_path: Path) -> None:
+    goes_on(OwnStates, tmp_path)
+
+
 class Unsaved(Rows):
     """An extra state of an object, or one that nothing reads again."""
 
