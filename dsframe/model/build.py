@@ -68,13 +68,7 @@ def build_model(
     adapter = _adapter(ranks, model, peft, spill) if peft else None
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
-    try:
-        model.train()
-    except NotImplementedError as error:
-        raise TaskError(
-            f"{type(task).__name__}: {type(model).__name__}.train() is not implemented ({error}), as of what torch.export gives; "
-            "return the module that it was made from"
-        ) from None
+    _to_training_mode(model, task)
     batch_norm.apply(model, weakref.proxy(ranks), formats.parameter_dtype(plan.config))
     # A task may return the same module again, with gradients of an earlier training or of a step
     # that lost a process.
@@ -100,6 +94,16 @@ def build_model(
     # Dropout differs between ranks that see different samples, as it must.
     generators.seed(plan.seed + 1 + plan.data_rank)
     return model, built
+
+
+def _to_training_mode(model: nn.Module, task: Task) -> None:
+    try:
+        model.train()
+    except NotImplementedError as error:
+        raise TaskError(
+            f"{type(task).__name__}: {type(model).__name__}.train() is not implemented ({error}), as of what torch.export gives; "
+            "return the module that it was made from"
+        ) from None
 
 
 def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:

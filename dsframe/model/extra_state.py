@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from dsframe.errors import TaskError
 
-KEY = "_extra_state"
-"""torch's: ``torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX``."""
+KEY = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def is_extra(name: str) -> bool:
@@ -55,11 +54,11 @@ def keepers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.
 
 
 def _bytes(module: nn.Module) -> Tensor:
-    file = io.BytesIO()
     if type(module).set_extra_state is nn.Module.set_extra_state:
         raise TaskError(
             f"{type(module).__name__} has get_extra_state() and no set_extra_state(), so a resume would lose the state"
         )
+    file = io.BytesIO()
     try:
         torch.save(module.get_extra_state(), file)
         packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)

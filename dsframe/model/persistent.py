@@ -97,16 +97,15 @@ def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection
         path, _, key = name.rpartition(".")
         if (module := modules.get(path)) is None or key not in module._buffers:
             continue
-        now = module._buffers[key]
+        now, loads_itself = (
+            module._buffers[key],
+            type(module)._load_from_state_dict is not nn.Module._load_from_state_dict,
+        )
         if now is None:
             device = next((weight.device for weight in module.parameters()), content.device)
             module._buffers[key] = content.to(device, copy=True)
-        elif now.shape != content.shape and (name in resized or _loads_itself(module)):
+        elif now.shape != content.shape and (name in resized or loads_itself):
             module._buffers[key] = torch.empty(content.shape, dtype=now.dtype, device=now.device)
-
-
-def _loads_itself(module: nn.Module) -> bool:
-    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,11 @@ class Snapshot:
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Every parameter's full shape."""
         return {name: tuple(parameter.weight.shape) for name, parameter in self._parameters.items()}
+
+    @property
+    def resized(self) -> Collection[str]:
+        """No buffer: those of the state have the model's shapes."""
+        return ()
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's persistent buffers."""
