@@ -65,8 +65,7 @@ class Checkpoint:
     @property
     def resized(self) -> Collection[str]:
         """The buffers to which the training has given another shape than the built model has."""
-        names: list[str] = self.manifest.get("resized", [])
-        return names
+        return frozenset(self.manifest.get("resized", ()))
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's buffers: this rank's own where it had others, else rank 0's."""
