@@ -273,9 +273,6 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     assert damage_of(tmp_path / "all", asdict(entry), slice(None)) == ""
     with pytest.raises(CheckpointError, match=r"z: checkpoints do not support torch\.complex128"):
         write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
-    assert {kind: layout.DTYPES[kind] for kind in layout.DTYPES} == {
-        kind: name for kind, name in layout.DTYPES.items() if store.WIDTHS[name] == kind.itemsize
-    }
 
 
 def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
@@ -322,21 +319,12 @@ def test_every_random_generator_goes_on_where_it_was() -> None:
     def numbers() -> tuple[Any, ...]:
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
 
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        np.random.randn()  # leaves a second one cached
-        random.gauss(0, 1)
-        kept = generators.capture(torch.device("cpu"))
-        first = numbers()
-        torch.manual_seed(9)
-        np.random.seed(9)
-        random.seed(9)
-        generators.restore(kept, torch.device("cpu"))
-        assert numbers() == first
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+    np.random.randn()  # leaves a second one cached
+    random.gauss(0, 1)
+    kept = generators.capture(torch.device("cpu"))
+    first = numbers()
+    generators.restore(kept, torch.device("cpu"))
+    assert numbers() == first
 
 
 @dataclass
@@ -372,7 +360,7 @@ class Room:
         return results
 
 
-@pytest.mark.parametrize("texts", [["", ""], ["a", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
+@pytest.mark.parametrize("texts", [["", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
 def test_all_ranks_hear_all(texts: list[str]) -> None:
     heard = Room(len(texts)).run(lambda ranks: all_gather_text(ranks, texts[ranks.plan.world.rank]))
     assert heard == [texts] * len(texts)
@@ -380,13 +368,11 @@ def test_all_ranks_hear_all(texts: list[str]) -> None:
 
 def test_all_ranks_get_all_tensors() -> None:
     """Of other shapes and dtypes, to the bit; one without elements takes the dtype of the others."""
-    own = [torch.tensor([[1, -2], [3, 2**40]]), torch.tensor([]), torch.tensor([[7, 8]])]
+    own = [torch.tensor([[1, -2], [3, 2**40]]), torch.tensor([]), torch.tensor(7)]
     heard = Room(3).run(lambda ranks: all_gather_tensor(ranks, own[ranks.plan.world.rank]))
     for found in heard:
         assert [one.dtype for one in found] == [torch.int64] * 3
         assert [one.tolist() for one in found] == [one.tolist() for one in own]
-    scalars = [torch.tensor(True), torch.tensor(False)]
-    assert Room(2).run(lambda ranks: all_gather_tensor(ranks, scalars[ranks.plan.world.rank])) == [scalars] * 2
     columns = [torch.arange(3.0 * rows).view(rows, 3)[:, 0] for rows in (1, 2)]  # of one element with a stride of 3
     heard = Room(2).run(lambda ranks: all_gather_tensor(ranks, columns[ranks.plan.world.rank]))
     assert all(one.equal(other) for every in heard for one, other in zip(every, columns, strict=True))
@@ -405,9 +391,8 @@ def test_another_model_is_named() -> None:
         "the checkpoint belongs to another model (parameters differ): new is new; old is gone; "
         "a has shape [2, 3], saved [3, 2]"
     )
-    many = {f"layer.{i}": (1,) for i in range(9)}
     with pytest.raises(CheckpointError, match="and 6 more"):
-        compare("parameter", many, {})
+        compare("parameter", {str(number): (1,) for number in range(9)}, {})
 
 
 def test_optimizer_entries_are_tensors_and_numbers() -> None:
@@ -439,29 +424,16 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
         export.export(tmp_path)
 
 
-def test_shared_parameters_have_further_names() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model.append(model[0])
-    assert aliases(model) == {"2.weight": "0.weight", "2.bias": "0.bias"}
-
-
-def test_buffers_of_shared_modules_have_further_names() -> None:
+def test_parameters_and_buffers_of_shared_modules_have_further_names() -> None:
     """A strict ``load_state_dict`` of an export asks for each of them."""
-    model = nn.Sequential(nn.BatchNorm1d(2, affine=False))
+    model = nn.Sequential(nn.BatchNorm1d(2))
     model.append(model[0])
     model[0].register_buffer("again", model[0].running_mean)
     model[0].register_buffer("unsaved", model[0].running_mean, persistent=False)
-    further = aliases(model)
-    assert {*further, *persistent_buffers(model)} == set(model.state_dict())
-    assert {further[name] for name in further} <= set(persistent_buffers(model))
-    assert further["1.running_var"] == "0.running_var"
-
-
-def test_only_persistent_buffers_are_kept() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    model.register_buffer("own", torch.zeros(1))
-    model.register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert sorted(persistent_buffers(model)) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "own"]
+    further, kept = aliases(model), {*persistent_buffers(model), *dict(model.named_parameters())}
+    assert {*further, *kept} == set(model.state_dict())
+    assert set(further.values()) <= kept
+    assert (further["1.running_var"], further["1.bias"]) == ("0.running_var", "0.bias")
 
 
 def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
@@ -530,4 +502,3 @@ def test_ranks_that_are_elsewhere_are_no_lengths() -> None:
         return "refused"
 
     assert Room(2).run(exchange) == ["refused", ""]
-    assert Room(2).run(lambda ranks: all_gather_text(ranks, "é" * ranks.plan.world.rank)) == [["", "é"]] * 2

@@ -23,7 +23,6 @@ from dsframe.config.schema.settings import ImageClassificationTask as ImageSetti
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.host.restored import restored
-from dsframe.model.persistent import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
@@ -80,11 +79,8 @@ def test_a_new_model_has_their_names_and_the_seeds_weights() -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert dict(model.named_parameters())["lm_head.weight"].shape == (256, 32)
     assert model.training
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), made(task).parameters(), strict=True))
     assert (task.hidden_size, task.units_per_sample, task.unit) == (32, 16, "tokens")
-    tied = language(model={**LLAMA, "tie_word_embeddings": True})
-    assert aliases(made(tied)) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_the_loss_is_their_own() -> None:
@@ -274,12 +270,9 @@ def test_batch_norm_is_found() -> None:
             {"model": {**LLAMA, "max_position_embeddings": 8}},
             r"16 tokens, but the model's max_position_embeddings is 8",
         ),
-        *(
-            (
-                {"model": {"model_type": kind}},
-                rf'in model_type "{kind}" tokens see those behind them.*"is_decoder": true',
-            )
-            for kind in ("bert", "roberta", "bert-generation")
+        (
+            {"model": {"model_type": "bert"}},
+            r'in model_type "bert" tokens see those behind them.*"is_decoder": true',
         ),
         ({"model": {"model_type": "xlnet"}}, r"tokens see those behind them, their targets$"),
         (
@@ -329,7 +322,7 @@ def test_encoders_that_do_not_see_ahead_are_language_models() -> None:
 
 
 def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
-    """Of several files, one is cut off, one is missing; a tensor has another shape; the weights are another architecture's."""
+    """Of several files, one is cut off, one is missing; a tensor has another shape."""
     whole = tmp_path / "whole"
     made(language(), 5).save_pretrained(whole, max_shard_size="20KB")
     files = sorted(whole.glob("*.safetensors"))
@@ -344,14 +337,9 @@ def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=what):
             language(model=str(folder)).model()
     config = read_json(whole / "config.json")
-    for name, other in {
-        "wider": {"intermediate_size": 64},
-        "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4},
-    }.items():
-        shutil.copytree(whole, tmp_path / name)
-        write_json(tmp_path / name / "config.json", config | other)
-        with pytest.raises(TaskError, match=r"has no weights, or of another shape, for"):
-            language(model=str(tmp_path / name)).model()
+    write_json(whole / "config.json", config | {"intermediate_size": 64})
+    with pytest.raises(TaskError, match=r"has no weights, or of another shape, for"):
+        language(model=str(whole)).model()
 
 
 def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
@@ -386,8 +374,10 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 EXPORTED: dict[str, dict[str, Any]] = {
-    "llama": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}},
-    "mixtral": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 2}},
+    "mixtral": {
+        "name": "causal-language-model",
+        "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "tie_word_embeddings": True},
+    },
     "vit": {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64},
 }
 
@@ -402,14 +392,15 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
     if text:
         save_tokenizer(tmp_path / "words")
         section = {**section, "context": 16, "corpus": "synthetic", "samples": 64, "tokenizer": str(tmp_path / "words")}
-    file = ds_config(4, "AdamW", 1e-3, engine="single", steps=2, task=section, run_dir=str(tmp_path / "run"))
+    settings = {"engine": "single", "steps": 1, "eval_samples": 4, "task": section, "run_dir": str(tmp_path / "run")}
+    file = ds_config(4, "AdamW", 1e-3, **settings)
     task = build(load(file).settings.task, seed=0)
     dsframe.fit(task, file)
     reader = getattr(
         _transformers.transformers(), "AutoModelForCausalLM" if text else "AutoModelForImageClassification"
     )
     inputs = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())[0]
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
         command = ["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "20KB", "--out", str(out)]
         assert cli.main([*command, "--dtype", dtype]) == 0, capsys.readouterr().err
@@ -445,6 +436,7 @@ def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.C
         1e-3,
         engine="single",
         steps=1,
+        eval_samples=4,
         task={"name": "language", "layers": 1, "width": 8, "heads": 2, "corpus": "synthetic", "samples": 64},
         run_dir=str(tmp_path / "run"),
     )
@@ -470,49 +462,41 @@ def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys:
         assert f"{count} parameters" in capsys.readouterr().out
 
 
-def test_classes_keep_the_numbers_and_the_look_of_the_folder_that_knows_them(tmp_path: Path) -> None:
+def pictures(folder: Path, *classes: str) -> Path:
+    """One for each class and split; returns that of the last one."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    ramps = [image.linear_gradient("L"), image.new("L", (256, 256), 40), image.radial_gradient("L")]
     for split in ("train", "val"):
-        for number, name in enumerate(("cat", "dog")):
-            place = tmp_path / "d" / split / name
-            place.mkdir(parents=True)
-            ramp = image.linear_gradient("L").resize((60, 40)) if number else image.new("L", (60, 40))
-            ramp.convert("RGB").save(place / "0.png")
+        for name in classes:
+            place = folder / split / name / "0.png"
+            place.parent.mkdir(parents=True)
+            image.merge("RGB", ramps).save(place)
+    return place
+
+
+def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path: Path) -> None:
+    pictures(tmp_path / "d", "cat", "dog")
     known = tmp_path / "m"
     config = _transformers.transformers().ViTConfig(
         **{key: value for key, value in VIT.items() if key != "model_type"},
         image_size=16, id2label={0: "dog", 1: "cat"}, label2id={"dog": 0, "cat": 1},
     )  # fmt: skip
     _transformers.transformers().ViTForImageClassification(config).save_pretrained(known)
-    look = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "size": {"height": 16, "width": 16}}
-    write_json(known / "preprocessor_config.json", look)
+    write_json(known / "preprocessor_config.json", {"image_mean": 0.5, "image_std": 0.25, "size": {"height": 16}})
     data = {"dataset": "image-folder", "data_dir": str(tmp_path / "d"), "samples": None}
     for model, names in ((str(known), ["dog", "cat"]), (VIT, ["cat", "dog"])):
         task = classifier(model=model, **data)
-        told = task.pretrained()
-        assert list(json.loads(told["config"])["id2label"].values()) == names
+        assert list(json.loads(task.pretrained()["config"])["id2label"].values()) == names
         assert [names[label] for _, label in task.eval_data().samples] == names
-        assert (json.loads(told["preprocessor_config"])["image_mean"][0] == 0.5) == (model == str(known))
-        (tmp_path / "preprocessor_config.json").write_text(told["preprocessor_config"])
-        processor = _transformers.transformers().AutoImageProcessor.from_pretrained(tmp_path)
-        number = names.index("dog")
-        picture = image.open(tmp_path / "d" / "val" / "dog" / "0.png")
-        theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
-        torch.testing.assert_close(theirs, task.eval_data()[number][0], rtol=0, atol=0.1)
+        assert (task.images.mean == (0.5,) * 3) == (model == str(known))
     own = classifier(model=str(known), **{**data, "image_size": None})
     assert own.images.size == 16, "as its preprocessor_config.json says"
-    assert float(own.eval_data()[1][0].max()) == pytest.approx(-2.0)
 
 
 def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path: Path) -> None:
     known, words = tmp_path / "m", tmp_path / "words"
     text_tokenizer(words)
-    model = _transformers.transformers().LlamaForCausalLM(
-        _transformers.transformers().LlamaConfig(
-            **{key: value for key, value in LLAMA.items() if key != "model_type"}, vocab_size=400, eos_token_id=7
-        )
-    )
-    model.save_pretrained(known)
+    save(language(model={**LLAMA, "vocab_size": 400, "eos_token_id": 7}), known)
     (known / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.5}')
     (tmp_path / "t.jinja").write_text("hello")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
@@ -534,16 +518,11 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
     assert json.loads(own["generation_config"]) == {"eos_token_id": [7, 8, 0], "temperature": 0.5}, (
         "and the tokenizer's"
     )
-    assert (
-        language(model=str(known), tokenizer=str(known)).pretrained()["generation_config"] == own["generation_config"]
-    )
     longer = _transformers.transformers().AutoTokenizer.from_pretrained(words)
     longer.add_tokens(["<new>"])
     longer.save_pretrained(tmp_path / "longer")
     grown = language(model=str(known), tokenizer=str(tmp_path / "longer"), resize_embeddings=True).pretrained()
     assert grown["generation_config"] == own["generation_config"], "it has all tokens of the folder's"
-    (known / "generation_config.json").write_text('{"eos_token_id": [0, 8]}')
-    assert json.loads(language(model=str(known)).pretrained()["generation_config"]) == {"eos_token_id": [0, 8]}
 
 
 @pytest.mark.parametrize(
@@ -552,21 +531,12 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
         ("ViT", {"image_mean": 0.5, "image_std": None}, ""),
         ("ViT", {"do_normalize": False}, ""),
         ("ConvNext", {"size": {"shortest_edge": 16}, "crop_pct": 0.875}, ""),
-        ("Levit", {}, ""),
         ("EfficientNet", {}, "has include_top, which the training does not do"),
-        ("MobileViT", {}, "has do_flip_channel_order, which"),
         ("ViT", {"rescale_factor": 1 / 127.5}, "has rescale_factor, which"),
     ],
 )
 def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    library = _transformers.transformers()
-    for place in ("train/a", "train/b", "val/a", "val/b"):
-        (tmp_path / "d" / place).mkdir(parents=True)
-        ramp = image.merge(
-            "RGB", [image.linear_gradient("L"), image.new("L", (256, 256), 40), image.radial_gradient("L")]
-        )
-        ramp.save(tmp_path / "d" / place / "0.png")
+    picture, library = pictures(tmp_path / "d", "b", "a"), _transformers.transformers()
     known = tmp_path / "m"
     config = {key: value for key, value in VIT.items() if key != "model_type"}
     library.ViTForImageClassification(library.ViTConfig(**config, image_size=16)).save_pretrained(known)
@@ -577,10 +547,9 @@ def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any
     lines: list[str] = []
     task.prepare(lines.append)
     assert (said in lines[0]) if said else not lines
-    (tmp_path / "preprocessor_config.json").write_text(str((task.pretrained() or {})["preprocessor_config"]))
-    processor = library.AutoImageProcessor.from_pretrained(tmp_path)
-    picture = image.open(tmp_path / "d" / "val" / "a" / "0.png")
-    theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
+    (tmp_path / "preprocessor_config.json").write_text(task.pretrained()["preprocessor_config"])
+    image, processor = pytest.importorskip("PIL.Image"), library.AutoImageProcessor.from_pretrained(tmp_path)
+    theirs = processor(image.open(picture), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(theirs, task.eval_data()[0][0], rtol=0, atol=0.1)
 
 
