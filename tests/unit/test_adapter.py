@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  #
 def file(run: Path, adapter: Any = LORA, model: Any = LLAMA, **more: Any) -> dict[str, Any]:
     task = {"name": "causal-language-model", "corpus": "synthetic", "context": 16, "samples": 256, "model": model}
     settings = {"engine": "single", "steps": STEPS, "run_dir": str(run), "inherit": "torch", "log_every_steps": 1}
-    settings |= {"task": task, "adapter": adapter, **more}
+    settings |= {"task": task, "adapter": adapter, "eval_samples": 64, **more}
     return ds_config(8, {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, **settings)
 
 

@@ -43,7 +43,7 @@ def _trees() -> list[dict[str, Any]]:
 TREES = _trees()
 LIMIT_SECONDS = 2.0
 MANY = settings(
-    max_examples=2000,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     database=None,

@@ -171,8 +171,8 @@ def ended_apart(document: dict[str, Any], folder: Path, ranks: int) -> str:
 @pytest.mark.parametrize(
     ("engine", "ranks", "seeds"),
     [
-        ("single", 1, range(250)),
-        pytest.param("single", 1, range(250, 3000), marks=pytest.mark.long),
+        ("single", 1, range(100)),
+        pytest.param("single", 1, range(100, 3000), marks=pytest.mark.long),
         *(pytest.param(name, 1, range(200), marks=pytest.mark.long) for name in ("ddp", "deepspeed")),
         *(pytest.param(name, 2, range(200, 300), marks=pytest.mark.long) for name in ("ddp", "deepspeed", "horovod")),
     ],

@@ -12,7 +12,6 @@ from dsframe.data import documents
 from dsframe.data.documents import Row
 from dsframe.data.encoders import ConversationEncoder, TextEncoder, describe_targets
 from dsframe.errors import DataError
-from tests.files import write_json
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -67,9 +66,19 @@ def said(text: str, role: str = "assistant", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": text, **more}
 
 
+def encoded(made: Any, row: dict[str, Any], place: str = "a:1") -> list[int]:
+    (found,) = made.encode([Row(place, row)])
+    return found.tolist()
+
+
+def tokens_of(made: Any, row: dict[str, Any]) -> list[int]:
+    """Those that are learned and the others."""
+    return [max(token, ~token) for token in encoded(made, row)]
+
+
 def learned(tokenizer: Any, row: dict[str, Any], template: Any = MARKED) -> str:
-    (found,) = encoder(tokenizer, template).encode([Row("a:1", row)])
-    return str(tokenizer.decode([token for token in found.tolist() if token >= 0], skip_special_tokens=False))
+    found = encoded(encoder(tokenizer, template), row)
+    return str(tokenizer.decode([token for token in found if token >= 0], skip_special_tokens=False))
 
 
 TURNS = (
@@ -149,13 +158,12 @@ def test_a_weight_that_cannot_be_heeded_is_refused() -> None:
 def test_prompt_and_completion_are_one_text() -> None:
     tokenizer = words("unigram")  # writes a space before each text
     row = {"prompt": "the", "completion": "n a"}
-    (found,) = encoder(tokenizer, None).encode([Row("a:1", row)])
     whole = tokenizer("then a")["input_ids"]
-    assert [token if token >= 0 else ~token for token in found.tolist()] == [*whole, tokenizer.eos_token_id]
+    assert tokens_of(encoder(tokenizer, None), row) == [*whole, tokenizer.eos_token_id]
     assert learned(tokenizer, row, None).replace(" ", "") == "na[END]"
 
 
-@pytest.mark.parametrize("special", ["$A [END]", "<bot> $A", "<user> <bot> $A", "<s> <bot> $A [END]", "$A"])
+@pytest.mark.parametrize("special", ["$A [END]", "<user> <bot> $A", "<s> <bot> $A [END]", "$A"])
 def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -165,9 +173,8 @@ def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=special, special_tokens=ids)
     theirs = [*tokenizer("one")["input_ids"]]
     theirs += [tokenizer.eos_token_id] * (theirs[-1] != tokenizer.eos_token_id)
-    (text,) = TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": "one"})])
-    (pair,) = encoder(tokenizer, None).encode([Row("a:1", {"prompt": "o", "completion": "ne"})])
-    assert text.tolist() == [token if token >= 0 else ~token for token in pair.tolist()] == theirs
+    assert encoded(TextEncoder(tokenizer, "text"), {"text": "one"}) == theirs
+    assert tokens_of(encoder(tokenizer, None), {"prompt": "o", "completion": "ne"}) == theirs
 
 
 def test_a_vocabulary_without_letters_begins_as_any_other() -> None:
@@ -179,18 +186,16 @@ def test_a_vocabulary_without_letters_begins_as_any_other() -> None:
     made.add_special_tokens(["[S]", "[END]"])
     made.post_processor = TemplateProcessing(single="[S] $A", special_tokens=[("[S]", 0)])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="[END]", bos_token="[S]")
-    (text,) = TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": "ACG"})])
-    assert text.tolist() == [0, 2, 1]
+    assert encoded(TextEncoder(tokenizer, "text"), {"text": "ACG"}) == [0, 2, 1]
 
 
 def test_what_the_template_is_given_reaches_it() -> None:
     template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
-    (plain,) = encoder(tokenizer, template).encode([Row("a:1", row)])
-    assert tokenizer.decode([token if token >= 0 else ~token for token in plain.tolist()]).startswith("calm<user>")
+    made = encoder(tokenizer, template)
+    assert tokenizer.decode(tokens_of(made, row)).startswith("calm<user>")
     for tools in ([{"name": "find", "more": None}], json.dumps([{"name": "find"}])):
-        (found,) = encoder(tokenizer, template).encode([Row("a:1", {**row, "tools": tools})])
-        assert tokenizer.decode([token if token >= 0 else ~token for token in found.tolist()]).startswith("calmfind")
+        assert tokenizer.decode(tokens_of(made, {**row, "tools": tools})).startswith("calmfind")
 
 
 DATED = (
@@ -204,29 +209,25 @@ def test_tokens_do_not_depend_on_the_day(several: bool) -> None:
     """A template that writes the date gets none, and takes its own, or the row's."""
     tokenizer, row = words("bytes"), talk("one")
     template: Any = {"default": DATED} if several else DATED
-    assert encoder(tokenizer, template).dated
+    made = encoder(tokenizer, template)
+    assert made.dated
     assert not encoder(tokenizer, MARKED).dated
-    for more, date in (({}, "26 Jul 2024"), ({"date_string": "1 May 2025"}, "1 May 2025")):
-        rows = [Row("a:1", {**row, "chat_template_kwargs": more})] * 2
-        for found in encoder(tokenizer, template).encode(rows):
-            text = tokenizer.decode([max(token, ~token) for token in found.tolist()])
-            assert text.startswith(date)
     asked = {"prompt": [said("one", "user")], "completion": [said("two")]}
-    (found,) = encoder(tokenizer, template).encode([Row("a:1", asked)])
-    assert tokenizer.decode([max(token, ~token) for token in found.tolist()]).startswith("26 Jul 2024")
+    dated = {**row, "chat_template_kwargs": {"date_string": "1 May 2025"}}
+    for given, date in ((row, "26 Jul 2024"), (asked, "26 Jul 2024"), (dated, "1 May 2025")):
+        assert tokenizer.decode(tokens_of(made, given)).startswith(date)
     with pytest.raises(
         DataError, match=r"a:1: the chat template fails: it needs the day's date .*; write a date in its place"
     ):
-        list(encoder(tokenizer, "{{ strftime_now('%Y') }}" + MARKED).encode([Row("a:1", row)]))
+        learned(tokenizer, row, "{{ strftime_now('%Y') }}" + MARKED)
 
 
 def test_of_several_templates_the_one_that_transformers_takes() -> None:
     tokenizer = words("bytes")
     tokenizer.chat_template = {"default": MARKED, "tool_use": f"tools{MARKED}"}
     for row in (talk("one"), talk("one", tools=[{"name": "find"}])):
-        (found,) = encoder(tokenizer, None).encode([Row("a:1", row)])
         theirs = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)["input_ids"]
-        assert [token if token >= 0 else ~token for token in found.tolist()] == theirs
+        assert tokens_of(encoder(tokenizer, None), row) == theirs
     tokenizer.chat_template = {"other": MARKED}
     with pytest.raises(DataError, match="of the chat templates other none is the default"):
         learned(tokenizer, talk("one"), None)
@@ -250,9 +251,7 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path: Path) -> 
     ]
     assert found[0] == found[1]
     rows[0]["messages"][0]["calls"][0]["arguments"] = {"x": None}  # type: ignore[index]
-    write_json(tmp_path / "b.jsonl", rows[0])
-    (tokens,) = made.encode(list(documents.rows(tmp_path / "b.jsonl", made.columns)))
-    assert '"arguments": {"x": null}' in words("bytes").decode((~tokens).tolist())
+    assert '"arguments": {"x": null}' in words("bytes").decode(tokens_of(made, rows[0]))
 
 
 def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
@@ -260,6 +259,8 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
     assert learned(tokenizer, talk(said(parts))) == "one[END]"  # type: ignore[arg-type]
     with pytest.raises(DataError, match="a:1: a message has parts of type image; texts are read"):
         learned(tokenizer, talk(said([{"type": "image"}, *parts])))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
+        learned(tokenizer, talk(said({"text": "x"})))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "\ud83d"}, talk("\ude00")])
@@ -284,19 +285,12 @@ def test_ends_that_a_text_brings_are_not_written_twice() -> None:
     start = tokenizer.convert_tokens_to_ids("<s>")
     tokenizer.bos_token = "<s>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
-    plain, brought = ("one", "<s>one[END]")
-    found = [
-        next(iter(TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": text})]))).tolist()
-        for text in (plain, brought)
-    ]
-    assert found[0] == found[1]
-    assert found[0][0] == start
-    assert found[0][-1] == tokenizer.eos_token_id
-    pair = [
-        next(iter(encoder(tokenizer, "").encode([Row("a:1", {"prompt": ask, "completion": answer})]))).tolist()
-        for ask, answer in (("the", "cat"), ("<s>the", "cat[END]"))
-    ]
-    assert pair[0] == pair[1]
+    plain = encoded(TextEncoder(tokenizer, "text"), {"text": "one"})
+    assert encoded(TextEncoder(tokenizer, "text"), {"text": "<s>one[END]"}) == plain
+    assert (plain[0], plain[-1]) == (start, tokenizer.eos_token_id)
+    pairs = encoder(tokenizer, "")
+    brought = {"prompt": "<s>the", "completion": "cat[END]"}
+    assert encoded(pairs, brought) == encoded(pairs, {"prompt": "the", "completion": "cat"})
 
 
 def test_a_null_is_a_key_that_is_not_there() -> None:
@@ -316,11 +310,6 @@ def test_what_the_template_does_not_write_is_said_once(capsys: pytest.CaptureFix
     ]
 
 
-def test_an_object_is_no_text() -> None:
-    with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
-        learned(words("bytes"), talk(said({"text": "x"})))  # type: ignore[arg-type]
-
-
 CHAT = (
     "{% for m in messages if m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}[END]{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -328,24 +317,21 @@ CHAT = (
 
 
 def test_what_is_asked_in_a_completion_is_no_answer() -> None:
-    asked, answer = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees"}
-    rows = encoder(words("bytes"), CHAT)
-    (tokens,) = rows.encode([Row("f:1", {"prompt": [asked], "completion": [answer]})])
-    assert rows._tokenizer.decode(tokens[tokens >= 0]) == "sees[END]"
-    with pytest.raises(DataError, match="f:2: a completion has messages of user, which would be learned"):
-        list(rows.encode([Row("f:2", {"prompt": [asked], "completion": [answer, asked, answer]})]))
+    asked, answer, tokenizer = said("the cat", "user"), said("sees"), words("bytes")
+    assert learned(tokenizer, {"prompt": [asked], "completion": [answer]}, CHAT) == "sees[END]"
+    with pytest.raises(DataError, match="a:1: a completion has messages of user, which would be learned"):
+        learned(tokenizer, {"prompt": [asked], "completion": [answer, asked, answer]}, CHAT)
 
 
 def test_words_that_a_template_leaves_out_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    asked, answer = {"role": "user", "content": " the cat\n"}, {"role": "assistant", "content": "sees"}
+    asked, answer = said(" the cat\n", "user"), said("sees")
     rows = encoder(words("bytes"), CHAT)
-    list(rows.encode([Row("f:1", {"prompt": [asked], "completion": [answer]})]))
+    encoded(rows, {"prompt": [asked], "completion": [answer]})
     assert not capsys.readouterr().err
-    system = {"role": "system", "content": "a dog"}
-    list(rows.encode([Row("f:2", {"prompt": [system, asked], "completion": [answer]})]))
+    encoded(rows, {"prompt": [said("a dog", "system"), asked], "completion": [answer]}, "f:2")
     assert "f:2: the chat template leaves out or changes words of messages of: system" in capsys.readouterr().err
     rows = encoder(words("bytes"), MARKED.replace("m['content'] }}[END]", "m['content'][:2] }}[END]"))
-    list(rows.encode([Row("f:3", {"messages": [asked, answer], "prompt": "one", "completion": "two"})]))
-    said = capsys.readouterr().err
-    assert "f:3: the chat template leaves out or changes words of messages of: assistant" in said
-    assert "f:3: columns that are not read: completion, prompt" in said
+    encoded(rows, {"messages": [asked, answer], "prompt": "one", "completion": "two"}, "f:3")
+    printed = capsys.readouterr().err
+    assert "f:3: the chat template leaves out or changes words of messages of: assistant" in printed
+    assert "f:3: columns that are not read: completion, prompt" in printed

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dsframe.data import ImageSource, TensorSource, draws
-from dsframe.data._torchvision import torchvision
 from dsframe.data.text import TextSource
 from dsframe.errors import DataError
 
@@ -70,23 +69,15 @@ def looks(batch: Tensor) -> Tensor:
     return torch.tensor([table[tuple(picture)] for picture in batch.flatten(1).tolist()])
 
 
-def test_augmentation_is_distributed_as_torchvisions() -> None:
-    torchvision()
-    from torchvision import transforms
-
+def test_crops_and_mirror_images_are_equally_often() -> None:
+    """As torchvision's RandomCrop and RandomHorizontalFlip."""
     count = 9_000
     chart = torch.arange(1, 17, dtype=torch.uint8).view(1, 4, 4)
     ours = ImageSource(
         chart.expand(count, 1, 4, 4), torch.zeros(count), classes=1, mean=(0,), std=(1 / 255,), padding=1, flip=True
     )
-    torch.manual_seed(0)
-    pipeline = transforms.Compose([transforms.RandomCrop(4, 1), transforms.RandomHorizontalFlip()])
-    theirs = torch.stack([pipeline(chart) for _ in range(count)])
     mine = torch.bincount(looks(ours.batch(torch.arange(count), 0)[0].round().int()), minlength=18).double()
-    reference = torch.bincount(looks(theirs.int()), minlength=18).double()
-    # Two samples from one distribution: chi-square with 17 degrees of freedom, 99.9 %.
-    assert ((mine - reference) ** 2 / (mine + reference)).sum() < 40.8
-    assert ((mine - count / 18) ** 2 / (count / 18)).sum() < 40.8
+    assert ((mine - count / 18) ** 2 / (count / 18)).sum() < 40.8  # chi-square with 17 degrees of freedom, 99.9 %
 
 
 def test_wrong_images_are_refused() -> None:
@@ -98,8 +89,6 @@ def test_wrong_images_are_refused() -> None:
     make()
     with pytest.raises(DataError, match=r"labels run from 0 to 3, but there are 3 classes \(0 to 2\)"):
         make(labels=torch.arange(4))
-    with pytest.raises(DataError, match="labels run from -1"):
-        make(labels=torch.arange(4) - 1)
     with pytest.raises(DataError, match=r"must be uint8 of shape .*; got torch.float32 \[4, 1, 8, 8\]"):
         make(pixels=pixels.float())
     with pytest.raises(DataError, match="4 images, but labels of shape"):

@@ -17,35 +17,31 @@ from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import formats
 from dsframe.model.formats import kept_in_fp32, own_dtype
 from dsframe.tools.export import read
+from tests import lines
 from tests.files import ds_config
 
+pytestmark = pytest.mark.usefixtures("here")
 
-class Line(dsframe.Task):
-    def __init__(self, dtype: torch.dtype, inputs: torch.dtype | None = None) -> None:
-        self.dtype, self.inputs = dtype, inputs or dtype
+
+class Line(lines.Line):
+    inputs, rows = 3, 32
+
+    def __init__(self, dtype: torch.dtype, given: torch.dtype | None = None) -> None:
+        self.dtype, self.given = dtype, given or dtype
 
     def model(self) -> nn.Module:
-        return nn.Linear(3, 1).to(self.dtype)
+        return super().model().to(self.dtype)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         assert outputs.dtype == self.dtype
-        return (outputs - targets).square().mean()
+        return super().loss(outputs, targets)
 
     def train_data(self) -> Any:
-        numbers = torch.Generator().manual_seed(0)
-        return TensorSource(
-            torch.randn(32, 3, generator=numbers).to(self.inputs), torch.randn(32, 1, generator=numbers).to(self.inputs)
-        )
+        return TensorSource(*(numbers.to(self.given) for numbers in super().train_data()._data))
 
 
 def file(steps: int) -> dict[str, Any]:
-    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
-    return ds_config(8, optimizer, engine="single", steps=steps)
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    return ds_config(8, "AdamW", 0.01, engine="single", steps=steps)
 
 
 def weights(folder: str) -> dict[str, Tensor]:
@@ -102,15 +98,9 @@ def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     class Routed(nn.Linear):
         _keep_in_fp32_modules_strict = ("weight",)
 
-    class Task(dsframe.Task):
+    class Task(lines.Line):
         def model(self) -> nn.Module:
-            return Routed(3, 2)
-
-        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return (outputs - targets).square().mean()
-
-        def train_data(self) -> Any:
-            return TensorSource(torch.ones(16, 3), torch.ones(16, 2))
+            return Routed(2, 1)
 
     settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
     file = ds_config(8, "SGD", 0.1, **settings)

@@ -63,7 +63,6 @@ def by_weights(weights: list[Tensor], decays: list[float]) -> Tensor:
 @pytest.mark.parametrize(
     ("more", "decays"),
     [
-        ({"start_step": 3}, [0.0, 0.0, 0.9, 0.9, 0.9]),
         ({"warmup_gamma": 1.0}, [1 - (1 + n) ** -(2 / 3) for n in (2, 3, 4, 5, 6)]),
         (
             {"warmup_gamma": 0.1, "warmup_power": 0.75, "start_step": 2},
@@ -100,7 +99,7 @@ def test_one_that_begins_before_the_first_update_moves_towards_it() -> None:
     assert optimizer.state[weight][ema.KEY].item() == 1.0
 
 
-@pytest.mark.parametrize(("kind", "every"), [("AdamW", 1), ("AdamW", 2), ("SGD", 1), ("Adagrad", 1)])
+@pytest.mark.parametrize(("kind", "every"), [("AdamW", 2), ("SGD", 1)])
 def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
     wanted = {"decay": 0.9, "every_steps": every, "evaluate": True}
     summary = dsframe.fit(Line(), file(tmp_path / "run", kind, wanted))

@@ -228,10 +228,11 @@ def test_what_is_no_mean_follows_from_the_sums() -> None:
 @pytest.mark.parametrize(
     ("gives", "message"), [(3, "returned int; return numbers by name"), ({"f1": None}, "'f1' is NoneType")]
 )
-def test_a_finalize_that_gives_no_numbers(gives: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Perplexity, "finalize", lambda self, sums: gives)
-    with pytest.raises(TaskError, match=rf"Perplexity\.finalize.*{message}"):
-        finalized(Perplexity(), {})
+def test_a_finalize_that_gives_no_numbers(gives: Any, message: str) -> None:
+    task = Task()
+    task.finalize = lambda sums: gives  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=rf"Task\.finalize.*{message}"):
+        finalized(task, {})
 
 
 class Random(ReadyTask):
@@ -254,13 +255,11 @@ GENERATOR = torch.Generator()
     ("draws", "said"),
     [
         (lambda rows: torch.randn(rows, 2), False),
-        (lambda rows: torch.randint(3, (rows,)), False),
         (lambda rows: torch.randn(rows + 1), True),
         (torch.randperm, True),
         (lambda rows: torch.randn(rows, generator=torch.Generator().manual_seed(0)), True),
         (lambda rows: torch.randn(1, 3, generator=torch.Generator().manual_seed(0)), False),
         (lambda rows: torch.randn(1, 3, generator=GENERATOR), True),
-        (lambda rows: None, False),
     ],
 )
 def test_draws_that_belong_to_no_sample_are_said_once(
@@ -301,22 +300,10 @@ class Heat(Task):
     eval_data = train_data
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("single", 0), ("deepspeed", 3)])
-def test_an_evaluation_takes_derivatives(engine: str, stage: int, here: Path) -> None:
+def test_an_evaluation_takes_derivatives(here: Path) -> None:
     task = Heat()
     task.eval_gradients = True
-    file = ds_config(
-        4,
-        "AdamW",
-        1e-3,
-        sections={"zero_optimization": {"stage": stage}},
-        engine=engine,
-        steps=1,
-        run_dir="run",
-    )
-    if stage == 3:
-        pytest.importorskip("deepspeed")
-    summary = dsframe.fit(task, file)
+    summary = dsframe.fit(task, ds_config(4, "AdamW", 1e-3, engine="single", steps=1, run_dir="run"))
     torch.manual_seed(0)
     model = dsframe.load_model(here / "run", Heat())
     points, targets = Heat().train_data().tensors

@@ -95,7 +95,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(
         ["step", "updates", "parameters", "aliases", "files", "loss_scale", "run", "evaluation", "format"]
@@ -118,7 +118,7 @@ def test_any_value_is_read_or_refused(key: str, value: Any, checkpoint: Path) ->
 RUN_FILES = ("run.json", "config.json", "metrics.jsonl", "summary.json")
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(RUN_FILES), content=JSON, cut=st.integers(0, 40))
 def test_any_run_directory_is_read_or_refused(name: str, content: Any, cut: int, tmp_path: Path) -> None:
     step = {"step": 1, "loss": 2.0, "learning_rate": 0.1, "rate": 3.0, "epoch": 0.5, "memory_bytes": 1}

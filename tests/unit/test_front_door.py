@@ -12,7 +12,7 @@ import dsframe
 import dsframe.train
 from dsframe.cli import main
 from dsframe.tools.init import BEGINNINGS
-from tests.processes import REPOSITORY, run_ranks
+from tests.processes import REPOSITORY, run_ranks, warm
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
@@ -55,7 +55,8 @@ def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) 
     if beginning == "slurm":  # a file for 64 GPUs
         lines = [f"{line} {SMALL}" if line.startswith(("plan", "launch")) else line for line in lines]
     for words in [*data, *(["-m", "dsframe", *line.split()] for line in lines)]:
-        done = run_ranks([sys.executable, *words], timeout_seconds=300, cwd=tmp_path / "mine")
+        command = [sys.executable, *words] if "launch" in words else warm(1, words)
+        done = run_ranks(command, timeout_seconds=300, cwd=tmp_path / "mine")
         if beginning == "finetune" and "evaluate" in words:
             assert "eval_data" in done.output
         else:

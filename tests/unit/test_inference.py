@@ -25,11 +25,12 @@ from dsframe.checkpoint import store
 from dsframe.cluster.world import World
 from dsframe.data import Pad, TensorSource
 from dsframe.data.loader import DatasetSource
-from dsframe.errors import CheckpointError, TaskError
+from dsframe.errors import CheckpointError, DsframeError, TaskError
 from dsframe.host import generators
 from dsframe.inference import load_model
 from dsframe.job import Run
 from dsframe.run import execute, prepared
+from dsframe.tools import evaluate
 from dsframe.training.predictions import rows_of, take_inputs_alone
 from tests.files import ds_config, read_json, read_rows
 from tests.lines import Line
@@ -247,10 +248,13 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     (tmp_path / "there.jsonl").touch()
     given = [word.replace("RUN", str(trained[0])).replace("OUT", str(tmp_path)) for word in words]
-    finished = run_ranks(warm(1, ["-m", "dsframe.cli", *given]), timeout_seconds=100)
-    assert finished.returncode != 0
-    assert message in finished.output
-    assert "Traceback" not in finished.output
+    with pytest.raises(DsframeError, match=message):
+        evaluate._run(given[0], evaluate._options(given[0], given[1:]), World())
+    if words == ["evaluate", "OUT"]:
+        finished = run_ranks(warm(1, ["-m", "dsframe.cli", *given]), timeout_seconds=100)
+        assert finished.returncode != 0
+        assert message in finished.output
+        assert "Traceback" not in finished.output
 
 
 @dataclasses.dataclass

@@ -26,29 +26,37 @@ def read(kind: str, params: dict[str, Any]) -> optimizers.OptimizerSpec:
     return optimizers.read(load(ds_config(8, {"type": kind, "params": params})))
 
 
-@pytest.mark.parametrize("kind", ["Adam", "adam", "AdamW"])
-def test_adam_is_decoupled_and_without_decay_where_the_file_is_silent(kind: str) -> None:
-    spec = read(kind, {"lr": 0.1})
-    assert spec.cls is torch.optim.AdamW
-    assert spec.arguments == {"lr": 0.1, "weight_decay": 0.0, "fused": True}
-    assert spec.learning_rate == 0.1
-
-
-def test_coupled_decay_on_request() -> None:
-    assert read("Adam", {"adam_w_mode": False}).cls is torch.optim.Adam
-    assert read("AdamW", {"adam_w_mode": False}).cls is torch.optim.AdamW  # as DeepSpeed has it
-
-
-def test_torchs_default_decay_where_the_file_asks_for_torchs_adam() -> None:
-    assert "weight_decay" not in read("AdamW", {"torch_adam": True}).arguments
-
-
 @pytest.mark.parametrize(
-    "kind", ["AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "ASGD", "Rprop", "Adadelta", "Adafactor"]
+    ("kind", "params", "cls", "arguments"),
+    [
+        ("adam", {"lr": 0.1}, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.0, "fused": True}),
+        ("AdamW", {"lr": 0.1}, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.0, "fused": True}),
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0, "fused": True}),
+        (
+            "AdamW",
+            {"adam_w_mode": False},
+            torch.optim.AdamW,
+            {"weight_decay": 0.0, "fused": True},
+        ),  # as DeepSpeed has it
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {"fused": True}),  # with torch's decay
+    ],
 )
-def test_without_a_rate_the_schedule_starts_from_the_optimizers_own_default(kind: str) -> None:
+def test_adam_is_decoupled_and_without_decay_where_the_file_is_silent(
+    kind: str, params: dict[str, Any], cls: Any, arguments: dict[str, Any]
+) -> None:
+    spec = read(kind, params)
+    assert spec.cls is cls
+    assert spec.arguments == arguments
+
+
+KINDS = ("AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_of_torch_makes_its_update_from_its_own_rate(kind: str) -> None:
     spec = read(kind, {})
-    assert spec.learning_rate == spec.build([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]
+    assert spec.learning_rate == spec.build([nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]
+    optimizers.try_out(spec, torch.device("cpu"))
 
 
 def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
@@ -58,23 +66,14 @@ def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
     assert read("Muon", {"lr": 0.1, "muon_lr": 0.0, "adam_lr": 0.2}).learning_rate == 0.2
 
 
-def test_deepspeeds_own_op_on_request() -> None:
-    spec = read("AdamW", {"torch_adam": False, "lr": 0.1})
+@pytest.mark.parametrize("params", [{"torch_adam": False}, {"bias_correction": False}])
+def test_deepspeeds_own_op_on_request_and_where_torchs_will_not_do(params: dict[str, Any]) -> None:
+    section = {"type": "AdamW", "params": {"lr": 0.1, **params}, "legacy_fusion": True}
+    spec = optimizers.read(load(ds_config(8, section)))
     assert spec.cls is None
-    assert spec.for_deepspeed() == {"type": "AdamW", "params": {"torch_adam": False, "lr": 0.1}}
+    assert spec.for_deepspeed() == section
     with pytest.raises(EngineError, match="exists in DeepSpeed only"):
         spec.build([])
-
-
-def test_deepspeeds_own_op_where_torchs_will_not_do() -> None:
-    spec = read("AdamW", {"lr": 0.1, "bias_correction": False})
-    assert spec.cls is None
-    assert spec.for_deepspeed() == {"type": "AdamW", "params": {"lr": 0.1, "bias_correction": False}}
-
-
-def test_what_only_deepspeed_looks_at_is_handed_over() -> None:
-    section = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}, "legacy_fusion": True}
-    assert optimizers.read(load(ds_config(8, section))).for_deepspeed() == section
 
 
 def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
@@ -84,14 +83,13 @@ def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
 
 
 def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own() -> None:
-    read("AdamW", {"set_grad_none": True}).build([torch.nn.Parameter(torch.zeros(2))])
+    read("AdamW", {"set_grad_none": True}).build([nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
         ("AdamW", {"lr": 0.1, "betas": [0.9, 0.95]}),
-        ("Adam", {"adam_w_mode": False}),
         ("SGD", {"lr": 0.1, "momentum": 0.9}),
     ],
 )
@@ -108,29 +106,21 @@ def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) 
         optimizer_params=lambda: section["params"], optimizer_name=lambda: name, has_moe_layers=False
     )
     engine.get_optimizer_configuration = lambda *a, **k: DeepSpeedEngine.get_optimizer_configuration(engine, *a, **k)
-    theirs = DeepSpeedEngine._configure_basic_optimizer(engine, [torch.nn.Parameter(torch.zeros(2))])
-    ours = spec.build([torch.nn.Parameter(torch.zeros(2))])
+    theirs = DeepSpeedEngine._configure_basic_optimizer(engine, [nn.Parameter(torch.zeros(2))])
+    ours = spec.build([nn.Parameter(torch.zeros(2))])
     assert type(theirs) is type(ours)
     assert theirs.defaults == ours.defaults
 
 
 def test_a_beta_of_0_is_a_number_as_any_other() -> None:
     """GANs write [0.0, 0.9]; a file's reader makes 0 of it, and torch takes floats alone."""
-    (group,) = read("Adam", {"betas": [0, 0.9]}).build([torch.nn.Parameter(torch.zeros(2))]).param_groups
+    (group,) = read("Adam", {"betas": [0, 0.9]}).build([nn.Parameter(torch.zeros(2))]).param_groups
     assert group["betas"] == (0.0, 0.9)
 
 
 def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.params"):
-        read("SGD", {"lr": -1.0}).build([torch.nn.Parameter(torch.zeros(2))])
-
-
-KINDS = ("AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_of_torch_makes_its_update(kind: str) -> None:
-    optimizers.try_out(read(kind, {"lr": 0.1}), torch.device("cpu"))
+        read("SGD", {"lr": -1.0}).build([nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +162,10 @@ class Signs(torch.optim.Optimizer):
 
 class Ramp(Line):
     inputs, rows = 3, 32
+
+
+def of_task(made: Any) -> optimizers.OptimizerSpec:
+    return optimizers.OptimizerSpec("task", made, {"lr": 0.1})
 
 
 def own(steps: int, name: str = "Signs", engine: str = "single", **params: Any) -> dict[str, Any]:
@@ -250,7 +244,7 @@ def test_rates_of_groups_that_the_task_makes_are_kept(here: Path) -> None:
     ],
 )
 def test_an_optimizer_over_other_tensors_is_refused(made: Any, message: str) -> None:
-    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    spec = of_task(made)
     with pytest.raises(TaskError, match=message):
         spec.build([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
 
@@ -270,16 +264,13 @@ class ByNorm(Signs):
         (Signs, ()),
         (ByNorm, (1, 3)),
         (by_shape, (3,)),
-        (lambda groups, lr: Signs([nn.Parameter(torch.ones(1))], lr), ()),
     ],
 )
 def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tuple[int, ...]) -> None:
-    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    spec = of_task(made)
     for stage in (1, 3):
-        if stage in refused:
-            with pytest.raises(EngineError, match=f"its update of a number depends on others.*ZeRO-{stage}"):
-                optimizer_trial.refuse_dependent(spec, stage)
-        else:
+        said = pytest.raises(EngineError, match=f"its update of a number depends on others.*ZeRO-{stage}")
+        with said if stage in refused else nullcontext():
             optimizer_trial.refuse_dependent(spec, stage)
 
 
@@ -314,7 +305,7 @@ class ScheduleFree(Signs):
     ],
 )
 def test_an_optimizer_that_needs_more_than_a_step_is_refused(made: Any, message: str) -> None:
-    spec = optimizers.OptimizerSpec("task", made, {"lr": 0.1})
+    spec = of_task(made)
     with pytest.raises(TaskError, match=message):
         optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
 
@@ -332,7 +323,7 @@ class Around(torch.optim.Optimizer):
 
 
 def test_a_decay_of_the_optimizer_inside_is_its_own() -> None:
-    spec = optimizers.OptimizerSpec("task", Around, {"lr": 0.1})
+    spec = of_task(Around)
     optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
     with pytest.raises(ConfigError, match="Around has no weight_decay"):
         optimizer_watch.build(spec, [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1}])
@@ -347,7 +338,7 @@ class Factored(Signs):
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_state_of_another_shape_needs_whole_weights(shards: bool) -> None:
-    spec = optimizers.OptimizerSpec("task", Factored, {"lr": 0.1})
+    spec = of_task(Factored)
     weight = nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
     optimizer = optimizer_watch.build(spec, [weight], shards=shards)
@@ -361,23 +352,18 @@ def test_state_of_another_shape_needs_whole_weights(shards: bool) -> None:
         (own(1, "Sings", lr=0.1), "Sings' cannot be imported: .*has no attribute 'Sings'"),
         (own(1, "Ramp", lr=0.1), "Ramp' is no subclass of torch.optim.Optimizer"),
         (own(1), r"optimizer\.params\.lr: .*required"),
-        (
-            own(1, engine="deepspeed", lr=0.1) | {"zero_optimization": {"stage": 1}},
-            "is not possible with DeepSpeed with shards, unless the update of each number depends on it only",
-        ),
-        (
-            own(1, engine="deepspeed", lr=0.1)
-            | {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2}},
-            "is not possible with DeepSpeed with optimizer offload, for which DeepSpeed has its own",
-        ),
-        (
-            own(1, engine="deepspeed", lr=0.1) | {"bf16": {"enabled": True}},
-            "is not possible with DeepSpeed in fp16, or in bf16",
-        ),
-        (
-            own(1, engine="deepspeed", lr=0.1) | {"pipeline": {"stages": 2}},
-            "is not possible with DeepSpeed where ranks split a model",
-        ),
+        *[
+            (own(1, engine="deepspeed", lr=0.1) | sections, f"is not possible with DeepSpeed {where}")
+            for sections, where in (
+                (
+                    {"zero_optimization": {"stage": 1}},
+                    "with shards, unless the update of each number depends on it only",
+                ),
+                ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2}}, "with optimizer offload"),
+                ({"bf16": {"enabled": True}}, "in fp16, or in bf16"),
+                ({"pipeline": {"stages": 2}}, "where ranks split a model"),
+            )
+        ],
         (own(1, lr=0.1, dekay=1), "unexpected keyword argument 'dekay'"),
     ],
 )

@@ -126,12 +126,10 @@ def test_what_the_checkpoint_alone_has_must_stay() -> None:
 
 
 def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
-    older = {key: value for key, value in MANIFEST.items() if key not in ("versions", "source", "data")}
+    older = {key: MANIFEST[key] for key in ("step", "training", "run")}
     older["course"] = {"gradient_clipping": 1.0}
-    for path in leaves(
-        {key: value for key, value in MANIFEST["course"].items() if key != "gradient_clipping"}, "course"
-    ):
-        assert differences(older, changed(path, "another")) == []
+    for path in leaves(MANIFEST["course"], "course"):
+        assert bool(differences(older, changed(path, "another"))) == (path == "course/gradient_clipping")
 
 
 ELSEWHERE = {
@@ -179,9 +177,7 @@ def test_nothing_is_said_of_what_only_one_of_them_has() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "drop_last", "step", "stands_at"),
     [
-        (64, 64, False, 100, 100),
         (64, 128, False, 101, 50),
-        (64, 32, False, 101, 202),
         (64, 48, False, 100, 133),
         (100, 300, True, 25, 7),  # epochs of 10 steps: two of them and 5 steps; now of 3 steps: 2 * 3 + 500 // 300
         (300, 100, True, 7, 23),
@@ -318,8 +314,6 @@ class Shaped(dsframe.Task):
         layers: list[nn.Module] = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
         if self.kind == "frozen":
             layers[0].requires_grad_(False)
-        if self.kind == "dropout":
-            layers.append(nn.Dropout(0.5))
         return nn.Sequential(*layers)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -336,9 +330,7 @@ class Shaped(dsframe.Task):
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
         right = (outputs.argmax(1) == targets).sum()
-        return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))} | {
-            "accuracy": dsframe.Sum(right, len(targets))
-        }
+        return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum(right, len(targets))}
 
 
 @pytest.fixture
@@ -368,22 +360,17 @@ SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 @pytest.mark.parametrize(
     ("first", "then", "line"),
     [
-        ({}, {}, ""),
         (EMA, EMA, ""),
         (EMA, {"ema": {"decay": 0.99}}, "ema.decay was 0.9, is 0.99: "),
-        (EMA, {"ema": {"decay": 0.9, "every_steps": 5}}, "ema.every_steps was 1, is 5: "),
         (EMA, {}, "dsframe.ema; the average of the weights is dropped"),
         ({}, {"on_nonfinite": "skip"}, 'on_nonfinite was "stop", is "skip": '),
-        ({}, {"deterministic": True}, "deterministic was false, is true: "),
         (
             {"stop": {"metric": "loss:min"}},
             {"stop": {"metric": "accuracy:max"}},
             'stop.metric was "loss:min", is "accuracy:max": the counts go on with it; those of another metric begin anew',
         ),
-        ({}, {"task": Shaped("frozen")}, 'modules.trained parameters was "4 of 4, digest '),
         ({"task": Shaped("frozen")}, {}, 'modules.trained parameters was "2 of 4, digest '),
         ({}, {"task": Shaped("relu")}, 'modules.digest of str(model) was "'),
-        ({}, {"task": Shaped("dropout")}, 'modules.digest of str(model) was "'),
         ({"top": LATE, "steps": 1}, {"top": LATE | SLOW}, "learning rate was 0.01, is 0.001: the new schedule"),
     ],
 )
@@ -399,8 +386,7 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume: Any)
     """It was another code's: the next evaluation has it."""
 
     class Before(Shaped):
-        def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
-            return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))}
+        metrics = dsframe.Task.metrics
 
     Before.__module__, Before.__qualname__ = Shaped.__module__, Shaped.__qualname__
     more = {"eval_every_steps": 2, "stop": {"metric": "loss:min"}}
@@ -408,10 +394,11 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume: Any)
     assert line.startswith("stop.metric was ")
 
 
-@pytest.mark.parametrize(("kind", "key"), [("linear", "num_training_steps"), ("CosineAnnealingLR", "T_max")])
-def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any, kind: str, key: str) -> None:
+def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any) -> None:
+    key = "num_training_steps"
+
     def top(batch: int, length: int | str = "auto") -> dict[str, Any]:
-        return {"train_batch_size": batch, "scheduler": {"type": kind, "params": {key: length}}}
+        return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: length}}}
 
     first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
     path, then = "{}/run/checkpoints/step-00000024", {"epochs": 6, "steps": None, "name": "more"}

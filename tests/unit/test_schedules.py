@@ -151,14 +151,6 @@ def test_the_names_of_hugging_face_need_dsframe() -> None:
     section = {"scheduler": {"type": "cosine", "params": {"num_training_steps": 10}}}
     with pytest.raises(ConfigError, match='write "WarmupCosineLR"'):
         load({"train_batch_size": 4, **section})
-    auto = {"scheduler": {"type": "linear", "params": {"num_training_steps": "auto"}}, "dsframe": {"steps": 30}}
-    found = load({"train_batch_size": 4, **auto}).deepspeed.scheduler
-    assert found is not None
-    assert found.params["num_training_steps"] == 30
-    with pytest.raises(ConfigError, match="num_training_stepz"):
-        load(
-            {"train_batch_size": 4, "scheduler": {"type": "linear", "params": {"num_training_stepz": 3}}, "dsframe": {}}
-        )
 
 
 class Halving(dsframe.Task):

