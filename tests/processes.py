@@ -125,6 +125,12 @@ class Running:
             time.sleep(0.05)
 
 
+def run_program(command: Sequence[Any], *, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs what starts no ranks to its end; what it wrote is text. ``options``: those of ``subprocess.run``."""
+    options = {"capture_output": True, "text": True, "timeout": 120, **options}
+    return subprocess.run(command, check=check, **options)
+
+
 def run_ranks(
     command: Sequence[str],
     *,

@@ -85,7 +85,7 @@ def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None
     from bitsandbytes import functional
 
     run = tmp_path / "run"
-    fit(file(run, adapter={**LORA, "base_format": "nf4"}, checkpoints={"every_steps": 10, "keep_last": 9}))
+    fit(file(run, adapter={**LORA, "base_format": "nf4"}))
     config = load(run / "config.json")
     task = tasks.build(config.settings.task, 0)
     generators.seed(0)
@@ -100,8 +100,6 @@ def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None
     assert list(losses(run).values()) == pytest.approx(expected, rel=1e-5)
     manifest = store.read_manifest(store.locate(run)[0])
     assert all(".lora_" in name for name in manifest["parameters"])
-    fit(file(tmp_path / "on", adapter={**LORA, "base_format": "nf4"}), resume=str(run / "checkpoints/step-00000010"))
-    assert losses(tmp_path / "on") == {step: losses(run)[step] for step in range(11, STEPS + 1)}
 
 
 def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
@@ -111,8 +109,6 @@ def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
     assert len(names) == 8  # two matrices of two layers in two blocks
     assert all(".lora_" in name for name in names)
     assert manifest["aliases"] == {}
-    numbers = sum(torch.Size(entry["tensors"]["weight"]["shape"]).numel() for entry in manifest["parameters"].values())
-    assert sum(one.stat().st_size for one in path.iterdir()) <= 12 * numbers + 1_000_000
 
 
 def test_a_restart_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None:
@@ -125,10 +121,8 @@ def test_a_restart_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None:
 def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     half = str(trained / "checkpoints" / "step-00000010")
     other = {**LLAMA, "intermediate_size": 96}
-    given = file(tmp_path / "on", model=other)
-    given["dsframe"]["task"]["name"] = "causal-language-model"
     with pytest.raises(CheckpointError, match="task settings"):
-        fit(given, resume=half)
+        fit(file(tmp_path / "on", model=other), resume=half)
     # The same settings, and other numbers in the folder.
     folders = [tmp_path / "a", tmp_path / "b"]
     for seed, folder in enumerate(folders):

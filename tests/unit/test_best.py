@@ -36,8 +36,7 @@ class Told(HeldOut):
 def file(**more: Any) -> dict[str, Any]:
     checkpoints = {"every_steps": 2, "keep_last": 1, "keep_best": "precision:max"}
     settings = {"engine": "single", "steps": 10, "eval_every_steps": 2, "run_dir": "run", "checkpoints": checkpoints}
-    optimizer = {"type": "SGD", "params": {"lr": 0.01}}
-    return ds_config(8, optimizer, **{**settings, **more})
+    return ds_config(8, "SGD", 0.01, **{**settings, **more})
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from dsframe.config.load import examine
+from tests.processes import run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -74,14 +74,13 @@ def outcomes() -> dict[str, str | None]:
         "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "tests.unit.test_check_claims"],
         input=json.dumps({name: content(keys) for name, keys in REFUSED.items()}),
         cwd=REPOSITORY,
         env=environment,
         timeout=240,
-        capture_output=True,
-        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from dsframe.cli import COMMANDS, main
 from dsframe.config import load
 from tests.files import ds_config, write_json
+from tests.processes import run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -228,7 +228,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_importing_the_command_line_costs_nothing() -> None:
     program = "import dsframe.cli, sys; print([n for n in ('pydantic', 'argparse', 'torch') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    done = run_program([sys.executable, "-c", program], cwd=REPOSITORY, check=False)
     assert done.stdout.strip() == "[]"
 
 

@@ -20,6 +20,7 @@ from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.writer import Writer
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
+from tests.processes import run_program
 from tests.unit.test_checkpoint_files import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
@@ -50,6 +51,11 @@ class Training:
         return EngineState(self.step, None, self.buffers(), {}, states)
 
 
+def save_step(training: Training, saving: Saver) -> None:
+    training.train()
+    saving.save(training.step, loss=None, evaluation={})
+
+
 def saver(training: Training, folder: Path, asynchronous: bool, said: list[str] | None = None) -> Saver:
     return Saver(
         training,  # type: ignore[arg-type]
@@ -75,8 +81,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous, said if ranks.plan.world.rank == 0 else None)
         for _ in range(3):
-            training.train()
-            saving.save(training.step, loss=None, evaluation={})
+            save_step(training, saving)
             training.weights["a"].fill_(-1.0)  # training goes on while it is written
             go.set()
         saving.settle()
@@ -122,12 +127,10 @@ def test_what_a_thread_cannot_write_all_ranks_hear_of(
     def run(ranks: Any) -> str:
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous=True)
-        training.train()
-        saving.save(1, loss=None, evaluation={})
+        save_step(training, saving)
         saving.settle()
         full.set()
-        training.train()
-        saving.save(2, loss=None, evaluation={})  # returns: training goes on
+        save_step(training, saving)  # returns: training goes on
         if ranks.plan.world.rank == failing:
             saving._writing[1].wait()  # type: ignore[index]
             assert saving.failed
@@ -168,8 +171,7 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     def run(ranks: Any) -> bool:
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous=True)
-        training.train()
-        saving.save(1, loss=None, evaluation={})
+        save_step(training, saving)
         closing = threading.Thread(target=saving.close, daemon=True)
         closing.start()
         closing.join(10)
@@ -203,8 +205,7 @@ def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
     training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
     saving = saver(training, folder, asynchronous)
     for _ in range(steps):
-        training.train()
-        saving.save(training.step, loss=None, evaluation={})
+        save_step(training, saving)
     saving.settle()
 
 
@@ -213,9 +214,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
+    mounted = run_program(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
     if mounted.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield disk

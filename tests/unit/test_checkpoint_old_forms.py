@@ -101,7 +101,6 @@ FORGED: dict[str, Any] = {
     "a gap": {"pieces": [["shard-00000-000.safetensors", 0, 500], ["shard-00001-000.safetensors", 501, 499]]},
     "another size": {"pieces": [["shard-00000-000.safetensors", 0, 499], ["shard-00001-000.safetensors", 499, 501]]},
     "no file of it": {"pieces": [["../x", 0, 1000]]},
-    "too few": {"pieces": [["shard-00000-000.safetensors", 0, 500]]},
     "text": {"pieces": "abc"},
     "another shape": {"shape": [999]},
 }

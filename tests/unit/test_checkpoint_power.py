@@ -17,7 +17,7 @@ import torch
 from dsframe.checkpoint import layout, store
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import Store
-from tests.unit.test_checkpoint_background import Training, saver
+from tests.unit.test_checkpoint_background import Training, save_step, saver
 from tests.unit.test_checkpoint_files import Room
 
 
@@ -167,8 +167,7 @@ def test_every_cut_leaves_whole_checkpoints_alone(
             training = Training(ranks)
             saving = saver(training, run / "checkpoints", asynchronous)
             for step in (1, 2, 3):
-                training.train()
-                saving.save(step, loss=None, evaluation={})
+                save_step(training, saving)
                 saving.settle()
                 whole_after.setdefault(step, len(recorder.log))
             saving.rate(3, {"loss": 1.0})

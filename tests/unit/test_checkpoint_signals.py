@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import REPOSITORY, ready_programs
+from tests.processes import REPOSITORY, ready_programs, run_program
 
 ECHO_SECONDS = 0.5
 PROGRAM = """
@@ -120,12 +119,5 @@ def test_without_a_signal_everything_is_as_before(start) -> None:  # type: ignor
         "range(11, 100_000)", "range(11, 15)"
     )
     code += "assert signal.getsignal(signal.SIGTERM) == before"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "60", "0", "0", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=REPOSITORY,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code, "60", "0", "0", "0"], cwd=REPOSITORY, check=False)
     assert (done.returncode, done.stdout) == (0, "ready\nleft\n"), done.stderr

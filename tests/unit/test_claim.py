@@ -101,7 +101,6 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
 def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may be down, and the lock still there for minutes."""
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with held(tmp_path), RunLock() as own:
         with pytest.raises(WorldError):
@@ -123,7 +122,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from dsframe.config import Facts, load
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 COUNTED = """
 import importlib, json, sys
@@ -43,7 +42,7 @@ def test_a_run_reads_its_file_once(auto: bool, tmp_path: Path) -> None:
     write_json(tmp_path / "file.json", file)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", COUNTED, "file.json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    done = run_program(command, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     once = 2 if auto else 1
     expected = {"read": 1, "_validate": once, "check": once, "validate": once, "choose": 1, "examine": 1}

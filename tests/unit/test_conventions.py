@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 WORKFLOWS = [
     *sorted((REPOSITORY / ".github").rglob("*.yml")),
@@ -28,5 +27,5 @@ def test_yaml_can_be_read(path: Path) -> None:
 @pytest.mark.parametrize("name", ["Dockerfile", "dsframe.def"])
 def test_a_container_finds_the_launchers(name: str) -> None:
     (program,) = re.findall(r"python -c '([^']+)'", (CONTAINERS / name).read_text())
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = run_program([sys.executable, "-c", program])
     assert Path(done.stdout.strip()) == REPOSITORY / "launch" / "bin"

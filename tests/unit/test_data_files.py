@@ -17,7 +17,6 @@ from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
 from dsframe.data._torchvision import torchvision
 from dsframe.data.files import read_idx, replacing
-from dsframe.data.folder import ImageFolder
 from dsframe.errors import DataError
 
 
@@ -65,8 +64,7 @@ def test_the_ranks_of_a_host_share_one_copy(here: Path) -> None:
     assert len(source) == 6
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("layout", ["", "FashionMNIST/raw", "fashion-mnist"])
+@pytest.mark.parametrize(("layout", "compressed"), [("", False), ("FashionMNIST/raw", True), ("fashion-mnist", False)])
 def test_fashion_mnist_is_read_from_every_layout(here: Path, layout: str, compressed: bool) -> None:
     write_mnist(here / "data" / layout, compressed=compressed)
     section = settings(data_dir="data")
@@ -76,6 +74,8 @@ def test_fashion_mnist_is_read_from_every_layout(here: Path, layout: str, compre
     assert inputs.shape == (1, 1, 28, 28)
     assert targets.tolist() == [1]
     assert float(inputs[0, 0, 0, 0]) == pytest.approx(((784 % 251) / 255 - 0.2860) / 0.3530, abs=1e-5)
+    few = settings(data_dir="data", samples=2)
+    assert (len(load(few)), len(load(few, train=False))) == (2, 3)
 
 
 def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path: Path) -> None:
@@ -83,12 +83,6 @@ def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path:
     assert len(load(settings())) == 5
     write_mnist(tmp_path / "default" / "FashionMNIST" / "raw", count=7)
     assert len(load(settings())) == 7
-
-
-def test_samples_limits_training_but_not_evaluation(here: Path) -> None:
-    write_mnist(here / "data")
-    section = settings(data_dir="data", samples=2)
-    assert (len(load(section)), len(load(section, train=False))) == (2, 3)
 
 
 def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here: Path) -> None:
@@ -122,9 +116,6 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
         read_idx(path)
     path.write_bytes(b"<html>")
     with pytest.raises(DataError, match=r"not an idx file of bytes \(it starts with 3c 68 74 6d\)"):
-        read_idx(path)
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match="not an idx file of bytes"):
         read_idx(path)
 
 
@@ -292,7 +283,6 @@ def test_image_folders_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "val" / "bird").mkdir(parents=True)
     with pytest.raises(DataError, match="has classes that train/ has not: bird"):
         load(section, train=False)
-    assert issubclass(ImageFolder, torch.utils.data.Dataset)
 
 
 def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from dsframe.host.processes import STOP_SIGNALS
-from tests.processes import ready_programs
+from tests.processes import ready_programs, run_program
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -121,7 +120,7 @@ if __name__ == "__main__":
 
 
 def test_a_training_that_ends_while_it_takes_a_tensor_leaves_no_traceback() -> None:
-    finished = subprocess.run([sys.executable, "-c", TAKING], capture_output=True, text=True, timeout=60, check=True)
+    finished = run_program([sys.executable, "-c", TAKING])
     assert not finished.stderr
 
 
@@ -152,5 +151,5 @@ print(next(Loader(Reading(), seed=0, micro_batch_size=8, workers=1).stream())[1]
 
 def test_a_worker_does_not_collect_what_its_parent_has_left() -> None:
     """Of an earlier DDP run of the program that was a process group, whose threads the worker waited for, or which aborted."""
-    finished = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, timeout=60)
+    finished = run_program([sys.executable, "-c", GARBAGE], check=False)
     assert (finished.returncode, finished.stdout) == (0, "28 0\n"), finished.stderr

@@ -12,7 +12,7 @@ import pytest
 
 import dsframe
 from tests.files import read_json
-from tests.processes import BIN, REPOSITORY, Finished, run_ranks
+from tests.processes import BIN, REPOSITORY, Finished, run_program, run_ranks
 
 NEEDED = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions.py", "typing_inspection", "rapidfuzz")
 """All that dsframe-check may import: its two dependencies, and theirs."""
@@ -75,13 +75,10 @@ def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
         (packages / name).symlink_to(Path(pydantic.__file__).parents[1] / name)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_program(
             [tmp_path / "venv" / "bin" / "python", "-m", "dsframe_check", *arguments],
             cwd=tmp_path,
             env={"PATH": os.defpath},
-            capture_output=True,
-            text=True,
-            timeout=60,
             check=False,
         )
 
@@ -95,7 +92,7 @@ def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
     files = [str(file) for file in sorted((REPOSITORY / "ds_configs").glob("*.json")) if "schema" not in file.name]
     assert len(files) > 10
     command = [sys.executable, "-m", "dsframe", "check", *files, "-np", "2"]
-    here = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    here = run_program(command, check=False)
     there = run(*files, "-np", "2")
     assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
     assert "The key belongs to another section." in run("explain", "misplaced-key").stdout

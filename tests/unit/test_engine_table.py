@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 ENTRIES = """
 from dsframe.config.schema.base import Count, Section
@@ -44,11 +44,8 @@ def check(folder: Path, section: dict[str, object], *arguments: str) -> tuple[in
     """What ``dsframe check`` says of a file with this section, where the packages of ``folder`` are installed."""
     file = folder / "my.json"
     write_json(file, ds_config(6, {"type": "SGD", "params": {}}, **section))
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "dsframe.cli", "check", str(file), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=False,
         cwd=REPOSITORY,
         env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},

@@ -13,8 +13,9 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.run_dir.record import read_metrics, read_summary
+from dsframe.tools.compare import losses
 from tests.files import read_json
-from tests.processes import REPOSITORY, run_ranks, warm
+from tests.processes import BIN, REPOSITORY, run_ranks, warm
 
 EXAMPLES = REPOSITORY / "examples"
 FIVE = ["--set", "dsframe.steps=5", "--set", "dsframe.epochs=null", "--set", "dsframe.eval_every_steps=5"]
@@ -59,12 +60,8 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     words = ["--config", config, "--engine", TRAINED[name], "--run-dir", "run", *FIVE]
     program = ["gan.py"] if name == "gan" else ["-m", "dsframe.train"]
     if name in ("text", "first_run"):
-        words += [
-            "--set",
-            f"dsframe.task.{'corpus' if name == 'text' else 'dataset'}=synthetic",
-            "--set",
-            "dsframe.task.samples=640",
-        ]
+        data = "corpus" if name == "text" else "dataset"
+        words += ["--set", f"dsframe.task.{data}=synthetic", "--set", "dsframe.task.samples=640"]
     run_ranks(warm(2, [*program, *words]), cwd=folder, timeout_seconds=150).check()
     summary = read_summary(folder / "run")
     assert (summary["steps"], summary["engine"], summary["world_size"]) == (5, TRAINED[name], 2)
@@ -78,23 +75,15 @@ def test_a_training_goes_on_with_another_engine(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(folder)
 
     def train(*words: str, ranks: int = 1) -> str:
-        return (
-            run_ranks(
-                warm(ranks, ["-m", "dsframe.train", "--config", "config.json", *words]), cwd=folder, timeout_seconds=150
-            )
-            .check()
-            .output
-        )
+        command = warm(ranks, ["-m", "dsframe.train", "--config", "config.json", *words])
+        return run_ranks(command, cwd=folder, timeout_seconds=150).check().output
 
     train("--engine", "fsdp", "--set", "dsframe.steps=20", ranks=2)
     assert 'engine was "fsdp", is "single"' in train("--engine", "single", "--resume", "auto")
     train("--engine", "single", "--run-dir", "runs/whole")
-    curves = [
-        {line["step"]: line["loss"] for line in read_metrics(Path(run)) if "loss" in line}
-        for run in ("runs/whole", "runs/travels")
-    ]
-    assert {20, 40} <= set(curves[0]) & set(curves[1])
-    assert all(abs(curves[0][step] - curves[1][step]) < 1e-5 for step in (1, 10, 20, 40))
+    whole, travels = (losses(folder / "runs" / name) for name in ("whole", "travels"))
+    assert whole == pytest.approx(travels, abs=1e-5)
+    assert {20, 40} <= set(whole)
 
 
 def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,23 +94,18 @@ def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("name", "command"),
     [
-        "torchrun --standalone --nproc-per-node=2 from_ddp/before.py",
-        pytest.param("horovodrun -np 2 python from_horovod/before.py", marks=pytest.mark.long),
+        (
+            "from_ddp",
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "before.py"],
+        ),
+        pytest.param("from_horovod", [f"{BIN}/horovodrun", "-np", "2", "python", "before.py"], marks=pytest.mark.long),
     ],
     ids=["ddp", "horovod"],
 )
-def test_what_an_example_begins_with_runs(line: str, tmp_path: Path) -> None:
-    name = "from_ddp" if "from_ddp" in line else "from_horovod"
-    folder = copied(name, tmp_path)
-    command = [str(Path(sys.executable).parent / "horovodrun") if "horovodrun" in line else sys.executable]
-    command += (
-        ["-np", "2", "python", "before.py"]
-        if "horovodrun" in line
-        else ["-m", "torch.distributed.run", *line.split()[1:-1], "before.py"]
-    )
-    assert "loss" in run_ranks(command, cwd=folder, timeout_seconds=150).check().output
+def test_what_an_example_begins_with_runs(name: str, command: list[str], tmp_path: Path) -> None:
+    assert "loss" in run_ranks(command, cwd=copied(name, tmp_path), timeout_seconds=150).check().output
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from dsframe import errors
 from dsframe.cli import main
 from dsframe.config.codes import CODES, EXITS
+from tests.processes import run_program
 
 STARTS = [name for name, code in CODES.items() if code.command.startswith("train ")]
 CHECKS = [name for name in CODES if name not in STARTS]
@@ -70,9 +70,7 @@ def test_each_example_of_a_start_gets_its_code(tmp_path: Path) -> None:
         assert words[:5] == ["train", "--config", "FILE", "--engine", "single"]
         options[name] = ["dsframe.engine=single", *(f"dsframe.run_dir={words[6]}" for _ in words[5:6])]
         (tmp_path / f"{name}.json").write_text(CODES[name].example)
-    done = subprocess.run(
-        [sys.executable, "-c", START], input=json.dumps(options), cwd=tmp_path, timeout=120, capture_output=True, text=True
-    )  # fmt: skip
+    done = run_program([sys.executable, "-c", START], input=json.dumps(options), cwd=tmp_path, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert {name: text[text.rindex("[") :] for name, text in said.items()} == {name: f"[{name}]" for name in STARTS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import dsframe
 import dsframe.train
 from dsframe.cli import main
 from dsframe.tools.init import BEGINNINGS
-from tests.processes import REPOSITORY, run_ranks, warm
+from tests.processes import REPOSITORY, run_program, run_ranks, warm
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
@@ -68,9 +67,7 @@ def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
     line = f'eval "$({sys.executable} -m dsframe activate)"'
     script = f'{line} && once=$PATH && {line} && [ "$PATH" = "$once" ] && command -v deepspeed horovodrun python && echo "$PATH"'
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_program(["bash", "-c", script], cwd=tmp_path, env=environment)
     own, here = REPOSITORY / "launch" / "bin", Path(sys.executable).parent
     assert done.stdout.splitlines() == [
         f"{own}/deepspeed",

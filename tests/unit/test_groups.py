@@ -82,7 +82,6 @@ def test_patterns_choose_parameters_by_any_of_their_names() -> None:
         {"params": [body]},
         {"params": [head, norm], "weight_decay": 0.0},
     ]
-    assert ParameterGroups().split([("embed.weight", embed), ("body.weight", body)]) == [embed, body]
 
 
 def test_frozen_parameters_need_no_gradient() -> None:
@@ -138,7 +137,6 @@ def test_the_preset_is_the_trainers_rule(kind: str) -> None:
     ("wanted", "says"),
     [
         ([{"match": ["haed.*"], "lr_scale": 2}], r'parameter_groups\[0\]: "haed\.\*" matches no parameter.*mean "head\.\*"\?'),
-        ([{"match": ["*.bais"], "weight_decay": 0}], r'did you mean "\*\.bias"\?'),
         ([{"match": ["nothing"], "lr_scale": 2}], r"there are 6 parameters, such as embed\.weight, "),
         (
             [{"match": ["*.bias"], "weight_decay": 0}, {"match": ["body.*"], "lr_scale": 2}],
@@ -204,11 +202,9 @@ def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch: pytest.Mo
     from dsframe.engines.table import TABLE, Entry
 
     config = load(FILE | {"dsframe": {"no_decay": "norms-and-biases"}})
-    (problem,) = engines.examine(config, "single")[0] or [None]
-    assert problem is None
+    assert not engines.examine(config, "single")[0]
     monkeypatch.setattr(engines, "TABLE", {**TABLE, "vendor-engine": Entry("vendor:Engine")})
     (problem,) = engines.examine(config, "vendor-engine")[0]
-    assert problem is not None
     assert problem.path == "dsframe.no_decay"
 
 
@@ -245,10 +241,7 @@ def test_layers_are_known_by_the_names_of_the_state() -> None:
     assert found.groups.lines[0] == "lr_scale 2: 1 parameter, 32 elements"
     with pytest.raises(ConfigError, match=r'"4\.weight" matches no parameter of the model'):
         cut({"match": ["4.weight"], "lr_scale": 2})
-
-
-def test_frozen_layers_do_not_count_where_stages_are_balanced() -> None:
-    assert cut({"match": ["3.weight"], "freeze": True}).sizes == [0, 20, 8, 0]
+    assert cut({"match": ["3.weight"], "freeze": True}).sizes == [0, 20, 8, 0], "what is frozen balances nothing"
 
 
 # In a run.

@@ -58,78 +58,47 @@ def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> P
     )
 
 
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+def copied(stage: int, **more: Any) -> dict[str, Any]:
+    """Gradients are copied once."""
+    return {**BATCH, **zero(stage, contiguous_gradients=False, **more)}
+
+
+LARGE = {"elements": 1 << 26}
+UNIFORM = {"stages": 2, "partition": "uniform"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "only what the file says": ({}, {}, BATCH),
-    "zero 1": (
-        {"zero_optimization": {"stage": 1}},
-        {},
-        {**BATCH, "zero_optimization": {"stage": 1, "contiguous_gradients": False}},
-    ),
-    "gradients in turns would spoil checkpoints": (
-        {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
-        {},
-        {**BATCH, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
-    ),
-    "gradients are copied once": (
-        {"zero_optimization": {"stage": 3}},
-        {},
-        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False}},
-    ),
+    "zero 1": (zero(1), {}, copied(1)),
+    "gradients in turns would spoil checkpoints": (zero(2, round_robin_gradients=True), {}, copied(2)),
     "but not where the bucket is sent": (
-        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        zero(3, reduce_scatter=False),
         {},
-        {**BATCH, "zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        {**BATCH, **zero(3, reduce_scatter=False)},
     ),
-    "weights not resharded": (
-        {"zero_optimization": {"stage": 3}},
-        {"keeps_weights": True},
-        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, **KEPT}},
-    ),
+    "weights not resharded": (zero(3), {"keeps_weights": True}, copied(3, **KEPT)),
     "a large model's gradients are reduced in parts": (
-        {"zero_optimization": {"stage": 3}},
-        {"elements": 1 << 26},
-        {
-            **BATCH,
-            "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 1 << 22, **FETCHED},
-        },
+        zero(3),
+        LARGE,
+        copied(3, reduce_bucket_size=1 << 22, **FETCHED),
     ),
     "and its weights gathered in turn, where the file does not say how": (
-        {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10**9}},
-        {"elements": 1 << 26},
-        {
-            **BATCH,
-            "zero_optimization": {
-                "stage": 3,
-                "contiguous_gradients": False,
-                "reduce_bucket_size": 1 << 22,
-                "stage3_max_live_parameters": 10**9,
-            },
-        },
+        zero(3, stage3_max_live_parameters=10**9),
+        LARGE,
+        copied(3, reduce_bucket_size=1 << 22, stage3_max_live_parameters=10**9),
     ),
     "but not where the file says how": (
-        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**9}},
-        {"elements": 1 << 26},
-        {
-            **BATCH,
-            "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 10**9, **FETCHED},
-        },
+        zero(3, reduce_bucket_size=10**9),
+        LARGE,
+        copied(3, reduce_bucket_size=10**9, **FETCHED),
     ),
-    "nor at other stages": (
-        {"zero_optimization": {"stage": 2}},
-        {"elements": 1 << 26},
-        {**BATCH, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
-    ),
+    "nor at other stages": (zero(2), LARGE, copied(2)),
     "a folder of its own": (
         {"zero_optimization": NVME},
         {"swap_paths": {"offload_optimizer": "/somewhere/else"}},
-        {
-            **BATCH,
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere/else"},
-                "contiguous_gradients": False,
-            },
-        },
+        copied(3, offload_optimizer={"device": "nvme", "nvme_path": "/somewhere/else"}),
     ),
     "tensor parallel": (
         {"tensor_parallel": {"autotp_size": 2}},
@@ -142,12 +111,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
     ),
     "pipeline": (
-        {"pipeline": {"stages": 2, "partition": "uniform"}},
+        {"pipeline": UNIFORM},
         {},
         {
             **BATCH,
             "train_micro_batch_size_per_gpu": 8,
-            "pipeline": {"stages": 2, "partition": "uniform", "use_reentrant": False},
+            "pipeline": {**UNIFORM, "use_reentrant": False},
             "steps_per_print": 2**62,
         },
     ),
@@ -175,7 +144,6 @@ def test_handover(case: str) -> None:
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"overlap_comm": True}},
         {"zero_optimization": {"contiguous_gradients": True}},
-        {"zero_optimization": {"contiguous_gradients": False}},
         {"pipeline": {"stages": 2}},
     ],
     ids=str,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from dsframe.errors import ConfigError, TaskError
 from dsframe.model import adapter
 from dsframe.tasks import _transformers, build, hub
 from tests.files import ds_config
+from tests.processes import run_program
 from tests.text_files import LLAMA, tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -79,11 +79,8 @@ for address in sys.argv[1:]:
 def asked(addresses: list[str], home: Path, **variables: str) -> list[str]:
     """What a program says of each model, in a process of its own: the library reads its variables once."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *addresses],
-        capture_output=True, text=True, check=True, env={**environment, "HF_HOME": str(home), **variables},
-    )  # fmt: skip
-    return ended.stdout.splitlines()
+    environment |= {"HF_HOME": str(home), **variables}
+    return run_program([sys.executable, "-c", PROGRAM, *addresses], env=environment).stdout.splitlines()
 
 
 def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path: Path, endpoint: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 LOOK = """
 import sys
@@ -28,7 +28,7 @@ def test_deepspeed_comes_without_what_no_training_uses(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, env=environment, timeout=120)
+    found = run_program([sys.executable, "-c", LOOK], env=environment, check=False)
     expected = f"[] False {package / '__init__.py'}"
     assert found.stdout.strip().splitlines()[-1:] == [expected], found.stderr
 
@@ -53,7 +53,7 @@ FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence")
 def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
     """``import deepspeed`` itself brings the pipeline and AutoTP; a ZeRO optimizer brings Muon."""
     program = ONE_RANK.replace("STAGE", str(stage))
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    found = run_program([sys.executable, "-c", program], cwd=REPOSITORY, check=False)
     assert found.returncode == 0, found.stderr
     brought, later = json.loads(found.stdout.strip().splitlines()[-1])
     assert {"deepspeed.runtime.pipe.engine", "deepspeed.module_inject.auto_tp"} <= set(brought)

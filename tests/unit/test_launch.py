@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from dsframe.tools.launch import attempts, command, devices, hosts, launchers, t
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY, python, run_ranks
+from tests.processes import REPOSITORY, python, run_program, run_ranks
 
 TWO = (Host("node1", 2), Host("node2", 2))
 
@@ -121,7 +120,7 @@ def test_each_launchers_command(
 
 def counted_by_scripts(folder: Path, variables: dict[str, str]) -> str:
     command, environment = [str(REPOSITORY / "launch" / "gpus"), str(folder)], {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True).stdout
+    return run_program(command, env=environment).stdout
 
 
 @pytest.mark.parametrize(

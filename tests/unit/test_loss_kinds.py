@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from dsframe.data import TensorSource
 from dsframe.errors import TaskError
 from tests.files import ds_config, write_json
 from tests.lines import Line
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 FILE = ds_config(4, "Adam", engine="single", steps=2)
 
@@ -76,9 +75,7 @@ from tests.unit.test_loss_kinds import Lossy
 dsframe.main(Lossy(lambda errors: sys.exit(0)), ["--config", "x.json"])
 """
     write_json(tmp_path / "x.json", FILE)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program([sys.executable, "-c", code], cwd=tmp_path, check=False)
     assert done.returncode == TaskError.exit_code, done.stderr
     assert "sys.exit(0); the training is not complete" in done.stderr
     assert "Traceback" not in done.stderr

@@ -19,6 +19,7 @@ from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.host.numerics import CUBLAS, chosen
 from tests.files import ds_config
+from tests.lines import Line
 
 
 def switches() -> tuple[Any, ...]:
@@ -57,21 +58,15 @@ def test_products_and_convolutions_are_in_one_format(tf32: bool, monkeypatch: py
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-class Seen(dsframe.Task):
+class Seen(Line):
     """A model whose loss notes what it was computed with."""
 
     def __init__(self) -> None:
         self.seen: list[bool] = []
 
-    def model(self) -> torch.nn.Module:
-        return torch.nn.Linear(2, 2)
-
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.seen.append(torch.are_deterministic_algorithms_enabled())
-        return torch.nn.functional.cross_entropy(outputs, targets)
-
-    def train_data(self) -> torch.utils.data.TensorDataset:
-        return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.arange(8) % 2)
+        return super().loss(outputs, targets)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -91,7 +86,7 @@ class Drawn(Seen):
         self.fails = fails
 
     def model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+        return torch.nn.Sequential(super().model(), torch.nn.Dropout())
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.fails -= 1
@@ -100,7 +95,7 @@ class Drawn(Seen):
         return super().loss(outputs, targets) + 0 * (random.random() + np.random.rand())
 
     def train_data(self) -> torch.utils.data.TensorDataset:
-        return torch.utils.data.TensorDataset(torch.ones(8, 2, dtype=torch.float32), torch.arange(8) % 2)
+        return torch.utils.data.TensorDataset(torch.ones(8, 2, dtype=torch.float32), torch.ones(8, 1))
 
 
 def fitted(task: dsframe.Task, folder: Any) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dsframe.errors import StoppedError
 from dsframe.tasks import Task
 from dsframe.tools.check import main as check
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 FILE = ds_config(4, steps=4)
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -87,6 +86,6 @@ PLAIN = "before\none\ntwo after\n"
 )
 def test_what_other_ranks_print_says_whose_it_is(how: str, launcher: str, out: str) -> None:
     command = [sys.executable, "-c", PROGRAM, how, launcher]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY)
+    done = run_program(command, cwd=REPOSITORY)
     assert done.stdout == out
     assert set(done.stderr.splitlines()) == {"[rank 3] marked already", "native"}

@@ -80,12 +80,7 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["peak memory of the fullest rank, MiB"][0] == "3"
     pictures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)
     titles = [ElementTree.fromstring(picture).attrib["aria-label"] for picture in pictures]
-    assert titles == [
-        "Loss",
-        "Learning rate",
-        "Speed during training",
-        "Evaluation: accuracy",
-    ]
+    assert titles == ["Loss", "Learning rate", "Speed during training", "Evaluation: accuracy"]
     assert main(["report", str(tmp_path / "none")]) == 6
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 

@@ -17,7 +17,7 @@ import yaml
 
 from dsframe.config import load
 from dsframe.train import parse
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 MANIFESTS = REPOSITORY / "launch" / "kubernetes"
 
@@ -31,13 +31,10 @@ def said(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedPr
     for name in ("dsframe", "mpirun"):
         (programs / name).write_text('#!/bin/sh\necho "$(basename "$0") $*; $MASTER_ADDR:$MASTER_PORT"\n')
         (programs / name).chmod(0o755)
-    return subprocess.run(
+    return run_program(
         [tmp_path / "launch" / script, *arguments],
         cwd=tmp_path,
         env=os.environ | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"},
-        capture_output=True,
-        text=True,
-        timeout=30,
         check=False,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 # Notes what it is asked to do; makes an "environment" that is itself; "has" torch and Horovod; fails where FAIL says so.
 STAND_IN = """#!/bin/sh
@@ -125,14 +125,8 @@ class Clone:
             self.tool("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus)
 
     def setup(self, profile: str = "train", **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "launch/setup", profile],
-            cwd=self.folder,
-            env={**self.environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
+        return run_program(
+            ["bash", "launch/setup", profile], cwd=self.folder, env={**self.environment, **variables}, check=False
         )
 
     def calls(self) -> list[str]:
@@ -353,15 +347,7 @@ def test_activate(tmp_path: Path, shell: str) -> None:
     deactivate
     [ "$PATH" = "$before" ] || echo "PATH after: $PATH"
     """
-    finished = subprocess.run(
-        [shell, "-c", script],
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-        env={"PATH": os.defpath},
-    )
+    finished = run_program([shell, "-c", script], cwd=clone, env={"PATH": os.defpath})
     assert finished.stderr == ""
     assert finished.stdout.splitlines() == [f"{clone}/launch/bin/deepspeed"]
 
@@ -385,13 +371,6 @@ def test_activate(tmp_path: Path, shell: str) -> None:
 @without_gpu
 def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> None:
     installed(tmp_path, "dsframe", "deepspeed", "horovodrun", "torchrun")
-    done = subprocess.run(
-        [tmp_path / "launch" / "one-machine", *arguments.split()],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    done = run_program([tmp_path / "launch" / "one-machine", *arguments.split()], cwd="/")
     assert done.stderr == f"ran dsframe check {checked}\n"
     assert done.stdout == f"{run}\nran {run}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from dsframe.config.load import examine
 from dsframe.config.resolve.facts import Facts
 from dsframe.tools.commands import COMMANDS, parser_of
 from dsframe.train import parser as training_parser
-from tests.processes import BIN, REPOSITORY
+from tests.processes import BIN, REPOSITORY, run_program
 
 PAGES = sorted(
     [
@@ -88,9 +87,7 @@ def commands() -> list[tuple[Path, str]]:
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     environment = {"PATH": f"{BIN}:/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_program(command, cwd=REPOSITORY, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 40
@@ -179,13 +176,5 @@ def test_a_tutorial_works_as_it_stands(page: Path, tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+    done = run_program(["bash", "-c", "\n".join(script)], cwd=tmp_path, env=environment, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.processes import run_program
 
 MEASURE = """
 import os, re
@@ -23,5 +24,5 @@ print(resident() - before)
 def test_a_ranks_imports_take_little_memory_beside_torch() -> None:
     """Everything that comes before the engine; 13.9 MiB of its own measured, most of it the configuration's pydantic. Files that
     are mapped count more or less as the system has them in memory, for all ranks."""
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=120, check=True)
+    done = run_program([sys.executable, "-c", MEASURE])
     assert float(done.stdout) < 15

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,6 +28,7 @@ from dsframe.trainer import Trainer
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.step_log import StepLog
 from tests.files import ds_config
+from tests.processes import run_program
 
 
 def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
@@ -169,9 +169,7 @@ def test_freed_memory_stays_unless_the_user_says_otherwise(told: dict[str, str],
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean | told, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run_program([sys.executable, "-c", program], env=clean | told)
     said, faults = done.stdout.split()
     assert said == str(kept)
     assert (int(faults) < 10_000) == kept, faults
@@ -195,16 +193,8 @@ def test_nothing_is_read_off_the_device_but_on_steps_that_log(here: Path, monkey
     monkeypatch.setattr(StepLog, "on_step", lambda *_: None)
     monkeypatch.setattr(Checkpoints, "save", lambda *_: None)
     monkeypatch.setattr(StopRequest, "agreed", lambda *_: False)
-    document = ds_config(
-        4,
-        "AdamW",
-        1e-3,
-        sections={"gradient_clipping": 0.0},
-        engine="single",
-        steps=12,
-        run_dir="run",
-        hang_timeout_seconds=0,
-    )
+    settings = {"engine": "single", "steps": 12, "run_dir": "run", "hang_timeout_seconds": 0}
+    document = ds_config(4, "AdamW", 1e-3, {"gradient_clipping": 0.0}, **settings)
     with Reads() as found:
         float(torch.ones(()))
     assert found.reads == 1

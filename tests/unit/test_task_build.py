@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.config.schema.settings import CustomTask, LanguageTask, VisionTask
+from dsframe.config.schema.settings import CustomTask
 from dsframe.errors import TaskError
 from dsframe.tasks import Sum, Task, build
 from dsframe.tasks.task import sums
@@ -106,11 +107,6 @@ def test_what_cannot_be_imported_is_explained(name: str, message: str) -> None:
     assert error.value.exit_code == 5
 
 
-def test_the_working_directory_is_named_among_the_places_searched(folder: Path) -> None:
-    with pytest.raises(TaskError, match=f"searched {folder}, "):
-        user("nowhere:Line")
-
-
 def test_wrong_options_name_the_right_ones() -> None:
     with pytest.raises(TaskError) as error:
         user("mine.lines:Line", slop=1.0)
@@ -148,21 +144,13 @@ def test_a_task_without_its_methods_says_which() -> None:
             call()
 
 
-def test_our_own_tasks_are_built_by_name() -> None:
-    vision = build(VisionTask(dataset="synthetic"), 3)
-    language = build(LanguageTask(name="language", corpus="synthetic", context=64), 3)
-    assert type(vision).__name__ == "VisionTask"
-    assert vision.seed == language.seed == 3
-    assert (vision.unit, language.unit, language.units_per_sample) == ("samples", "tokens", 64)
-
-
 def test_sums_are_exact_means() -> None:
     total = Sum(torch.tensor(3.0), 2) + Sum(torch.tensor(6.0), torch.tensor(1))
     assert total.mean == 3
-    assert Sum(torch.tensor(0.0), 0).mean != Sum(torch.tensor(0.0), 0).mean  # not a number
+    assert math.isnan(Sum(torch.tensor(0.0), 0).mean)
 
 
-@pytest.mark.parametrize("total", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+@pytest.mark.parametrize("total", [3, torch.tensor(3), torch.tensor([3.0])])
 def test_a_total_may_be_a_number(total: Any) -> None:
     found = sums({"right": Sum(total, 4)}, "")["right"]
     assert isinstance(found.total, torch.Tensor)
@@ -172,7 +160,6 @@ def test_a_total_may_be_a_number(total: Any) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"right": 0.75}, "'right' is float"),
         ({"right": torch.tensor(0.75)}, "'right' is Tensor"),
         ({"right": Sum(torch.ones(2), 2)}, r"'right' has a total of shape \[2\]"),
         ({"right": Sum("3", 4)}, "'right' has a total that is str"),  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_the_gpt_does_not_look_ahead() -> None:
     assert not torch.allclose(before[0, 10], after[0, 10])
 
 
-@pytest.mark.parametrize(("time", "by_products"), [(1, True), (96, True), (512, True), (513, False)])
+@pytest.mark.parametrize(("time", "by_products"), [(1, True), (512, True), (513, False)])
 def test_attention_in_bfloat16_is_as_exact_as_torchs_own(
     time: int, by_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,9 +136,9 @@ def test_the_standard_library_is_always_there() -> None:
 
 
 def test_the_synthetic_corpus_is_fixed() -> None:
-    tokens = bytes(text.synthetic(1 << 20).tolist())
+    tokens = text.synthetic(1 << 20).tolist()
     assert len(tokens) == 1 << 20
-    assert tokens == bytes(text.synthetic(1 << 20).tolist())
+    assert tokens == text.synthetic(1 << 20).tolist()
     assert set(tokens) == {32, *range(97, 123)}
 
 

@@ -18,7 +18,7 @@ from dsframe.cluster.world import World
 from dsframe.guard import watchdog
 from dsframe.guard.hang import RankStatus, diagnose, last_collectives, waits_in
 from dsframe.run_dir import outcome
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_program
 
 WAITING = RankStatus(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backward()", "thread MainThread:\n  a")
 ASLEEP = RankStatus(4, 5, 30.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
@@ -119,7 +119,7 @@ print("done")
 def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     def run(rounds: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", PROGRAM, rounds]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
+        return run_program(command, cwd=REPOSITORY, check=False)
 
     slow = run("12")
     assert (slow.returncode, slow.stdout, slow.stderr) == (0, "done\n", "")
@@ -174,7 +174,7 @@ def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stder
     """Its store answers nothing, for ever; and the report is left where standard error is gone, too."""
     report = tmp_path / "outcome.jsonl"
     command = [sys.executable, "-c", STOPPED, stderr, str(report)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, cwd=REPOSITORY, check=False)
+    ended = run_program(command, cwd=REPOSITORY, check=False)
     assert ended.returncode == 9
     assert ended.stderr.startswith("[rank 1] rank 0 does not answer\n" if stderr == "open" else "")
     assert (outcome.read(report).code, outcome.read(report).rank) == (9, 1)

@@ -128,7 +128,7 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
     assert not again.grad.any()
 
 
-@pytest.mark.parametrize("weight", [torch.tensor(0), 0, 0.0])
+@pytest.mark.parametrize("weight", [torch.tensor(0), 0.0])
 def test_nothing_but_padding_spoils_no_evaluation(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
     found = Padded().metrics(torch.randn(6, 8), torch.full((6,), PADDING))["loss"]
