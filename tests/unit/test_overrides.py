@@ -22,11 +22,6 @@ class Parts(nn.Module):
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-class FewParameters(Parts):
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.second.parameters(recurse)
-
-
 class NoArguments(Parts):
     def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
         return super().parameters()
@@ -35,11 +30,6 @@ class NoArguments(Parts):
 class NeedsMode(Parts):
     def train(self, mode: bool) -> Any:  # type: ignore[override]
         return super().train(mode)
-
-
-class OtherName(Parts):
-    def named_parameters(self, prefix: str = "", deep: bool = True) -> Any:  # type: ignore[override]
-        return super().named_parameters(prefix, deep)
 
 
 class Keeps(Parts):
@@ -75,11 +65,6 @@ class AllModules(Parts):
         return super().modules()
 
 
-class Stays(Parts):
-    def to(self) -> Any:  # type: ignore[override]
-        return self
-
-
 class Knows(Parts):
     def __getattr__(self, name: str) -> Any:
         try:
@@ -101,15 +86,12 @@ class RaisesKeyError(Parts):
 REFUSED = {
     Knows: r"Knows\.__getattr__ must raise AttributeError for a name that it does not know",
     RaisesKeyError: r"RaisesKeyError\.__getattr__ must raise AttributeError",
-    FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     OtherOrder: r"OtherOrder\.parameters\(\) gives other parameters than the model has, or in another order; remove",
     NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",
     NeedsMode: r"NeedsMode\.train\(self, mode: 'bool'\) -> .* overrides nn\.Module\.train, and torch calls it as",
     NamesNothing: r"NamesNothing\.parameters\(\) gives other parameters",
     OnePart: r"OnePart\.modules\(\) or children\(\) gives other modules than the model has; remove it",
     NoChildren: r"NoChildren\.modules\(\) or children\(\) gives other modules",
-    Stays: r"Stays\.to\(self\) -> .* overrides nn\.Module\.to",
-    OtherName: r"OtherName\.named_parameters\(",
 }
 
 

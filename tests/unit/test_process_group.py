@@ -75,7 +75,7 @@ def test_one_process_binds_no_device(opened: list[dict[str, Any]]) -> None:
     ]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 300.0, 3600.0])
+@pytest.mark.parametrize("seconds", [0.0, 300.0])
 def test_the_watchdog_is_first(seconds: float, opened: list[dict[str, Any]]) -> None:
     """Its report names the rank that is missing; NCCL's ten minutes end a run without."""
     limit = collective_limit(seconds)

@@ -28,10 +28,7 @@ def config(kind: str, **more: Any) -> Any:
     ("kind", "more"),
     [
         ("llama", {}),
-        ("qwen2", {}),
         ("qwen3", {}),
-        ("mistral", {"sliding_window": 5}),
-        ("gemma", {"head_dim": 8}),
         ("gemma3_text", {"head_dim": 8, "sliding_window": 5}),
         ("mixtral", {}),
         ("gpt2", {}),
