@@ -59,7 +59,7 @@ def reads_to_the_end(process: Any, said_first: list[str]) -> None:
     assert (process.returncode, err) == (0, "")
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_outlive_a_signal_to_all(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     process = start("read")
     os.killpg(process.pid, number)

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from dsframe.data import Loader, fingerprint
+import dsframe
+from dsframe.data import Loader, TensorSource, fingerprint
 from dsframe.data.fingerprint import assert_same_samples, digest
 from dsframe.errors import DataError
-from tests import portability
-from tests.files import ds_config, write_json
-from tests.processes import run_ranks, warm
+from dsframe.tools.compare import losses
+from tests.files import ds_config
+from tests.lines import Line
 from tests.unit.test_checkpoint_files import Room
 
 
@@ -175,45 +176,21 @@ def test_the_same_samples_have_the_same_digest_tomorrow() -> None:
     assert told == {"0": "b454b1cfde2d9ae3", "1": "66a90fcbdb72e09e", "2": "fb81c4c9284a257e"}
 
 
-TASK = """
-import os
-import torch
-from torch import nn
-import dsframe
-
-class Drawing:
-    def __len__(self):
-        return 64
-
-    def batch(self, indices, epoch):
-        if len(indices) == 1 and "DRAWS" in os.environ:  # what is read before training
-            torch.rand(3)
-        return indices[:, None] / 64, indices[:, None] / 64
-
-class Dropping(dsframe.Task):
-    def model(self):
-        return nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.5), nn.Linear(32, 1))
-
-    def loss(self, outputs, targets):
-        return nn.functional.mse_loss(outputs, targets)
-
-    def train_data(self):
-        return Drawing()
-
-if __name__ == "__main__":
-    dsframe.main(Dropping())
-"""
+class Dropping(Line):
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), nn.Dropout(0.5))
 
 
-def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or dropout would draw other masks."""
-    (tmp_path / "task.py").write_text(TASK)
-    file = ds_config(8, "AdamW", engine="single", steps=5)
-    write_json(tmp_path / "my.json", file)
-    losses = []
-    for draws in (None, "1"):
-        command = warm(1, ["task.py", "--config", "my.json", "--run-dir", f"run-{draws}"])
-        run_ranks(command, cwd=tmp_path, env={"DRAWS": draws}, timeout_seconds=90).check()
-        losses.append(portability.losses(tmp_path / f"run-{draws}"))
-    assert losses[0] == losses[1]
-    assert len(losses[0]) >= 3
+    batch = TensorSource.batch
+
+    def drawing(source: TensorSource, indices: Tensor, epoch: int) -> Any:
+        torch.rand(3 * (len(indices) == 1))  # what is read before training
+        return batch(source, indices, epoch)
+
+    for name in ("plain", "drawing"):
+        settings = {"engine": "single", "steps": 5, "log_every_steps": 1, "run_dir": str(tmp_path / name)}
+        dsframe.fit(Dropping(), ds_config(8, "AdamW", 0.1, **settings))
+        monkeypatch.setattr(TensorSource, "batch", drawing)
+    assert losses(tmp_path / "drawing") == losses(tmp_path / "plain")

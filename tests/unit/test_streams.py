@@ -65,7 +65,7 @@ def test_the_moving_line_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.close()
 
 
-@pytest.mark.parametrize("end", [">/dev/full 2>&1", "2>&1 | head -1", "2>&- >&-"])
+@pytest.mark.parametrize("end", ["2>&1 | head -1", "2>&- >&-"])
 def test_a_training_whose_words_are_lost_comes_to_its_end(end: str, tmp_path: Path) -> None:
     config = ds_config(8, "SGD", 0.1, engine="single", task={"name": "tests.engines.odd_task:Odd"}, steps=60)
     write_json(tmp_path / "c.json", config)
