@@ -228,6 +228,7 @@ FORMS: dict[str, tuple[Rows, str]] = {
     "collate mixes": (Rows(mean, linear, mixed), NEITHER),
     "collate mixes a little": (Rows(mean, linear, mixed_a_little), NEITHER),
     "collate": (Rows(mean, linear, default_collate), ""),
+    "collate, worse half": (Rows(largest, linear, default_collate), NEITHER),
     "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
 }
 
