@@ -27,6 +27,7 @@ from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from dsframe.tasks.task import TaskContext
 from dsframe.tools import export
+from dsframe.training.predictions import rows_of
 from tests.files import ds_config, read_json, write_json
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
@@ -96,6 +97,12 @@ def test_the_loss_is_their_own() -> None:
     assert metrics["bits_per_token"].mean == pytest.approx(theirs.item() / math.log(2))
     assert metrics["accuracy"].count == 48
     assert list(outputs) == ["logits"], "nothing is kept for generation"
+
+
+def test_a_cache_is_no_prediction() -> None:
+    kind = _transformers.transformers().modeling_outputs.CausalLMOutputWithPast
+    outputs = kind(logits=torch.ones(2, 3), past_key_values=((torch.ones(1),),))
+    assert rows_of(dsframe.Task(), outputs, None, 2) == [{"logits": [1.0] * 3}] * 2
 
 
 def mixture() -> Any:
