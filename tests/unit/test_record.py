@@ -22,7 +22,6 @@ from dsframe.run_dir.loggers import Loggers
 from dsframe.run_dir.record import Record, read_metrics, read_summary
 from tests.engines.odd_task import Odd
 from tests.files import ds_config, write_json
-from tests.processes import run_program
 
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
 

@@ -291,11 +291,12 @@ BAD: list[tuple[str, str | bytes, dict[str, Any], str]] = [
         "a.jsonl",
         '{"text": "a"}\n{"body": "b", "id": 1}\n',
         {},
-        "a.jsonl:2: no column \"text\"; it has 'body', 'id'; name",
+        "a.jsonl:2: no column \"text\", or it is null; it has 'body', 'id'; name",
     ),
     ("a.jsonl", '{"text": "a"}\n\n{"text": "b",}\n', {}, "a.jsonl:3: not JSON ("),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', {}, "a.jsonl:2: not UTF-8"),
     ("a.txt", b"abc\n\xe9\xe9", {}, "a.txt: not UTF-8 (invalid continuation byte at byte 4)"),
+    ("a.txt", "abc".encode("utf-16-le"), {}, "a.txt: has NUL characters, so it is no UTF-8 text"),
     ("a.jsonl", "[1]\n", {}, "a.jsonl:1: list in place of a JSON object"),
     ("a.jsonl", '{"text": 5}\n', {}, 'a.jsonl:1: "text" is int in place of a text'),
     ("a.jsonl", "\n", {}, "a.jsonl: empty"),
@@ -338,7 +339,7 @@ def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
     jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
     assert "good.jsonl is named twice, by good.jsonl and g*.jsonl" in refusal(["good.jsonl", "g*.jsonl"])
     for columns, message in (
-        (["body", "id"], "no column \"text\"; it has 'body', 'id'"),
+        (["body", "id"], "no column \"text\", or it is null; it has 'body', 'id'"),
         (["text"] * 2, "is there twice"),
     ):
         parquet.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, columns), tmp_path / "a.parquet")
