@@ -19,16 +19,15 @@ _LOOK_SECONDS = 1.0
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Is to be entered while workers start, which inherit two things: blocked signals, so that none ends them before they are
-    ready, and frozen garbage: a worker that collects the process group of an earlier run waits for threads it does not have."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
+    """Is to be entered while workers start. Signals are blocked in them, so that none ends them before they are ready, and they
+    collect no garbage of this process: who collects the process group of an earlier run waits for threads it does not have."""
+    before, collects = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        if not was_frozen:
-            gc.unfreeze()
+        if collects:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -40,6 +39,8 @@ def outlive_signals(worker: int) -> None:
     it counts where the parent sent it. Programs that a data set starts inherit the blocked signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # not inherited from a fork server
+    gc.freeze()
+    gc.enable()
     sys.excepthook = _without_resets
     parent = multiprocessing.parent_process()
     assert parent is not None

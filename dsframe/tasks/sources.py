@@ -20,8 +20,7 @@ def sources() -> dict[str, str]:
     digests = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        alias = name == "__mp_main__"  # multiprocessing's, of __main__
-        if not alias and isinstance(file, str) and is_users(str(Path(file).absolute())):
+        if name != "__mp_main__" and isinstance(file, str) and is_users(file):  # multiprocessing's name for __main__
             with suppress(OSError):  # in an archive, or gone since
                 digests[_name(name, module, file)] = xxh3_64_hexdigest(Path(file).read_bytes())
     return digests

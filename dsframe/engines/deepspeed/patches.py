@@ -187,8 +187,9 @@ def orthogonalize_in_fp32() -> None:
 
 
 def leave_out_shm_comm() -> None:
-    """ "shm_comm": DeepSpeed takes the op for one that this machine cannot build."""
-    _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
+    """ "shm_comm": DeepSpeed does not even ask whether this machine can build it, for which it tries a compiler on other ops."""
+    _upstream("shm_comm", "comm.torch", "build_shm_op")
+    _upstream("shm_comm", "comm.torch").build_shm_op = lambda: None
 
 
 @contextlib.contextmanager
