@@ -173,7 +173,7 @@ def run_ranks(
             process.wait(timeout=max(0.0, started + timeout_seconds - time.monotonic()))
             remains = _orphans(mark, settle_seconds)
         except subprocess.TimeoutExpired:
-            stacks = _stacks(marked(mark))
+            stacks = stacks_of(marked(mark))
         finally:
             end(mark)
             process.wait()
@@ -448,7 +448,7 @@ def _orphans(mark: str, settle_seconds: float) -> list[str]:
     return described
 
 
-def _stacks(processes: Iterable[psutil.Process]) -> str:
+def stacks_of(processes: Iterable[psutil.Process]) -> str:
     """The Python stack of each process, by py-spy, or by its own fault handler where py-spy may not look."""
     shown = []
     for process in processes:

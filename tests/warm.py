@@ -32,6 +32,19 @@ LARGEST_REQUEST = 1 << 20
 SET_NAME = 15  # prctl(2)
 
 
+LATE = (
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.utils.pin_memory",
+    "horovod.runner.common.util.hosts",
+    "encodings.idna",
+)
+"""What torch, DeepSpeed and Horovod import when an optimizer, an engine or a process group is made."""
+
+
 # The asker. It imports little.
 
 
@@ -75,15 +88,14 @@ def import_everything() -> None:
 
     import dsframe
 
-    importlib.import_module("torch._dynamo")  # at the first optimizer that is made
-    with contextlib.suppress(ImportError):
-        importlib.import_module(
-            "deepspeed.runtime.zero.muon.muon_optimizer"
-        )  # by every optimizer of ZeRO, with torch's compiler
+    for name in LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
+    importlib.import_module("dsframe.config").load({"train_batch_size": 1})  # compiles its schema
     sys.modules.pop("dsframe.train", None)  # somebody's import: as a program it is to begin anew
     gc.freeze()  # what is imported stays: a rank need not look through it, as DeepSpeed has it do at start
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from dsframe.host import generators
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
+from tests import kept
 from tests.engines import foreign_tasks
 from tests.files import read_rows, write_json
 from tests.processes import run_ranks, warm
@@ -336,6 +337,12 @@ def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
     return run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ranks() -> Iterator[None]:
+    yield
+    kept.close()
+
+
 def by_hand(case: Case) -> list[float]:
     """The losses of a loop on one process."""
     name, options, *_ = CASES[case] if isinstance(case, str) else case
@@ -373,7 +380,8 @@ def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
 @pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused) in CASES.items()}))
 def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) -> None:
     more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
-    finished = run(tmp_path, file(case, setup, **more), SETUPS[setup][0])
+    train = run if case == "what backward needs is written" else kept.train  # who names it is dsframe.train
+    finished = train(tmp_path, file(case, setup, **more), SETUPS[setup][0])
     assert finished.returncode in (4, 5), finished
     said = (re.sub(r"^\[rank \d\] ", "", line) for line in finished.stderr.splitlines())
     (line,) = {line for line in said if line.startswith(("dsframe: error: ", "error: "))}
@@ -388,7 +396,7 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
 def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     """Over a restart, where the task has no state of its own."""
     for steps in (4,) if case in STATEFUL else (2, 4):
-        run(tmp_path, file(case, setup, steps=steps), SETUPS[setup][0]).check()
+        kept.train(tmp_path, file(case, setup, steps=steps), SETUPS[setup][0]).check()
     found = losses(tmp_path / "run")
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
 
@@ -399,37 +407,37 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     + [("max_norm", "ddp"), ("max_norm", "zero3")],
 )
 def test_it_does_not_depend_on_accumulation(case: str, setup: str, tmp_path: Path) -> None:
-    run(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
+    kept.train(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
 def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path) -> None:
     document = file("a teacher that the task holds", "single", steps=2)
-    run(tmp_path, document, 1).check()
+    kept.train(tmp_path, document, 1).check()
     document["dsframe"]["steps"] = 4
-    finished = run(tmp_path, document, 1)
+    finished = kept.train(tmp_path, document, 1)
     assert finished.returncode == 5
     assert "teacher.2.weight, a state that the task keeps: a resumed run would begin with another" in finished.stderr
 
 
 @pytest.mark.parametrize("case", [*COUNTS, "a count in a buffer that is not saved"])
 def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, file(case, "single", steps=2), 1).check()
+    finished = kept.train(tmp_path, file(case, "single", steps=2), 1).check()
     where = (
         "this program keeps values in globals, classes or closures"
         if case in COUNTS
         else "in attributes from one forward"
     )
     assert where in finished.stderr
-    finished = run(tmp_path, file(case, "single", steps=4), 1)
+    finished = kept.train(tmp_path, file(case, "single", steps=4), 1)
     assert finished.returncode == 5
     assert "its loss depends on them" in finished.stderr
 
 
 def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -> None:
     text = "its buffers depend on them (calls, norm.momentum)"
-    assert text in run(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
-    finished = run(tmp_path, file(("Slowing", {}), "single", steps=4), 1)
+    assert text in kept.train(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
+    finished = kept.train(tmp_path, file(("Slowing", {}), "single", steps=4), 1)
     assert finished.returncode == 5
     assert text in finished.stderr
 
@@ -438,7 +446,7 @@ def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -
     ("what", "says"), [("always", {}), ("training", {}), ("branch", {}), ("always", {"batch_dependent": True})]
 )
 def test_rows_that_depend_on_other_rows_are_said(what: str, says: dict[str, bool], tmp_path: Path) -> None:
-    finished = run(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
+    finished = kept.train(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
     assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
@@ -447,7 +455,7 @@ def test_limits_hold_in_several_models(tmp_path: Path) -> None:
     found = []
     for setup in ("single", "ddp", "zero3"):
         (tmp_path / setup).mkdir()
-        run(tmp_path / setup, file(("TwoTables", {}), setup), SETUPS[setup][0]).check()
+        kept.train(tmp_path / setup, file(("TwoTables", {}), setup), SETUPS[setup][0]).check()
         found.append(list(losses(tmp_path / setup / "run").values()))
     assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
@@ -455,12 +463,12 @@ def test_limits_hold_in_several_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
 def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path) -> None:
     document = file(("Routed", {}), setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
-    finished = run(tmp_path, document, SETUPS[setup][0]).check()
+    finished = kept.train(tmp_path, document, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(("Routed", {})), rel=2e-2)
     assert "bfloat16 for all parameters but *norm*, router.*, with fp32 masters" in finished.stderr
     if setup == "fsdp":
         document["dsframe"]["model"] = {"keep_in_fp32": ["router.scale"]}
-        assert "router.scale is a part of one" in run(tmp_path, document, 2).stderr
+        assert "router.scale is a part of one" in kept.train(tmp_path, document, 2).stderr
 
 
 @pytest.mark.parametrize(
@@ -478,7 +486,7 @@ def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path
     for setup, steps in zip(setups, (2, 4), strict=True):
         document = file(case, setup)
         document["dsframe"] |= {"steps": steps, "checkpoints": {"at_end": True}}
-        run(tmp_path, document, SETUPS[setup][0]).check()
+        kept.train(tmp_path, document, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
@@ -488,7 +496,9 @@ def test_recomputed_blocks_change_their_buffers_once(setup: str, tmp_path: Path)
     for again in (False, True):
         folder = tmp_path / str(again)
         folder.mkdir()
-        run(folder, file(("Buffers", {}), setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
+        kept.train(
+            folder, file(("Buffers", {}), setup, model={"activation_checkpointing": again}), SETUPS[setup][0]
+        ).check()
         found[again] = losses(folder / "run")
     assert found[True] == found[False]
 
@@ -507,7 +517,7 @@ def test_recomputed_blocks_change_their_buffers_once(setup: str, tmp_path: Path)
     ],
 )
 def test_what_clips_gradients_in_the_backward_pass_is_said(what: str, said: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, file(("Guarded", {"what": what}), "ddp"), 2).check()
+    finished = kept.train(tmp_path, file(("Guarded", {"what": what}), "ddp"), 2).check()
     assert finished.stderr.count("and not linearly") == (1 if said else 0)
     assert f"{said}, and not linearly" in finished.stderr or not said
 
@@ -520,21 +530,21 @@ def test_what_clips_gradients_in_the_backward_pass_is_said(what: str, said: str,
     ],
 )
 def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, file(("Statistics", {"what": what}), "ddp"), 2).check()
+    finished = kept.train(tmp_path, file(("Statistics", {"what": what}), "ddp"), 2).check()
     assert [line for line in finished.stderr.splitlines() if "this model's" in line and said in line]
     assert finished.stderr.count("this model's") == 1
 
 
 @pytest.mark.parametrize("where", ["loss", "hook"])
 def test_a_teacher_that_no_checkpoint_has_is_said(where: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, file(("HeldTeacher", {"where": where}), "single"), 1).check()
+    finished = kept.train(tmp_path, file(("HeldTeacher", {"where": where}), "single"), 1).check()
     (line,) = (line for line in finished.stderr.splitlines() if "which no checkpoint has" in line)
     assert "teacher.0.weight" in line
     assert ("a hook changes" in line) == (where == "hook")
 
 
 def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path) -> None:
-    finished = run(tmp_path, file(("Balanced", {}), "ddp"), 2).check()
+    finished = kept.train(tmp_path, file(("Balanced", {}), "ddp"), 2).check()
     assert (
         "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size" in finished.stderr
     )
@@ -552,7 +562,7 @@ def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
     for setup in ("single", "ddp"):
         folder = tmp_path / setup
         folder.mkdir()
-        run(folder, file("classes", setup, eval_micro_batch_size=4), SETUPS[setup][0]).check()
+        kept.train(folder, file("classes", setup, eval_micro_batch_size=4), SETUPS[setup][0]).check()
         values.add(round(read_summary(folder / "run")["metrics"]["loss"], 6))
     assert len(values) == 1
 
@@ -563,7 +573,7 @@ def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
 def test_rows_of_padding_do_not_count_in_several_models(setup: str, tmp_path: Path) -> None:
     document = file("classes", setup)
     document["dsframe"] |= {"task": {"name": "tests.engines.foreign_tasks:Judged"}, "eval_every_steps": 2}
-    run(tmp_path, document, SETUPS[setup][0]).check()
+    kept.train(tmp_path, document, SETUPS[setup][0]).check()
     first = torch.stack([rows[0] for rows, _ in foreign_tasks.Judged().eval_data()])
     metrics = read_summary(tmp_path / "run")["metrics"]
     assert metrics["number"] == 13
