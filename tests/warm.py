@@ -128,7 +128,8 @@ def run_job(line: socket.socket, folder: Path) -> int:
             run_program(arguments)
         ranks.add(process)
     code = wait(ranks, line)
-    line.send(str(code).encode())
+    with contextlib.suppress(BrokenPipeError):  # the asker is gone
+        line.send(str(code).encode())
     return 0
 
 

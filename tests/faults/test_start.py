@@ -12,8 +12,12 @@ from tests.cluster import jobs
 from tests.files import ds_config, write_json
 from tests.processes import Finished, free_port, run_ranks, torchrun, warm
 
+ALL = "for pid in $pids; do wait $pid || code=$?; done"
+FIRST = "wait -n; code=$?; kill $pids; wait"
+"""How the shell ends: when every rank has left, or the others with the first, as launchers do."""
 
-def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str]) -> list[str]:
+
+def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str], ends: str = ALL) -> list[str]:
     """A shell that starts these of ``size`` ranks as torchrun would; ``changes`` are options of some of them."""
     port = free_port()
     lines = []
@@ -23,7 +27,7 @@ def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str]) -> list[
         command = shlex.join(warm(1, ["-m", "dsframe.train", *shlex.split(options)]))
         lines.append(f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {command} &")
         lines.append('pids="$pids $!"')
-    return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
+    return ["bash", "-c", "\n".join([*lines, ends, "exit $code"])]
 
 
 def test_a_rank_that_never_arrives(tmp_path: Path) -> None:
@@ -45,7 +49,7 @@ OTHERS = {
 def test_a_rank_that_was_told_something_else(other: str, tmp_path: Path) -> None:
     """Before any library starts: ranks with other engines waited for each other, or aborted."""
     jobs.write(tmp_path)
-    finished = run_ranks(ranks((0, 1), 2, {1: other}), cwd=tmp_path, timeout_seconds=90)
+    finished = run_ranks(ranks((0, 1), 2, {1: other}, FIRST), cwd=tmp_path, timeout_seconds=90)
     assert finished.returncode == 3, finished
     assert "the processes of this run differ: " in finished.stderr
     assert OTHERS[other] in finished.stderr
