@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from dsframe.run_dir.record import read_summary
-from tests.processes import Finished, run_ranks, torchrun
+from tests.processes import Finished, run_ranks, warm
 
 STOP = '{"metric": "loss:min", "patience": 1, "min_delta": 100.0}'
 
 
 def run(tmp_path: Path, fault: str, engine: str, *more: str) -> Finished:
-    command = torchrun(
+    command = warm(
         2,
         [
             *("-m", "dsframe.train", "--config", "zero3.json", "--engine", engine, "--run-dir", "run"),
