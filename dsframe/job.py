@@ -122,7 +122,7 @@ def train(run: Run, world: World) -> Summary:
     complete = over and finished(job.plan.directory, done)
     traces = None
     if profile := run.config.settings.profile:
-        from dsframe.observe.traces import Traces
+        from dsframe.training.traces import Traces
 
         traces = Traces(job.plan, profile, start.step, job.progress.say)
     keeps = world.is_main and not complete

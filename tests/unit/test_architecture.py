@@ -40,7 +40,6 @@ LAYERS = (
     "run_dir",
     "guard",
     "events",
-    "observe",
     "training",
     "trainer",
     "job",

@@ -1,1 +1,0 @@
-"""Observers that a file switches on: profiler traces, FLOPs, bytes sent."""
