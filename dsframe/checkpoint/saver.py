@@ -137,8 +137,8 @@ class Saver:
         if not isinstance(state.parameters, ShardedParameters):
             state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
         failure = writer.take(state, self.sign_of_life)
-        now = engine.buffers()
-        resized = [name for name, shape in self._built.items() if name in now and now[name].shape != shape]
+        shapes = {name: buffer.shape for name, buffer in engine.buffers().items()}
+        resized = [name for name, shape in shapes.items() if self._built.get(name, shape) != shape]
         facts = {"random": generators.capture(engine.plan.device), "resized": resized}
         wrong = failures(engine, failure)
         if wrong:

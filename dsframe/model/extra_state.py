@@ -1,7 +1,5 @@
-"""What modules keep by ``get_extra_state()`` and ``set_extra_state()``: saved among the buffers, by the names of a ``state_dict``.
-
-As bytes of ``torch.save``, which ``torch.load(weights_only=True)`` reads: a checkpoint runs no code.
-"""
+"""What modules keep by ``get_extra_state()``: saved among the buffers, by the names of a ``state_dict``, as bytes of ``torch.save``
+that ``torch.load(weights_only=True)`` reads: a checkpoint runs no code."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ def load_buffers(model: nn.Module, saved: SavedState) -> None:
     extra_state.load(model, kept)
 
 
+@torch.no_grad()
 def put(content: Tensor, buffer: Tensor) -> None:
     """Copies in place. A forward pass may have given the ``buffer`` another size."""
     if buffer.shape != content.shape:

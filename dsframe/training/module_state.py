@@ -10,7 +10,7 @@ forward passes, the vectors of a spectral norm.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,8 +50,8 @@ class ModuleState:
         """As before the step: what the first batch has left there may hide what the next one would."""
         self._buffers_after: unmoved.Buffers | None = None
         """As after the step, where they are to be asked about."""
-        self._extra: Mapping[str, Tensor] = {}
-        """The extra states after the step, that all ranks have alike: a resumed run begins with them."""
+        self._extra_before, self._extra_after = dict[str, Tensor](), dict[str, Tensor]()
+        """The extra states of modules before and after the step."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -64,6 +64,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
+            self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def step_ended(self) -> None:
@@ -74,7 +75,10 @@ class ModuleState:
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._after = self._values(watch.model)
-            self._extra = extra_state.pack(watch.model)
+            self._extra_after = extra_state.pack(watch.model)
+            self._changed |= {
+                name for name, packed in self._extra_after.items() if not same(packed, self._extra_before[name])
+            }
             if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
@@ -83,10 +87,11 @@ class ModuleState:
 
     def judge(self, differ: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. ``differ``: the buffers and extra states that differ between
-        ranks. Raises TaskError where the model has a state that ranks, or a run
-        that is ``resumed``, would not share."""
+        ranks. Raises TaskError where the model has a state that ranks, or a run that is ``resumed``, would not share."""
         lines = []
-        self._extra = {name: packed for name, packed in self._extra.items() if name not in differ}
+        # What all ranks have alike, a resumed run begins with, and a run on other ranks.
+        self._extra_before |= {name: packed for name, packed in self._extra_after.items() if name not in differ}
+        self._changed -= {name for name in self._extra_after if name not in differ}
         kinds = {
             "model": self._changed,
             "task": self.of_task,
@@ -113,8 +118,9 @@ class ModuleState:
                 )
                 text = f"{whose} keeps values {where} to the next, and its {kind} on them ({names})"
                 if resumed or (kind != _BUFFERS and self._engine.plan.world.size > 1):
+                    lost = "" if changed[whose] <= self._extra_after.keys() else "no checkpoint has them, and "
                     raise TaskError(
-                        f"this {text}: no checkpoint has them, and each rank keeps its own. Make them persistent buffers of the "
+                        f"this {text}: {lost}each rank keeps its own. Make them persistent buffers of the "
                         "model (self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of "
                         "the inputs; the number of the step is self.context.step in the task"
                     )
@@ -174,7 +180,7 @@ class ModuleState:
                     of_modules, outside = self._after if after else self._before
                     if whose == "model":
                         of_modules.put_back()
-                        extra_state.load(watch.model, {} if after else self._extra)
+                        extra_state.load(watch.model, self._extra_after if after else self._extra_before)
                     elif whose == "program":
                         outside.put_back()
                     values = vars(self._task_after if after else self._task_before)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.cluster.exchange import failures
 from dsframe.engine import Engine
@@ -36,22 +36,15 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
         raise TaskError(f"{type(plan.task).__name__}.model: {wrong[0]}")
     state = engine.state()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if model else {}
-    for parameter in state.parameters:
-        _fill(
-            tensors, parameter.name, parameter.moments.get(ema.KEY, parameter.weight) if averages else parameter.weight
-        )
-    for name, buffer in state.buffers.items():
-        _fill(tensors, name, buffer)
-    if model:
-        extra_state.load(model, state.buffers)
-    return model.eval() if model else None
-
-
-@torch.no_grad()
-def _fill(tensors: Mapping[str, Tensor], name: str, content: Tensor) -> None:
-    """Copies into the tensor of this name."""
-    if name in tensors:
-        put(content, tensors[name])
+    weights = (
+        (each.name, each.moments.get(ema.KEY, each.weight) if averages else each.weight) for each in state.parameters
+    )
+    for name, content in itertools.chain(weights, state.buffers.items()):
+        if name in tensors:
+            put(content, tensors[name])
+    if model is not None:
+        extra_state.load(model.eval(), state.buffers)
+    return model
 
 
 def _made(engine: Engine) -> nn.Module:

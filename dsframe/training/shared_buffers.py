@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     Returns the names of those that differed.
     """
     world = engine.plan.world
-    places, end = _spans(engine, kept)
+    places, end = _row_spans(_of_ranks(engine, kept))
     if not places:
         return ()
     row = torch.zeros(end, dtype=torch.uint8)
@@ -45,9 +46,10 @@ def but_statistics(engine: Engine, names: Iterable[str]) -> str:
 
 def differing(engine: Engine) -> Collection[str]:
     """**Collective.** Returns the names of the buffers and extra states that differ between the ranks that hold them."""
-    watch = engine.built.watch
-    extra = extra_state.pack(watch.model) if watch else {}
-    return _spans(engine, {**engine.buffers(), **extra})[0].keys()
+    extra = extra_state.pack(engine.built.watch.model) if engine.built.watch else {}
+    of_ranks = _of_ranks(engine, {**engine.buffers(), **extra})
+    versions = Counter(name for name, _ in {(name, digest) for of in of_ranks for name, (_, digest) in of.items()})
+    return sorted(name for name, count in versions.items() if count > 1)
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class _RowSpan:
     bytes: slice
 
 
-def _spans(engine: Engine, kept: Mapping[str, Tensor]) -> tuple[dict[str, _RowSpan], int]:
-    """**Collective.** As :func:`_row_spans`."""
+def _of_ranks(engine: Engine, kept: Mapping[str, Tensor]) -> list[dict[str, tuple[int, str]]]:
+    """**Collective.** By rank, the size and digest of each. None where there is one rank."""
     if engine.plan.world.size == 1:
-        return {}, 0
+        return []
     mine = {name: (buffer.nbytes, xxh3_64_hexdigest(_bytes(buffer).numpy().data)) for name, buffer in kept.items()}
-    return _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
+    return [json.loads(text) for text in all_gather_text(engine, json.dumps(mine))]
 
 
 def _bytes(buffer: Tensor) -> Tensor:

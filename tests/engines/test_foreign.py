@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "a count in a buffer that is not saved": ("Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "a scale that evaluations alone need": ("Scaling", {}, dict.fromkeys(("ddp", "zero3"), "its evaluation depends on them")),
     "an extra state": ("ExtraState", {}, {}),
-    "an extra state of one rank": ("ExtraState", {"by_rank": True}, {"ddp": "depends on them"}),
+    "an extra state of one rank": ("ExtraState", {"by_rank": True}, {"ddp": "(0._extra_state): each rank keeps its own"}),
     "a buffer that grows": ("GrowingBuffer", {}, {}),
     "an attribute of a parameter": ("Tagged", {}, {"fsdp": "asks a parameter for an attribute"}),
     "sparse inputs": ("Batches", {"nested": False}, {}),
