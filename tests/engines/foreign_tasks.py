@@ -1922,8 +1922,8 @@ class Leaving(Rows):
 
 
 class Again(Rows):
-    """Calls the model once more in the loss, as R-Drop does, or communicates there, or calls it in what is kept of a batch; with
-    11 samples to evaluate on."""
+    """Calls the model once more in the loss, as R-Drop does, or communicates there, or does both in what is kept of a batch;
+    with 11 samples to evaluate on."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -1938,7 +1938,11 @@ class Again(Rows):
         return super().loss(outputs, targets) * total
 
     def keep(self, outputs: Any, targets: Tensor) -> Any:
-        return self.net(torch.ones(2, 8)) if self.what == "keeps" else outputs
+        if self.what != "keeps":
+            return outputs
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones(()))
+        return self.net(torch.ones(2, 8))
 
     def metrics_of_all(self, kept: Any) -> dict[str, float]:
         return {"kept": float(len(kept))}

@@ -401,6 +401,14 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
+@pytest.mark.parametrize("case", ["the model in the loss", "the model in what is kept", "masks in torch's encoder"])
+def test_ranks_call_the_same_where_an_evaluation_has_no_room_for_whole_weights(case: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "file.json", file(case, "zero3"))
+    words = ["-m", "tests.engines.ungathered", "--config", "file.json"]
+    run_ranks(warm(2, words), cwd=tmp_path, timeout_seconds=60).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("case", "setup"),
     [("an equation", setup) for setup in ("single", "zero2", "zero3", "fsdp")]
