@@ -37,7 +37,7 @@ def unpacked(name: str, tensor: Tensor) -> Any:
 
 def load(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
     """Calls ``set_extra_state()`` of each module that ``packed`` names."""
-    for name, module in keepers(model).items():
+    for name, module in keepers(model).items() if packed else ():
         if name in packed:
             module.set_extra_state(unpack(packed[name]))
 

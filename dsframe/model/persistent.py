@@ -98,10 +98,8 @@ def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection
         path, _, key = name.rpartition(".")
         if (module := modules.get(path)) is None or key not in module._buffers:
             continue
-        now, loads_itself = (
-            module._buffers[key],
-            type(module)._load_from_state_dict is not nn.Module._load_from_state_dict,
-        )
+        now = module._buffers[key]
+        loads_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
         if now is None:
             device = next((weight.device for weight in module.parameters()), content.device)
             module._buffers[key] = content.to(device, copy=True)
@@ -121,11 +119,6 @@ def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str
     ]
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint belongs to another model ({what}s differ): {'; '.join(differences[:3])}{more}"
-            + (
-                ". A buffer that forward makes is to be registered in __init__, or with persistent=False"
-                if made
-                else ""
-            )
-        )
+        remedy = ". A buffer that forward makes is to be registered in __init__, or with persistent=False" * made
+        text = f"({what}s differ): {'; '.join(differences[:3])}{more}{remedy}"
+        raise CheckpointError(f"the checkpoint belongs to another model {text}")

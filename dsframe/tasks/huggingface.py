@@ -197,6 +197,8 @@ class CausalLanguageModelTask(Task):
             words = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
+        if "\0" in words:
+            raise DataError("has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
         return torch.tensor(self.tokenizer(words, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 

@@ -51,7 +51,8 @@ class ModuleState:
         self._buffers_after: unmoved.Buffers | None = None
         """As after the step, where they are to be asked about."""
         self._extra_before, self._extra_after = dict[str, Tensor](), dict[str, Tensor]()
-        """The extra states of modules before and after the step."""
+        self._alike: dict[str, Tensor] = {}
+        """The extra states of modules before and after the step; of the latter those that all ranks have alike."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -77,7 +78,7 @@ class ModuleState:
             self._after = self._values(watch.model)
             self._extra_after = extra_state.pack(watch.model)
             self._changed |= {
-                name for name, packed in self._extra_after.items() if not same(packed, self._extra_before[name])
+                name for name, packed in self._extra_after.items() if not same(packed, self._extra_before.get(name))
             }
             if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
@@ -90,10 +91,9 @@ class ModuleState:
         ranks. Raises TaskError where the model has a state that ranks, or a run that is ``resumed``, would not share."""
         lines = []
         # What all ranks have alike, a resumed run begins with, and a run on other ranks.
-        self._extra_before |= {name: packed for name, packed in self._extra_after.items() if name not in differ}
-        self._changed -= {name for name in self._extra_after if name not in differ}
+        self._alike = {name: packed for name, packed in self._extra_after.items() if name not in differ}
         kinds = {
-            "model": self._changed,
+            "model": self._changed - self._alike.keys(),
             "task": self.of_task,
             "program": self._outside,
             "buffers": self._moved_buffers(),
@@ -138,7 +138,8 @@ class ModuleState:
         if watch is None or self._buffers is None or self._buffers_after is None:
             return set()
         saved = persistent_buffers(watch.model)
-        return {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
+        extra = self._changed & self._extra_after.keys()
+        return extra | {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
 
     def _of_all(self, words: set[str]) -> set[str]:
         texts = all_gather_text(self._engine, json.dumps(sorted(words)))
@@ -180,7 +181,11 @@ class ModuleState:
                     of_modules, outside = self._after if after else self._before
                     if whose == "model":
                         of_modules.put_back()
-                        extra_state.load(watch.model, self._extra_after if after else self._extra_before)
+                    if whose in ("model", "buffers"):
+                        kept_alike = self._alike if whose == "model" else {}
+                        extra_state.load(
+                            watch.model, self._extra_after if after else {**self._extra_before, **kept_alike}
+                        )
                     elif whose == "program":
                         outside.put_back()
                     values = vars(self._task_after if after else self._task_before)

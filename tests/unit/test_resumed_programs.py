@@ -20,6 +20,7 @@ from dsframe.tools import export
 from dsframe.tools.compare import losses
 from dsframe.training.sample_trial import kind_of_parts
 from tests.engines.foreign_tasks import ExtraState, GrowingBuffer, Rows
+from tests.files import ds_config
 from tests.unit.test_module_state import fit
 
 
@@ -330,3 +331,13 @@ def test_an_extra_state_that_no_resume_has_is_refused(what: str, words: str, tmp
     with pytest.raises(TaskError, match=words):
         fit(tmp_path / "run", Unsaved(what), 3)
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not losses(tmp_path / "run")
+
+
+def test_an_extra_state_that_counts_forward_passes_depends_on_accumulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ds_config(8, "AdamW", 0.01, engine="single", steps=1, run_dir=str(tmp_path / "run"))
+    for passes in (1, 2):
+        dsframe.fit(ExtraState(), {**file, "gradient_accumulation_steps": passes})
+        said = "loss depends on 0._extra_state, which each forward pass changes" in capsys.readouterr().err
+        assert said == (passes == 2)

@@ -1,7 +1,6 @@
-"""What is logged and where: monitors, profilers and timers.
+"""What is logged and where: monitors and timers.
 
-Source: ``deepspeed/monitor/config.py``, ``profiling/config.py``, ``comm/config.py`` and ``utils/config.py`` of
-DeepSpeed 0.19.8.
+Source: ``deepspeed/monitor/config.py`` and ``utils/config.py`` of DeepSpeed 0.19.8.
 """
 
 from dsframe.config.schema.base import Coerced, Unmodelled
