@@ -8,16 +8,12 @@ difference of a seed is its accuracy with the switches less that without. Fails 
 twice its own standard error and half a percent.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.processes import heed_sigterm
 from benchmarks.startup import REPOSITORY
@@ -33,14 +29,14 @@ BELOW = 0.005
 """Of accuracy: two engines that round differently end 0.002 apart (``make train``)."""
 
 
-def train(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
+def train(folder, name, overrides):
     """The summary of a training."""
     print(f"training {name}", file=sys.stderr, flush=True)
     subprocess_runs.train(REPOSITORY / "ds_configs" / "zero3.json", 2, folder / name, engine="ddp", overrides=overrides)
     return read_summary(folder / name)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Prints the table; 1 where the switches cost accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2, help="(default: %(default)s)")

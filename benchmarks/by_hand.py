@@ -6,13 +6,10 @@ Each follows its library's own tutorial. Images go through torchvision's transfo
 example there is.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script
 
@@ -28,7 +25,7 @@ MICRO = 4
 """Micro-batches of a pipeline's step."""
 
 
-def ddp(name: str, gate: Gate) -> None:
+def ddp(name, gate):
     """https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html"""
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(workloads.model(name))
@@ -41,7 +38,7 @@ def ddp(name: str, gate: Gate) -> None:
         optimizer.step()
 
 
-def fsdp(name: str, gate: Gate) -> None:
+def fsdp(name, gate):
     """https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html"""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -62,7 +59,7 @@ def fsdp(name: str, gate: Gate) -> None:
         optimizer.step()
 
 
-def _config(name: str, stage: int, micro: int, ranks: int) -> dict[str, Any]:
+def _config(name, stage, micro, ranks):
     return {
         "train_batch_size": GLOBAL_BATCH[name],
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH[name] // micro // ranks,
@@ -73,7 +70,7 @@ def _config(name: str, stage: int, micro: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def _deepspeed() -> Any:
+def _deepspeed():
     import deepspeed
     import deepspeed.ops
 
@@ -83,7 +80,7 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def zero(stage: int, name: str, gate: Gate, *, kept: bool = False) -> None:
+def zero(stage, name, gate, *, kept=False):
     """https://www.deepspeed.ai/getting-started/; AdamW is DeepSpeed's own compiled one, which is its default.
 
     ``kept``: all parameters stay whole between steps, and not only the small ones as by default.
@@ -102,7 +99,7 @@ def zero(stage: int, name: str, gate: Gate, *, kept: bool = False) -> None:
         engine.step()
 
 
-def pipeline(name: str, gate: Gate) -> None:
+def pipeline(name, gate):
     """https://www.deepspeed.ai/tutorials/pipeline/: two stages, cut by parameters."""
     deepspeed = _deepspeed()
     from deepspeed.pipe import PipelineModule
@@ -117,7 +114,7 @@ def pipeline(name: str, gate: Gate) -> None:
         engine.train_batch(batches)
 
 
-def horovod(name: str, gate: Gate) -> None:
+def horovod(name, gate):
     """https://horovod.readthedocs.io/en/stable/pytorch.html
 
     Without ``broadcast_optimizer_state``: on a new optimizer it takes a hidden step, and the losses would be others.
@@ -126,7 +123,7 @@ def horovod(name: str, gate: Gate) -> None:
 
     hvd.init()
     model = workloads.model(name)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for inputs, targets in workloads.loader(name, hvd.rank(), hvd.size()):
@@ -139,7 +136,7 @@ def horovod(name: str, gate: Gate) -> None:
             optimizer.step()
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments):
     kind, name, path = (word for word in arguments if not word.startswith("--local_rank"))
     gate = Gate(path, f"{kind} by hand", MICRO if kind == "pipeline" else 1)
     if kind.startswith("zero"):

@@ -5,22 +5,19 @@
 Prints the time (seconds since 1970) at which rank 0's first step has ended.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from typing import Any
 
 
-def main(engine: str) -> None:
+def main(engine):
     """One step of a small CNN on ``ddp``, ``zero1``, ``zero3`` or ``horovod``, as the libraries' documentation has it."""
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -46,7 +43,7 @@ def main(engine: str) -> None:
         ready.step()
         leave = torch.distributed.destroy_process_group
     else:
-        optimizer: Any = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())
         if engine == "horovod":
             import horovod.torch as hvd
 

@@ -7,8 +7,6 @@ hardly moves with other work beside it: ``RATIO`` for files without mistakes. Co
 any installation; where PYTHONDONTWRITEBYTECODE is set, it is left out.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import statistics
@@ -32,7 +30,7 @@ BAD = """\
 """
 
 
-def once(command: list[str], stdin: str = "") -> tuple[float, float]:
+def once(command, stdin=""):
     """Wall-clock and processor time of one run of a command, in seconds."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -49,7 +47,7 @@ def once(command: list[str], stdin: str = "") -> tuple[float, float]:
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """Print the table. Returns 1 when a check of a file without mistakes takes more than the bound."""
     check = [sys.executable, "-m", "dsframe.cli", "check"]
     rows = {
@@ -58,7 +56,7 @@ def main(arguments: list[str]) -> int:
         **{f"dsframe check {file}": ([*check, file], "") for file in arguments or ["ds_configs/zero3.json"]},
         "dsframe check - (5 mistakes, with suggestions)": ([*check, "-"], BAD),
     }
-    found: dict[str, list[tuple[float, float]]] = {label: [] for label in rows}
+    found = {label: [] for label in rows}
     for _ in range(RUNS + 1):
         for label, (command, stdin) in rows.items():
             found[label].append(once(command, stdin))

@@ -13,8 +13,6 @@ what a step of training takes. Files are forced to the disk before
 a clock stops, and put out of the page cache before they are read; verifying reads them into it again, as it does before a resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math
@@ -23,11 +21,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
@@ -46,7 +42,7 @@ STEPS_BEFORE = 3
 """Steps from a run's start to its first save: a thread makes memory ready meanwhile."""
 
 
-def main() -> int:
+def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", default="single")
@@ -104,7 +100,7 @@ def main() -> int:
     )
     step = 0
 
-    def train() -> None:
+    def train():
         nonlocal step
         float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss)
         step += 1
@@ -114,9 +110,9 @@ def main() -> int:
     folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
-    savers: dict[bool, Saver] = {}
+    savers = {}
 
-    def saved(asynchronous: bool) -> Path:
+    def saved(asynchronous):
         """Saves once; the figures of the slowest rank."""
         name = "in the background" if asynchronous else "at once"
         all_gather_text(engine, "")  # others may still be reading
@@ -158,7 +154,7 @@ def main() -> int:
         table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
         return path
 
-    def loaded(path: Path) -> None:
+    def loaded(path):
         """Verifies and loads, each rank its own."""
         forget(path)
         all_gather_text(engine, "")
@@ -180,7 +176,7 @@ def main() -> int:
     path = saved(asynchronous=False)
     table.clear()
     checkpoint = Checkpoint(path)
-    kept: dict[str, Any] = live(engine) if world.size == 1 else {}
+    kept = live(engine) if world.size == 1 else {}
     if world.is_main and world.size > 1:
         kept = everything(checkpoint)
     count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
@@ -209,20 +205,18 @@ def main() -> int:
 class Table:
     """What was done, how often, and what came out."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, list[tuple[float, float, float | None, float | None]]] = {}
+    def __init__(self):
+        self._found = {}
 
-    def add(
-        self, name: str, count: float, seconds: float, waits: float | None = None, grown: float | None = None
-    ) -> None:
+    def add(self, name, count, seconds, waits=None, grown=None):
         """``count`` bytes in ``seconds``, while training waited and the resident set grew."""
         self._found.setdefault(name, []).append((count, seconds, waits, grown))
 
-    def clear(self) -> None:
+    def clear(self):
         """Forgets what was the first time."""
         self._found.clear()
 
-    def show(self) -> None:
+    def show(self):
         """Prints medians of the seconds and the largest growth."""
         rows = [("", "MB", "s", "MB/s", "training waits, s", "extra memory, MiB")]
         for name, found in self._found.items():
@@ -244,33 +238,33 @@ class Table:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def everything(checkpoint: Any) -> dict[str, Any]:
+def everything(checkpoint):
     """All tensors of a checkpoint, in memory."""
-    kept: dict[str, Any] = {}
+    kept = {}
     for name in checkpoint.shapes:
         one = checkpoint.parameter(name)
         kept |= {f"{key}/{name}": tensor.clone() for key, tensor in (("weight", one.weight), *one.moments.items())}
     return kept
 
 
-def live(engine: Any) -> dict[str, Any]:
+def live(engine):
     """What this rank holds, where it lies."""
     shards = engine.state().parameters.shards
     return {f"{key}/{shard.name}": of.read().detach() for shard in shards for key, of in shard.tensors.items()}
 
 
-def disk(path: Path, count: int, table: Table) -> None:
+def disk(path, count, table):
     """The disk's own pace for as many bytes."""
     block = os.urandom(CHUNK)
 
-    def write() -> None:
+    def write():
         with path.open("wb") as file:
             for _ in range(-(-count // CHUNK)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
 
-    def read() -> None:
+    def read():
         with path.open("rb") as file:
             while file.read(CHUNK):
                 pass
@@ -283,11 +277,11 @@ def disk(path: Path, count: int, table: Table) -> None:
     path.unlink()
 
 
-def torchs(path: Path, kept: Any, table: Table) -> None:
+def torchs(path, kept, table):
     """torch.save and torch.load of the same tensors."""
     import torch
 
-    def save() -> None:
+    def save():
         torch.save(kept, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -301,7 +295,7 @@ def torchs(path: Path, kept: Any, table: Table) -> None:
     path.unlink()
 
 
-def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> None:
+def distributed(engine, folder, table, asynchronous):
     """**Collective.** torch.distributed.checkpoint, at once or in the background, of the ranges that each rank holds."""
     import torch.distributed.checkpoint as dcp
     from torch import distributed
@@ -338,7 +332,7 @@ def distributed(engine: Any, folder: Path, table: Table, asynchronous: bool) -> 
     table.add(f"torch.distributed.checkpoint, {how}", size(folder), seconds, stall, grown)
 
 
-def deepspeeds(engine: Any, folder: Path, table: Table) -> None:
+def deepspeeds(engine, folder, table):
     """**Collective.** ``save_checkpoint`` of DeepSpeed's engine: a file for each rank."""
     from dsframe.cluster.exchange import all_gather_text
 
@@ -360,26 +354,26 @@ def deepspeeds(engine: Any, folder: Path, table: Table) -> None:
     table.add("DeepSpeed's save_checkpoint", size(folder / "step"), seconds, seconds, grown)
 
 
-def timed(action: Callable[[], Any]) -> float:
+def timed(action):
     """Seconds."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
-def size(path: Path) -> int:
+def size(path):
     """Bytes of a folder."""
     return sum(file.stat().st_size for file in path.iterdir())
 
 
-def forget(folder: Path) -> None:
+def forget(folder):
     """Puts the files of a folder out of the page cache."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def settle_memory() -> int:
+def settle_memory():
     """The resident set now, from which :func:`peak_memory` counts; bytes. Linux: 5 in clear_refs resets the peak (proc(5)).
 
     Called before each clock: Python's collection of all objects takes 0.25 s here, and would fall into any of them.
@@ -389,12 +383,12 @@ def settle_memory() -> int:
     return _status("VmRSS")
 
 
-def peak_memory() -> int:
+def peak_memory():
     """The largest resident set since :func:`settle_memory`; bytes."""
     return _status("VmHWM")
 
 
-def _status(key: str) -> int:
+def _status(key):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 

@@ -17,8 +17,6 @@ hand runs twice where dsframe keeps a small model whole: with DeepSpeed's defaul
 two persistence thresholds set so that all are kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -26,12 +24,10 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.match import Contestant, Result, play
+from benchmarks.match import Contestant, play
 from benchmarks.processes import heed_sigterm
 
 CHECKED_STEPS = 10  # as in benchmarks.gate, which imports torch
@@ -50,15 +46,15 @@ KEPT = ("cnn", "gpt")
 """Small enough for dsframe's ZeRO-3 to keep them whole (``Zero.keeps_whole``)."""
 
 
-def ours(kind: str, workload: str, *, fast: bool = False) -> Contestant:
+def ours(kind, workload, *, fast=False):
     """dsframe with the strategy ``kind``, everything else as it is by default. ``fast``: with the switches for speed."""
     micro = MICRO if kind == "pipeline" else 1
-    section: dict[str, Any] = {
+    section = {
         "steps": 1_000_000,
         "log_every_steps": 100,
         "engine": {"ddp": "ddp", "fsdp": "fsdp", "horovod": "horovod"}.get(kind, "deepspeed"),
     }
-    config: dict[str, Any] = {
+    config = {
         "train_batch_size": BATCH[workload],
         "gradient_accumulation_steps": micro,
         "gradient_clipping": 1.0,
@@ -78,12 +74,12 @@ def ours(kind: str, workload: str, *, fast: bool = False) -> Contestant:
     return Contestant(name, launcher, "ours.py", (name.replace(" ", "-"),), config, micro=micro)
 
 
-def by_hand(kind: str) -> Contestant:
+def by_hand(kind):
     launcher = {"ddp": "torchrun", "fsdp": "torchrun", "horovod": "horovodrun"}.get(kind, "deepspeed")
     return Contestant(f"{kind} by hand", launcher, "by_hand.py", (kind,), micro=MICRO if kind == "pipeline" else 1)
 
 
-def peer(kind: str, name: str = "") -> Contestant:
+def peer(kind, name=""):
     return Contestant(name or kind, "torchrun", "peers.py", (kind,))
 
 
@@ -95,7 +91,7 @@ UNTESTED = {
 """Left out of the whole table to keep it short; the CNN and the GPT have them."""
 
 
-def contestants(match: str, workload: str) -> list[Contestant]:
+def contestants(match, workload):
     """dsframe first."""
     if match == "ddp":
         return [ours("ddp", workload), by_hand("ddp"), *map(peer, PEERS)]
@@ -113,7 +109,7 @@ def contestants(match: str, workload: str) -> list[Contestant]:
     return [ours(match, workload), by_hand(match)]
 
 
-def rows(match: str, workload: str, results: dict[str, Result]) -> list[dict[str, Any]]:
+def rows(match, workload, results):
     """The table's lines of one match."""
     first = next(iter(results))
     tolerance = (TOLERANCE_BF16 if SHORT else TOLERANCE_KERNELS) if "fast" in match else TOLERANCE
@@ -145,7 +141,7 @@ def rows(match: str, workload: str, results: dict[str, Result]) -> list[dict[str
     return found
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row):
     peak = "  ".join(f"{value / 2**20:,.0f}" for value in row["peak_bytes"])
     verdict = f"{row['loss_difference']:8.1e}{'' if row['same_losses'] else '  LOSSES DIFFER'}"
     own = row["name"].startswith("dsframe")
@@ -162,7 +158,7 @@ HEADER = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="cnn,gpt,resnet18", help="some of them (default: %(default)s)")
     parser.add_argument("--only", default=",".join(MATCHES), help="matches (default: %(default)s)")
@@ -180,8 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models, only = options.models.split(","), options.only.split(",")
     if wrong := [*({*models} - {*UNIT}), *({*only} - {*MATCHES})]:
         parser.error(f"unknown: {', '.join(wrong)}")
-    table: list[dict[str, Any]] = []
-    failed: list[str] = []
+    table = []
+    failed = []
     print(
         f"{platform.machine()}, {os.cpu_count()} cores; 2 processes; {options.rounds} rounds of {options.block} s\n{HEADER}"
     )
@@ -216,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed or not all(row["same_losses"] for row in table) else 0
 
 
-def plot(table: Sequence[dict[str, Any]], path: Path) -> bool:
+def plot(table, path):
     """Ratios as horizontal bars, with what the rounds spread over as a line. Returns False where there are none to draw."""
     shown = [row for row in table if not row["name"].startswith("dsframe")]
     if not shown:

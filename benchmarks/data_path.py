@@ -13,14 +13,11 @@ batches (``__getitems__``), shuffled. Documents are packed before, one after the
 reading is in the training process on both sides.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsframe.data import ImageSource, Loader
 from dsframe.data._torchvision import torchvision
-from dsframe.data.documents import Row
 from dsframe.data.packed import RowSource
 from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, find_tokens, make
@@ -45,17 +41,17 @@ CONTEXT, ROWS = 512, 16
 class PerImage(Dataset[Any]):
     """What torchvision's own data sets do: one image and one transform at a time."""
 
-    def __init__(self, images: list[Any], labels: list[int], transform: Callable[[Any], Any]) -> None:
+    def __init__(self, images, labels, transform):
         self.images, self.labels, self.transform = images, labels, transform
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index):
         return self.transform(self.images[index]), self.labels[index]
 
 
-def rate(batches: Any, limit: int) -> float:
+def rate(batches, limit):
     """Images per second over ``limit`` batches, after one that is not counted."""
     iterator = iter(batches)
     next(iterator)
@@ -65,7 +61,7 @@ def rate(batches: Any, limit: int) -> float:
     return limit * BATCH / (time.perf_counter() - start)
 
 
-def measure(channels: int, size: int, padding: int, pairs: int) -> dict[str, list[float]]:
+def measure(channels, size, padding, pairs):
     """Images per second of each pipeline, ``pairs`` times, alternating."""
     torchvision()
     from torchvision import transforms
@@ -97,7 +93,7 @@ def measure(channels: int, size: int, padding: int, pairs: int) -> dict[str, lis
         "torchvision, PIL images": PerImage([to_pil_image(image) for image in images], labels.tolist(), pil),
         "torchvision v2, tensors": PerImage(list(images), labels.tolist(), tensors),
     }
-    rates: dict[str, list[float]] = {"dsframe": [], **{name: [] for name in per_image}}
+    rates = {"dsframe": [], **{name: [] for name in per_image}}
     for _ in range(pairs):
         rates["dsframe"].append(rate(Loader(source, seed=0, micro_batch_size=BATCH).stream(), 300))
         for name, dataset in per_image.items():
@@ -105,7 +101,7 @@ def measure(channels: int, size: int, padding: int, pairs: int) -> dict[str, lis
     return rates
 
 
-def documents(count: int) -> list[list[int]]:
+def documents(count):
     """Documents of 1 to 400 tokens, most of them short."""
     numbers = torch.Generator().manual_seed(0)
     lengths = (torch.rand(count, generator=numbers) ** 2 * 400).long().add(2).tolist()
@@ -117,19 +113,19 @@ class Given:
 
     columns, whole = ("input_ids",), False
 
-    def length(self, row: Row) -> int:
+    def length(self, row):
         return 4 * len(row.value["input_ids"])
 
-    def encode(self, rows: list[Row]) -> Iterator[Any]:
+    def encode(self, rows):
         return (np.asarray(row.value["input_ids"], np.int32) for row in rows)
 
 
-def tokens(pairs: int) -> dict[str, dict[str, list[float]]]:
+def tokens(pairs):
     """Tokens per second, ``pairs`` times, alternating, by packing and pipeline."""
     import datasets
 
     datasets.disable_progress_bars()
-    results: dict[str, dict[str, list[float]]] = {}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
         folder = Path(name)
         ids = documents(20_000)
@@ -143,7 +139,7 @@ def tokens(pairs: int) -> dict[str, dict[str, list[float]]]:
                 "datasets, torch format": lambda data=torched: DataLoader(data, ROWS, shuffle=True, collate_fn=padded),
                 "datasets, lists": lambda data=saved: DataLoader(data, ROWS, shuffle=True, collate_fn=padded),
             }
-            rates: dict[str, list[float]] = {name: [] for name in loaders}
+            rates = {name: [] for name in loaders}
             for _ in range(pairs):
                 for pipeline, make in loaders.items():
                     rates[pipeline].append(token_rate(make()))
@@ -151,7 +147,7 @@ def tokens(pairs: int) -> dict[str, dict[str, list[float]]]:
     return results
 
 
-def own(folder: Path, ids: list[list[int]], packing: str) -> Any:
+def own(folder, ids, packing):
     """dsframe's source of the documents."""
     path = folder / "ids.jsonl"
     if not path.exists():
@@ -165,14 +161,14 @@ def own(folder: Path, ids: list[list[int]], packing: str) -> Any:
     return RowSource(found, CONTEXT, together=packing == "documents")
 
 
-def theirs(ids: list[list[int]], packing: str) -> list[dict[str, list[int]]]:
+def theirs(ids, packing):
     """The same documents as rows of a data set: joined and cut, one by one, or packed one after the other."""
     if packing == "rows":
         return [{"input_ids": one[:CONTEXT]} for one in ids]
     if packing == "concatenate":
         joined = [token for one in ids for token in one]
         return [{"input_ids": joined[at : at + CONTEXT]} for at in range(0, len(joined) - CONTEXT, CONTEXT)]
-    rows: list[dict[str, list[int]]] = [{"input_ids": [], "position_ids": []}]
+    rows = [{"input_ids": [], "position_ids": []}]
     for one in ids:
         if len(rows[-1]["input_ids"]) + len(one) > CONTEXT:
             rows.append({"input_ids": [], "position_ids": []})
@@ -181,7 +177,7 @@ def theirs(ids: list[list[int]], packing: str) -> list[dict[str, list[int]]]:
     return rows
 
 
-def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def padded(rows):
     """A batch, with labels and, where documents are not packed, a mask, as transformers' collators make it."""
     names = list(rows[0])
     found = {
@@ -194,7 +190,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "labels": labels} | ({} if "position_ids" in found else {"attention_mask": mask.long()})
 
 
-def token_rate(batches: Any, limit: int = 60) -> float:
+def token_rate(batches, limit=60):
     """Tokens that are no padding, per second, over ``limit`` batches after one that is not counted."""
     iterator, count = iter(batches), 0
     next(iterator)
@@ -206,7 +202,7 @@ def token_rate(batches: Any, limit: int = 60) -> float:
     return count / (time.perf_counter() - start)
 
 
-def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
+def show(what, results):
     """Prints medians, extremes and ratios."""
     print(f"{'data':14} {'pipeline':24} {what:>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
     for name, rates in results.items():
@@ -219,7 +215,7 @@ def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
             )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("images", "text")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -227,7 +223,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, dict[str, list[float]]] = {}
+    results = {}
     if "images" in arguments.parts:
         images = {name: measure(*shape, arguments.pairs) for name, shape in SHAPES.items()}
         show("images/s", images)

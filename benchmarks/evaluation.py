@@ -10,18 +10,13 @@ gathered for each batch, by dsframe once. How many times as fast dsframe is, by 
 the median of the rounds, least to most. Fails where a median by processor time is below ``BOUND``, or where results differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +25,6 @@ from benchmarks import processes, workloads
 from benchmarks.overhead import as_rank, document, engine_of, of_ranks
 from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
-from dsframe.engine import Engine
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, accuracy
 from dsframe.training.evaluation import Evaluation
@@ -44,7 +38,7 @@ SHARDS = dict.fromkeys(
 ENGINES = ("ddp", "zero1", "zero3", "zero3 in shards", "fsdp")
 
 
-def data() -> TensorDataset:
+def data():
     """The held-out images and their classes."""
     draw = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(SAMPLES, 1, 28, 28, generator=draw), torch.randint(10, (SAMPLES,), generator=draw))
@@ -53,29 +47,27 @@ def data() -> TensorDataset:
 class Pictures(dsframe.Task):
     """The CNN of ``ds_configs``."""
 
-    def model(self) -> torch.nn.Module:
+    def model(self):
         return workloads.model("cnn")
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return functional.cross_entropy(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Sum]:
+    def metrics(self, outputs, targets):
         loss = Sum(functional.cross_entropy(outputs, targets, reduction="sum"), len(targets))
         return {"loss": loss, "accuracy": accuracy(outputs, targets)}
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         return data()
 
 
-def by_hand(
-    engine: Engine, model: Callable[[Tensor], Tensor], switch: torch.nn.Module
-) -> Callable[[], dict[str, float]]:
+def by_hand(engine, model, switch):
     """The loop that one writes; ``switch`` has the modes of training and evaluation."""
     here = engine.plan.world
     rows = torch.utils.data.Subset(data(), range(here.rank, SAMPLES, here.size))
     loader = DataLoader(rows, batch_size=ROWS)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate():
         switch.eval()
         total = torch.zeros(3, dtype=torch.float64)
         with torch.no_grad():
@@ -91,11 +83,11 @@ def by_hand(
     return evaluate
 
 
-def alone(model: Callable[[Tensor], Tensor], switch: torch.nn.Module, here: Any) -> Callable[[], None]:
+def alone(model, switch, here):
     """The forward passes, each over the same batch."""
     images = data().tensors[0][:ROWS]
 
-    def passes() -> None:
+    def passes():
         switch.eval()
         with torch.no_grad():
             for _ in range(SAMPLES // (ROWS * here.size)):
@@ -105,7 +97,7 @@ def alone(model: Callable[[Tensor], Tensor], switch: torch.nn.Module, here: Any)
     return passes
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name, rounds):
     """**Collective.** Times as fast as the others, by clock; and how far the results are apart."""
     kind, _, shards = name.partition(" ")
     zero = {"zero_optimization": {"stage": 3, **SHARDS}} if shards else {}
@@ -116,15 +108,15 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     loader = EvaluationLoader(
         data(), seed=0, micro_batch_size=ROWS, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
     )
-    model = getattr(engine, "_engine", None) or engine.model  # type: ignore[attr-defined]
-    ways: dict[str, Callable[[], Any]] = {
+    model = getattr(engine, "_engine", None) or engine.model
+    ways = {
         "dsframe": Evaluation(engine, {"": loader}, lambda: None, lambda line: None).run,
         "by hand": by_hand(engine, model, model),
         "alone": alone(model, model, plan.world),
     }
     clocks = {"clock": time.perf_counter, "processor": time.process_time}
-    taken: dict[tuple[str, str], list[float]] = {(way, by): [] for way in ways for by in clocks}
-    results: dict[str, Any] = {}
+    taken = {(way, by): [] for way in ways for by in clocks}
+    results = {}
     for turn in range(rounds + 1):  # the first is for warming up
         for way in list(ways)[:: 1 if turn % 2 else -1]:
             dist.barrier()
@@ -132,7 +124,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             results[way] = ways[way]()
             for by, clock in clocks.items() if turn else ():
                 taken[way, by].append(clock() - began[by])
-    row: dict[str, Any] = {"engine": name}
+    row = {"engine": name}
     for way in ("by hand", "alone"):
         for by in clocks:
             ratios = [theirs / own for theirs, own in zip(taken[way, by], taken["dsframe", by], strict=True)]
@@ -141,7 +133,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
+def main():
     """Starts two ranks and prints the table. Returns 1 where a bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__.partition("\n")[0])
     parser.add_argument("--engines", default=",".join(ENGINES))

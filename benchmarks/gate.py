@@ -6,17 +6,13 @@ turns for as many rounds as wanted; who waits is stopped by a signal and takes n
 gate lies exactly one step, whatever the loop around it does and whoever wrote it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
 
 CHECKED_STEPS = 10
@@ -26,18 +22,18 @@ CHECKED_STEPS = 10
 class Gate:
     """One rank's side. ``per_step``: how many micro-batches make a step."""
 
-    def __init__(self, path: str, name: str, per_step: int = 1) -> None:
+    def __init__(self, path, name, per_step=1):
         self._socket = socket.socket(socket.AF_UNIX)
         self.folder = Path(path).parent  # the match's own: what is written there goes with it
         self._path, self._name, self._per_step = path, name, per_step
-        self._file: Any = None
+        self._file = None
         self._calls = 0
         self._start = self._stop = -1  # in calls
         self._began = self._began_cpu = 0.0
-        self._losses: list[float] = []
+        self._losses = []
         self._notes = False
 
-    def wait(self) -> None:
+    def wait(self):
         """Called before each loss. Returns at once but at the end of a block."""
         if self._calls == self._start:
             self._began, self._began_cpu = time.perf_counter(), time.process_time()
@@ -61,11 +57,11 @@ class Gate:
                 self._began, self._began_cpu = time.perf_counter(), time.process_time()
         self._calls += 1
 
-    def _say(self, words: dict[str, Any]) -> None:
+    def _say(self, words):
         self._file.write(json.dumps(words) + "\n")
         self._file.flush()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         """Cross entropy over the last dimension of scores: what every contestant trains with."""
         counts = torch.is_grad_enabled()  # dsframe tries the loss on parts of the first batch, too
         if counts:
@@ -76,7 +72,7 @@ class Gate:
         return loss
 
 
-def peak_bytes() -> int:
+def peak_bytes():
     """The largest resident set of this process so far; on a GPU the most that torch had allocated there."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())

@@ -12,8 +12,6 @@ operations a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), divide
 measured in the same run. Without a GPU and without ``--tiny`` it says so and exits with 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -21,9 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks import processes
 from dsframe.cluster.rendezvous import free_port
@@ -34,9 +30,9 @@ SIZES = {
     "350m": {"layers": 24, "heads": 16, "width": 1024, "context": 1024, "batch": 16},
     "1.3b": {"layers": 24, "heads": 16, "width": 2048, "context": 1024, "batch": 8},
 }
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 BF16 = {"bf16": {"enabled": True}}
-OURS: dict[str, dict[str, Any]] = {
+OURS = {
     "zero1": {**BF16, "zero_optimization": {"stage": 1}},
     "zero2": {**BF16, "zero_optimization": {"stage": 2}},
     "zero3": {**BF16, "zero_optimization": {"stage": 3}},
@@ -52,14 +48,14 @@ LIMIT_SECONDS = 540.0
 """For a contestant."""
 
 
-def numbers(name: str) -> str:
+def numbers(name):
     """The number format of a contestant."""
     if name == "fsdp":
         return "bf16, fp32 shares"
     return "bf16 weights" if name == "by-hand-bf16" or OURS.get(name, {}).get("bf16") else "autocast"
 
 
-def work(name: str, size: str, steps: int, report: Path) -> None:
+def work(name, size, steps, report):
     """One contestant, in a process of its own."""
     import torch
 
@@ -71,7 +67,7 @@ def work(name: str, size: str, steps: int, report: Path) -> None:
     torch.manual_seed(0)
     model = task.model().to(device)
     arguments = {**ADAMW, "betas": tuple(ADAMW["betas"])}
-    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **arguments)
     inputs, targets = (leaf.to(device) for leaf in task.train_data().batch(torch.arange(SIZES[size]["batch"]), 0))
     if name == "accelerate":
         from accelerate import Accelerator
@@ -95,7 +91,7 @@ def work(name: str, size: str, steps: int, report: Path) -> None:
         optimizer.step()
 
 
-def _bf16_by_hand(model: Any, task: Any, inputs: Any, targets: Any, adamw: dict[str, Any]) -> None:
+def _bf16_by_hand(model, task, inputs, targets, adamw):
     """Steps without end: weights and gradients in bf16, and fp32 masters that AdamW updates."""
     import torch
 
@@ -111,13 +107,12 @@ def _bf16_by_hand(model: Any, task: Any, inputs: Any, targets: Any, adamw: dict[
         torch._foreach_copy_(weights, [master.detach() for master in masters])
 
 
-def _task(size: str, steps: int, report: Path) -> Any:
+def _task(size, steps, report):
     """The model and random tokens; its loss counts the steps, and ends the process when they are done."""
     import torch
 
     from dsframe.config.schema.settings import LanguageTask as Settings
     from dsframe.tasks.language import LanguageTask
-    from dsframe.tasks.task import Task
 
     shape = SIZES[size]
     context = shape["context"]
@@ -125,21 +120,21 @@ def _task(size: str, steps: int, report: Path) -> Any:
     class Same:
         """The same batch for ever, so that loading takes nothing."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             tokens = torch.randint(256, (shape["batch"], context + 1), generator=torch.Generator().manual_seed(0))
             self._batch = (tokens[:, :-1].to(device), tokens[:, 1:].to(device))
 
-        def __len__(self) -> int:
+        def __len__(self):
             return shape["batch"]
 
-        def batch(self, indices: torch.Tensor, epoch: int) -> Any:
+        def batch(self, indices, epoch):
             return self._batch
 
     class Counted(LanguageTask):
         calls, began = 0, 0.0
 
-        def loss(self, outputs: Any, targets: Any) -> Any:
+        def loss(self, outputs, targets):
             if self.calls in (steps // 3, steps):
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
@@ -151,18 +146,17 @@ def _task(size: str, steps: int, report: Path) -> Any:
             self.calls += 1
             return super().loss(outputs, targets)
 
-        def train_data(self) -> Any:
+        def train_data(self):
             return Same()
 
-        def eval_data(self) -> Any:
+        def eval_data(self):
             return None
 
     dimensions = {key: shape[key] for key in ("layers", "heads", "width", "context")}
-    task: Task = Counted(Settings(name="language", corpus="synthetic", tie_embeddings=False, **dimensions), 0)
-    return task
+    return Counted(Settings(name="language", corpus="synthetic", tie_embeddings=False, **dimensions), 0)
 
 
-def _peak() -> int:
+def _peak():
     import torch
 
     from dsframe.host.memory import peak_memory_bytes
@@ -170,7 +164,7 @@ def _peak() -> int:
     return peak_memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _ours(name: str, size: str, steps: int, report: Path) -> None:
+def _ours(name, size, steps, report):
     import dsframe
 
     engine = name.split("-")[0] if name.split("-")[0] in ("ddp", "fsdp", "horovod") else "deepspeed"
@@ -187,7 +181,7 @@ def _ours(name: str, size: str, steps: int, report: Path) -> None:
     sys.exit(dsframe.main(_task(size, steps, report), arguments))
 
 
-def matrix_rate(seconds: float = 2.0) -> float:
+def matrix_rate(seconds=2.0):
     """Floating-point operations a second of a bf16 product of 8192 x 8192 matrices (512 x 512 on a CPU)."""
     import torch
 
@@ -195,7 +189,7 @@ def matrix_rate(seconds: float = 2.0) -> float:
     side = 8192 if gpu else 512
     a, b = (torch.randn(side, side, device="cuda" if gpu else "cpu", dtype=torch.bfloat16) for _ in range(2))
 
-    def run(count: int) -> float:
+    def run(count):
         began = time.perf_counter()
         for _ in range(count):
             a @ b
@@ -208,7 +202,7 @@ def matrix_rate(seconds: float = 2.0) -> float:
     return 2 * side**3 * count / run(count)
 
 
-def measured(names: list[str], size: str, steps: int) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def measured(names, size, steps):
     """Each contestant's figures, or why it has none."""
     with tempfile.TemporaryDirectory(prefix="dsframe-gpu-") as folder:
         for name in names:
@@ -230,7 +224,7 @@ def measured(names: list[str], size: str, steps: int) -> Iterator[tuple[str, dic
                 yield name, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="350m")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants (default: %(default)s)")
@@ -262,7 +256,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}: bf16 matrix product {peak / 1e12:,.1f} TFLOP/s; {parameters / 1e6:,.1f} M parameters")
     print(f"{'who':22} {'numbers':17} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9}")
-    figures: dict[str, Any] = {}
+    figures = {}
     for name, found in measured(names, size, steps):
         who = f"dsframe {name}" if name in OURS else name
         if isinstance(found, str):

@@ -8,17 +8,13 @@ parallelism alone, ``after`` adds recomputed blocks, and on several ranks sequen
 doubled until one fails, and then tried in between down to a quarter.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import processes
 from dsframe.cluster import world as worlds
@@ -41,7 +37,7 @@ MODEL = {
 AFTER = {"activation_checkpointing": True}
 
 
-def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> dict[str, Any]:
+def document(context, shared, model, run_dir):
     """The file of a run in which ``shared`` ranks share each sequence."""
     task = {"name": "causal-language-model", "model": MODEL, "context": context, "corpus": "synthetic", "samples": 8}
     settings = {"engine": "deepspeed", "steps": 2, "threads_per_rank": 1, "eval_samples": 1, "run_dir": run_dir}
@@ -54,7 +50,7 @@ def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> 
     }
 
 
-def rank(path: str, limit: int) -> int:
+def rank(path, limit):
     """One rank: trains the file within ``limit`` MiB; 0: none."""
     for module in ("deepspeed", "transformers.models.llama.modeling_llama", "dsframe.engines.deepspeed.engine"):
         importlib.import_module(module)
@@ -66,7 +62,7 @@ def rank(path: str, limit: int) -> int:
     return 0
 
 
-def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: int = 0) -> dict[str, Any] | None:
+def train(context, ranks, shared, model, limit=0):
     """The run's summary; None where it took too much memory."""
     with tempfile.TemporaryDirectory(prefix="dsframe-context-") as folder:
         file, run_dir = Path(folder, "file.json"), Path(folder, "run")
@@ -76,8 +72,7 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         command = [sys.executable, *own] if ranks == 1 else command
         done = processes.run(command, timeout=SECONDS)
         if done.returncode == 0:
-            summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-            return summary
+            return json.loads((run_dir / "summary.json").read_text())
         if any(text in done.stdout + done.stderr for text in OUT_OF_MEMORY):
             return None
         raise SystemExit(
@@ -85,7 +80,7 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         )
 
 
-def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context: int) -> int:
+def longest(ranks, shared, model, limit, context):
     """In tokens; steps of a quarter of the last power of two that fits. ``context``: the first that is tried."""
     while not train(context, ranks, shared, model, limit):
         context //= 2
@@ -99,7 +94,7 @@ def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context:
     return context
 
 
-def contexts(limit: int, ranks: Sequence[int]) -> list[dict[str, float]]:
+def contexts(limit, ranks):
     """Prints the table of the longest contexts."""
     print(f"{'ranks':>6}{'before':>10}{'after':>10}{'ratio':>8}  tokens, {limit} MiB a rank")
     rows = []
@@ -110,7 +105,7 @@ def contexts(limit: int, ranks: Sequence[int]) -> list[dict[str, float]]:
     return rows
 
 
-def main() -> int:
+def main():
     """Prints a table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.longest_context", description=(__doc__ or "").split("\n\n")[0]

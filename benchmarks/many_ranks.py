@@ -11,19 +11,15 @@ hold (a ring sends them about twice). Gloo's own requests, when it connects all 
 The second table is of a whole training: two steps of ten parameters, a checkpoint, the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,18 +40,18 @@ RUN = ("watchdog", "two steps", "save", "settle", "run")
 PHASES = ("meet and connect", "same facts", "no failures", "different texts", "agree to stop", "leave")
 FACTS = {f"version of package {number}": "1.2.3" for number in range(30)}
 """About what ``job`` compares at the start: a kilobyte."""
-asked: Counter[str] = Counter()
-summed: Counter[str] = Counter()
+asked = Counter()
+summed = Counter()
 
 
 class CountedStore(process_group.PrefixStore):
     """A store that counts what it is asked."""
 
 
-def _counted(name: str) -> Callable[..., Any]:
+def _counted(name):
     asks = getattr(process_group.PrefixStore, name)
 
-    def call(self: Any, *arguments: Any) -> Any:
+    def call(self, *arguments):
         asked[name] += 1
         return asks(self, *arguments)
 
@@ -66,20 +62,20 @@ for _name in ("set", "get", "add", "check", "wait"):
     setattr(CountedStore, _name, _counted(_name))
 
 
-def rank_of(world: World, port: int, folder: Path) -> None:
+def rank_of(world, port, folder):
     """One rank; writes seconds, requests and bytes of each phase to ``folder``."""
     torch.set_num_threads(1)
-    process_group.PrefixStore = CountedStore  # type: ignore[misc]
-    found: dict[str, tuple[float, int, int]] = {}
+    process_group.PrefixStore = CountedStore
+    found = {}
     current = ""
 
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(values):
         summed[current] += values.nbytes
         return process_group.sum_over_ranks(values)
 
     device = torch.device("cpu")
     ranks = SimpleNamespace(plan=SimpleNamespace(world=world, device=device), sum_over_ranks=sum_over_ranks)
-    work: dict[str, Callable[[], Any]] = {
+    work = {
         "meet and connect": lambda: process_group.open_process_group(world, device),
         "same facts": lambda: agreement.assert_engines_agree(ranks, FACTS),
         "no failures": lambda: exchange.failures(ranks, ""),
@@ -94,25 +90,25 @@ def rank_of(world: World, port: int, folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
-def training_of(world: World, port: int, folder: Path) -> None:
+def training_of(world, port, folder):
     """One rank of a training; writes what :func:`rank_of` does."""
     os.environ.update(
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="many-ranks",
     )  # fmt: skip
     torch.set_num_threads(1)
-    process_group.PrefixStore = CountedStore  # type: ignore[misc]
-    found: dict[str, tuple[float, int, int]] = {}
+    process_group.PrefixStore = CountedStore
+    found = {}
     total = process_group.sum_over_ranks
 
-    def counted(values: torch.Tensor) -> torch.Tensor:
+    def counted(values):
         summed["all"] += values.nbytes
         return total(values)
 
     process_group.sum_over_ranks = counted
 
-    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def timed(name, work):
+        def call(*arguments, **options):
             before, sent, began = sum(asked.values()), summed["all"], time.perf_counter()
             result = work(*arguments, **options)
             seconds, requests, size = found.get(name, (0.0, 0, 0))
@@ -130,7 +126,7 @@ def training_of(world: World, port: int, folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
-def measure(size: int, work: Callable[[World, int, Path], None] = rank_of) -> dict[str, tuple[float, int, int, int]]:
+def measure(size, work=rank_of):
     """Of ``size`` ranks, by phase: seconds of the slowest, requests of rank 0 and of the busiest other, bytes of a rank."""
     port = free_port()
     with TemporaryDirectory() as name:
@@ -166,9 +162,9 @@ def measure(size: int, work: Callable[[World, int, Path], None] = rank_of) -> di
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the table. Returns 1 where what a rank asks or sends for things that are alike grows with the number of ranks."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,8,16,32,64")
     sizes = [int(size) for size in parser.parse_args(argv).ranks.split(",")]
     found = {size: measure(size) for size in sizes}

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Contestant:
     """OMP_NUM_THREADS; None: not set, as people start it."""
     micro: int = 1
 
-    def command(self, workload: str, path: Path, folder: Path) -> list[str]:
+    def command(self, workload, path, folder):
         words = [str(REPOSITORY / "benchmarks" / self.program), *self.arguments, workload, str(path)]
         if self.config is not None:
             file = folder / f"{self.name.replace(' ', '-')}.json"
@@ -77,7 +77,7 @@ class Result:
 class Job:
     """A contestant that runs."""
 
-    def __init__(self, contestant: Contestant, workload: str, folder: Path) -> None:
+    def __init__(self, contestant, workload, folder):
         self.contestant, self.result = contestant, Result()
         self._path = folder / "gate"
         folder.mkdir()
@@ -101,13 +101,13 @@ class Job:
                 stderr=subprocess.STDOUT,
             )
         self._process = self._job.process
-        self._files: list[Any] = []
-        self._sockets: list[socket.socket] = []
-        self._workers: list[psutil.Process] = []
+        self._files = []
+        self._sockets = []
+        self._workers = []
         # Only the last stage of a pipeline has a loss.
         self._speakers = 1 if contestant.micro > 1 else RANKS
 
-    def meet(self) -> None:
+    def meet(self):
         """Waits until every rank stands at the gate, then stops it."""
         while len(self._files) < self._speakers:
             self._await(self._server)
@@ -122,7 +122,7 @@ class Job:
             self._workers += siblings
         self._signal(signal.SIGSTOP)
 
-    def block(self, warm: int, steps: int, *, check: bool = False) -> tuple[float, float]:
+    def block(self, warm, steps, *, check=False):
         """Takes ``warm`` and then ``steps`` steps, and returns what the latter took: seconds on the slower rank, and seconds of
         processor time of all."""
         self._signal(signal.SIGCONT)
@@ -147,56 +147,56 @@ class Job:
             self.result.losses = [sum(means[i : i + micro]) / micro for i in range(0, len(means), micro)]
         return max(answer["seconds"] for answer in answers), sum(answer["cpu"] for answer in answers)
 
-    def resident_bytes(self) -> float:
+    def resident_bytes(self):
         """What a rank has resident now: the mean over those that stand at the gate."""
         return sum(worker.memory_info().rss for worker in self._workers) / len(self._workers)
 
-    def _await(self, what: Any) -> None:
+    def _await(self, what):
         limit = time.monotonic() + PATIENCE_SECONDS
         while not select.select([what], [], [], 0.2)[0]:
             if self._process.poll() is not None or time.monotonic() > limit:
                 how = "ended" if self._process.poll() is not None else f"is silent after {PATIENCE_SECONDS:.0f} s"
                 raise RuntimeError(f"{self.contestant.name} {how}:\n{self._why()}")
 
-    def _why(self) -> str:
+    def _why(self):
         """What the job wrote, without what torchrun adds at its end."""
         return self._log.read_text(errors="replace").partition("torch.distributed.elastic.multiprocessing.errors")[0][
             -3000:
         ]
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number):
         for worker in self._workers:
             with contextlib.suppress(psutil.Error):
                 for process in (worker, *worker.children(recursive=True)):
                     process.send_signal(number)
 
-    def end(self) -> None:
+    def end(self):
         """Ends every process of the job."""
         self._job.end()
         self._server.close()
 
 
 def play(
-    contestants: Sequence[Contestant],
-    workload: str,
+    contestants,
+    workload,
     *,
-    units: int,
-    rounds: int,
-    block_seconds: float,
-    checked: int,
-    failed: Callable[[str], None],
-) -> dict[str, Result]:
+    units,
+    rounds,
+    block_seconds,
+    checked,
+    failed,
+):
     """Starts all contestants and runs them in turns for ``rounds`` rounds of blocks of about ``block_seconds``.
 
     ``units``: samples or tokens of a step. Every other round runs in the opposite order. A rival that does not start is left
     out, and ``failed`` told why; raises RuntimeError where another thing goes wrong.
     """
-    jobs: list[Job] = []
+    jobs = []
     with tempfile.TemporaryDirectory(prefix="dsframe-bench-") as folder, contextlib.ExitStack() as stack:
         for number, contestant in enumerate(contestants):
             jobs.append(Job(contestant, workload, Path(folder, str(number))))
             stack.callback(jobs[-1].end)
-        steps: dict[str, int] = {}
+        steps = {}
         playing = jobs[:]
         for job in jobs:
             try:

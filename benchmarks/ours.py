@@ -3,8 +3,6 @@
 LAUNCHER benchmarks/ours.py NAME WORKLOAD SOCKET MICRO --config FILE ...     # what follows is dsframe.train's own
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -9,8 +9,6 @@ turns; dsframe's figure includes its loader. Microseconds a step, the median of 
 of rank 0, which a neighbour on the machine changes less; the model's forward and backward pass alone are taken off both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,13 +16,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from benchmarks import processes
@@ -32,14 +28,13 @@ from dsframe import engines
 from dsframe.cluster import process_group, world
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.train import leave_at_once
 
 ENGINES = ("ddp", "zero1", "zero3")
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
 ROWS = 8
 CLOCKS = {"": time.perf_counter, ", processor": time.process_time}
 """What the names of a row's figures end with, and the clock."""
@@ -48,13 +43,13 @@ CLOCKS = {"": time.perf_counter, ", processor": time.process_time}
 class Many(nn.Module):
     """``count`` parameters in one operation."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         super().__init__()
         self.weights = [nn.Parameter(torch.full((4,), 0.1 + number)) for number in range(count)]
         for number, weight in enumerate(self.weights):
             self.register_parameter(f"w{number}", weight)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return rows.mean() * torch.stack(torch._foreach_norm(self.weights)).sum()
 
 
@@ -63,17 +58,17 @@ class ManyTask(dsframe.Task):
 
     count = 10
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Many(self.count)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return outputs * targets.mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return torch.utils.data.TensorDataset(torch.ones(1024, 3), torch.ones(1024))
 
 
-def engine_of(name: str, task: dsframe.Task, document: dict[str, Any]) -> tuple[Engine, Iterator[Any]]:
+def engine_of(name, task, document):
     """**Collective.** The engine that trains ``task`` on this rank, and its micro-batches."""
     here = world.here()
     replicas = not name.startswith("zero")
@@ -88,7 +83,7 @@ def engine_of(name: str, task: dsframe.Task, document: dict[str, Any]) -> tuple[
     return engine, loader.stream()
 
 
-def document(rows: int) -> dict[str, Any]:
+def document(rows):
     """A file for a global batch of ``rows``."""
     return {
         "train_batch_size": rows,
@@ -97,7 +92,7 @@ def document(rows: int) -> dict[str, Any]:
     }
 
 
-def ours(name: str, count: int) -> Callable[[], Any]:
+def ours(name, count):
     """dsframe's step."""
     task = ManyTask()
     task.count = count
@@ -105,14 +100,14 @@ def ours(name: str, count: int) -> Callable[[], Any]:
     return lambda: engine.train_step(MicroBatch.of([next(stream)]))
 
 
-def by_hand(name: str, count: int) -> Callable[[], Any]:
+def by_hand(name, count):
     """The loop of the library's own manual, without a loader."""
     model, rows = Many(count), torch.ones(ROWS, 3)
     if name == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
 
-        def step() -> None:
+        def step():
             optimizer.zero_grad()
             wrapped(rows).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -126,31 +121,31 @@ def by_hand(name: str, count: int) -> Callable[[], Any]:
     file = {**document(ROWS * size), "optimizer": section, "zero_optimization": {"stage": int(name[-1])}}
     engine, *_ = deepspeed.initialize(model=model, config=file, dist_init_required=False)
 
-    def deepspeed_step() -> None:
+    def deepspeed_step():
         engine.backward(engine(rows))
         engine.step()
 
     return deepspeed_step
 
 
-def alone(count: int) -> Callable[[], Any]:
+def alone(count):
     """Forward and backward."""
     model, rows = Many(count), torch.ones(ROWS, 3)
 
-    def step() -> None:
+    def step():
         model.zero_grad()
         model(rows).backward()
 
     return step
 
 
-def measure(counts: list[int], names: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+def measure(counts, names, rounds, steps):
     """**Collective.** Microseconds a step, by engine and number of tensors."""
     found = []
     for name in names:
         for count in counts:
             ways = {"alone": alone(count), "by hand": by_hand(name, count), "dsframe": ours(name, count)}
-            taken: dict[tuple[str, str], list[float]] = {(way, by): [] for way in ways for by in CLOCKS}
+            taken = {(way, by): [] for way in ways for by in CLOCKS}
             for turn in range(rounds + 1):  # the first is for warming up
                 for way in list(ways)[:: 1 if turn % 2 else -1]:
                     dist.barrier()
@@ -167,7 +162,7 @@ def measure(counts: list[int], names: list[str], rounds: int, steps: int) -> lis
     return found
 
 
-def as_rank(measured: Callable[[], list[dict[str, Any]]]) -> NoReturn:
+def as_rank(measured):
     """Calls ``measured`` on one rank, in one process group for all of it, and gives its rows to :func:`of_ranks`."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -181,7 +176,7 @@ def as_rank(measured: Callable[[], list[dict[str, Any]]]) -> NoReturn:
     leave_at_once(0)
 
 
-def of_ranks(module: str, count: int | str, timeout: float) -> list[dict[str, Any]]:
+def of_ranks(module, count, timeout):
     """Starts ``module`` with this process's options as ``count`` ranks; the rows that they have measured. Raises SystemExit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += ["-m", module, "--worker", *sys.argv[1:]]
@@ -191,11 +186,10 @@ def of_ranks(module: str, count: int | str, timeout: float) -> list[dict[str, An
         raise SystemExit(
             f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}{done.stderr}"
         )
-    rows: list[dict[str, Any]] = json.loads(said[0].removeprefix("RESULT "))
-    return rows
+    return json.loads(said[0].removeprefix("RESULT "))
 
 
-def main() -> None:
+def main():
     """Starts torchrun for each number of processes and prints one table; with ``--json FILE`` writes it too."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", default="1,2,4,8")
@@ -210,7 +204,7 @@ def main() -> None:
         counts = [int(count) for count in arguments.tensors.split(",")]
         as_rank(lambda: measure(counts, arguments.engines.split(","), arguments.rounds, arguments.steps))
     processes.heed_sigterm()
-    rows: list[dict[str, Any]] = []
+    rows = []
     print("| engine | processes | tensors | by hand, µs | dsframe, µs | the same by processor time | |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for count in arguments.processes.split(","):

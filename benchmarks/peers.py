@@ -9,11 +9,8 @@ gradients as views of DDP's buckets. Loader processes would take the cores that 
 as many ranks as cores.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script
 
@@ -28,7 +25,7 @@ from dsframe.data._torchvision import torchvision
 FOREVER = 1_000_000
 
 
-def accelerate(name: str, gate: Gate, *, bf16: bool) -> None:
+def accelerate(name, gate, *, bf16):
     """https://huggingface.co/docs/accelerate/basic_tutorials/migration"""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -50,24 +47,24 @@ def accelerate(name: str, gate: Gate, *, bf16: bool) -> None:
         optimizer.step()
 
 
-def lightning(name: str, gate: Gate, *, bf16: bool) -> None:
+def lightning(name, gate, *, bf16):
     """https://lightning.ai/docs/pytorch/stable/common/trainer.html#barebones: without all that may cost speed."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
     class Module(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.model = workloads.model(name)
 
-        def training_step(self, batch: Any, index: int) -> Any:
+        def training_step(self, batch, index):
             inputs, targets = batch
             return gate.loss(self.model(inputs), targets)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), fused=True, **ADAMW)
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             if bf16:  # Lightning's own clipping refuses fused optimizers in mixed precision
                 nn.utils.clip_grad_norm_(self.parameters(), CLIP)
 
@@ -84,18 +81,18 @@ def lightning(name: str, gate: Gate, *, bf16: bool) -> None:
     trainer.fit(Module(), workloads.loader(name, trainer.global_rank, 2, fast=True))
 
 
-def transformers(name: str, gate: Gate, *, bf16: bool) -> None:
+def transformers(name, gate, *, bf16):
     """https://huggingface.co/docs/transformers/main_classes/trainer"""
     from transformers import Trainer, TrainingArguments
 
-    class Own(Trainer):  # type: ignore[misc]
-        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, *_, **__):
             return gate.loss(model(inputs["inputs"]), inputs["targets"])
 
-        def _get_train_sampler(self, *_: Any) -> Any:
+        def _get_train_sampler(self, *_):
             return workloads.Order(len(self.train_dataset), name, None, 2)
 
-    def collate(items: list[Any]) -> dict[str, Any]:
+    def collate(items):
         inputs, targets = torch.utils.data.default_collate(items)
         return {"inputs": inputs, "targets": targets}
 
@@ -120,15 +117,15 @@ def transformers(name: str, gate: Gate, *, bf16: bool) -> None:
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
     )
-    data: Any = workloads.dataset(name, fast=True)
+    data = workloads.dataset(name, fast=True)
     Own(workloads.model(name), arguments, collate, data).train()
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments):
     kind, name, path = arguments
     torchvision()  # the peers import it, and fail where its compiled part belongs to another build of torch
     framework, _, short = kind.partition("-")
-    train: Any = {"accelerate": accelerate, "lightning": lightning, "transformers": transformers}[framework]
+    train = {"accelerate": accelerate, "lightning": lightning, "transformers": transformers}[framework]
     train(name, Gate(path, kind), bf16=short == "bf16")
 
 

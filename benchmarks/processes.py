@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ class Job:
     """The launcher."""
     mark: str
 
-    def members(self) -> list[psutil.Process]:
+    def members(self):
         """The living processes of the job."""
         found = []
         for process in psutil.process_iter():
@@ -43,7 +42,7 @@ class Job:
                     found.append(process)
         return found
 
-    def end(self) -> None:
+    def end(self):
         """Kills what still lives, stopped or not, and removes what killed ranks leave in shared memory."""
         for attempt in range(100):  # who was just being started is found the next time
             if not (members := self.members()):
@@ -65,13 +64,13 @@ class Job:
             path.unlink(missing_ok=True)
 
 
-def _removes_semaphores(process: psutil.Process) -> bool:
+def _removes_semaphores(process):
     """Whether this is Python's own, which takes the names of a program's semaphores from /dev/shm when the program is gone, and
     then ends."""
     return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
-def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Job:
+def start(command, *, env=None, **options):
     """Starts a job in a session of its own; ``options`` are ``subprocess.Popen``'s. Whoever starts it ends it.
 
     A program that is killed cannot: then Linux sends its launchers SIGTERM, at which they end their ranks.
@@ -82,14 +81,14 @@ def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **opt
     return Job(subprocess.Popen(command, env=environment, start_new_session=True, **options), mark)
 
 
-def heed_sigterm() -> None:
+def heed_sigterm():
     """Lets SIGTERM, as ``timeout`` sends it, end this program like an exception, so that its jobs end as well.
 
     Only the first one: ``timeout`` sends it to the program and then to its process group, and the second would interrupt
     the end of the jobs.
     """
 
-    def leave(*_: object) -> None:
+    def leave(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(143)
 
@@ -97,7 +96,7 @@ def heed_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def job(command: Sequence[str], **options: Any) -> Iterator[Job]:
+def job(command, **options):
     """A job that is over after the block."""
     started = start(command, **options)
     try:
@@ -106,7 +105,7 @@ def job(command: Sequence[str], **options: Any) -> Iterator[Job]:
         started.end()
 
 
-def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(command, *, timeout, **options):
     """A job to its end, and what it printed. Raises subprocess.TimeoutExpired where it takes more than ``timeout`` seconds."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with job(command, **pipes, **options) as started:

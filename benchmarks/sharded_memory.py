@@ -14,8 +14,6 @@ gradients, masters and moments, in bytes an element: 20 on ZeRO-3 (fp32 weights 
 ``--make FOLDER`` writes the Llama into a folder instead, in bf16, in several safetensors files.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -25,10 +23,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,13 +46,13 @@ SET_UP = ("data", "engine")
 class Sampler(threading.Thread):
     """The largest resident sets seen so far, by the phase that was running."""
 
-    def __init__(self, read: Callable[[], dict[str, float]], pause: float = 0.004) -> None:
+    def __init__(self, read, pause=0.004):
         super().__init__(daemon=True)
-        self.peaks: dict[str, dict[str, float]] = {}
+        self.peaks = {}
         self.ends = threading.Event()
         self._read, self._pause = read, pause
 
-    def run(self) -> None:
+    def run(self):
         while not self.ends.wait(self._pause):
             done = list(phases.seconds())
             name = "base" if "engine's imports" not in done else "set-up" if "engine" not in done else "steps"
@@ -65,13 +61,13 @@ class Sampler(threading.Thread):
                 peak[kind] = max(peak.get(kind, 0.0), value)
 
 
-def resident() -> dict[str, float]:
+def resident():
     """MiB of this process: all that is resident, and what of it is in no file."""
     found = dict(re.findall(r"(VmRSS|RssAnon):\s+(\d+) kB", STATUS.read_text()))
     return {"resident": int(found["VmRSS"]) / 1024, "anonymous": int(found["RssAnon"]) / 1024}
 
 
-def proportional() -> dict[str, float]:
+def proportional():
     """MiB of all processes that this one's parent has started, each page divided by the number of those that share it."""
     found = {"anonymous": 0.0, "files": 0.0}
     for process in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split():
@@ -86,7 +82,7 @@ def proportional() -> dict[str, float]:
 
 
 @contextmanager
-def limited(mebibytes: int | None) -> Iterator[None]:
+def limited(mebibytes):
     """In a memory cgroup of its own, whose processes are killed beyond the limit; as root, with cgroups of version 1 or 2."""
     if mebibytes is None:
         yield
@@ -104,7 +100,7 @@ def limited(mebibytes: int | None) -> Iterator[None]:
         group.rmdir()
 
 
-def make(folder: Path, millions: int) -> None:
+def make(folder, millions):
     """Writes the Llama in bf16, in files of a tenth of it at most."""
     config = _transformers.configure("AutoModelForCausalLM", llama(millions), {"vocab_size": 256})
     model = _transformers.build("AutoModelForCausalLM", config, None, torch.float32).to(torch.bfloat16)
@@ -114,7 +110,7 @@ def make(folder: Path, millions: int) -> None:
     )
 
 
-def llama(millions: int) -> dict[str, Any]:
+def llama(millions):
     """Settings of a Llama of about so many million parameters: 8 blocks, none of which is more than a tenth of the model."""
     width = max(64, round((millions * 1e6 / 8 / 12) ** 0.5 / 64) * 64)
     sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3 // 64 * 64, "num_hidden_layers": 8}
@@ -125,25 +121,25 @@ def llama(millions: int) -> dict[str, Any]:
 class Tokens(Task):
     """Random tokens for a Llama: what they are does not matter to memory, and nothing is evaluated."""
 
-    def __init__(self, model: Mapping[str, Any] | str) -> None:
+    def __init__(self, model):
         self._weights = model if isinstance(model, str) else None
         self._config = _transformers.configure("AutoModelForCausalLM", model, {"vocab_size": 256})
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _transformers.build("AutoModelForCausalLM", self._config, self._weights, self.context.dtype)
 
-    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         tokens = torch.randint(0, 256, (64, 33), generator=torch.Generator().manual_seed(1))
         return TensorSource(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def document(options: argparse.Namespace, processes: int, run_dir: Path) -> dict[str, Any]:
+def document(options, processes, run_dir):
     """The file of the run."""
     settings = {"engine": options.engine, "steps": options.steps, "seed": 1, "threads_per_rank": 1}
-    found: dict[str, Any] = {
+    found = {
         "train_batch_size": processes,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "dsframe": {**settings, "run_dir": str(run_dir), "log_every_steps": 1, "checkpoints": {"at_end": False}},
@@ -162,7 +158,7 @@ def document(options: argparse.Namespace, processes: int, run_dir: Path) -> dict
     return found
 
 
-def main() -> int:
+def main():
     """Trains, and prints one line a rank."""
     parser = argparse.ArgumentParser(prog="benchmarks.sharded_memory", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", default="deepspeed", choices=("deepspeed", "fsdp", "ddp", "single"))
@@ -210,9 +206,7 @@ def main() -> int:
     return 0
 
 
-def line(
-    rank: int, peaks: Mapping[str, Mapping[str, float]], seconds: Mapping[str, float], loss: float, whole: float
-) -> str:
+def line(rank, peaks, seconds, loss, whole):
     """One rank's figures, in MiB above its base."""
     base = peaks["base"]
     above = "  ".join(

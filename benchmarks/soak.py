@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks import processes
 from benchmarks.compare import ours
-from benchmarks.match import RANKS, Contestant, Job
+from benchmarks.match import RANKS, Job
 
 SLOWER = 0.03
 GROWS, GROWS_BYTES = 0.01, 10e6
@@ -44,7 +44,7 @@ class Ends:
     """Bytes of a rank, the mean over the ranks, after the first tenth and at the end."""
 
     @property
-    def problems(self) -> list[str]:
+    def problems(self):
         """What is not as it should be; empty where all is."""
         ratio, (before, after) = statistics.median(self.ratios), self.resident
         found = []
@@ -55,7 +55,7 @@ class Ends:
         return found
 
 
-def contestant(engine: str) -> Contestant:
+def contestant(engine):
     """A small model, so that what surrounds it is most of a step."""
     usual = ours(engine, "gpt")
     assert usual.config is not None
@@ -63,11 +63,11 @@ def contestant(engine: str) -> Contestant:
     return replace(usual, config={**usual.config, "train_batch_size": 8, "dsframe": section})
 
 
-def soak(engine: str, steps: int, rounds: int, block_seconds: float) -> Ends:
+def soak(engine, steps, rounds, block_seconds):
     """One run of so many steps, and a young one after it."""
     with tempfile.TemporaryDirectory(prefix="dsframe-soak-") as name, contextlib.ExitStack() as stack:
 
-        def start(which: str) -> Job:
+        def start(which):
             job = Job(contestant(engine), "tiny", Path(name, which))
             stack.callback(job.end)
             job.meet()
@@ -91,9 +91,9 @@ def soak(engine: str, steps: int, rounds: int, block_seconds: float) -> Ends:
     return Ends((tenth / taken[0], tenth / taken[-1]), ratios, cpu_ratios, (sizes[0], sizes[-1]))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the table. Returns 1 where a run gets slower or grows."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default="ddp,zero1,zero3,horovod", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5000, help="of the old one (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=11, help="of both in turns (default: %(default)s)")

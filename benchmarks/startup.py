@@ -11,8 +11,6 @@ of a DeepSpeed file, warm or cold, takes more than ``TOLERANCE`` times what it t
 run, to read the file and to check that all ranks mean the same, is not made up for by anything: half a second.)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -22,9 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import processes
 from dsframe.cluster.rendezvous import free_port
@@ -47,7 +43,7 @@ PHASES = (
     "trial of evaluation",
     "first step",
 )
-FILES: dict[str, dict[str, Any]] = {
+FILES = {
     "zero1": {"zero_optimization": {"stage": 1}, "dsframe": {"engine": "deepspeed"}},
     "zero3": {"zero_optimization": {"stage": 3}, "dsframe": {"engine": "deepspeed"}},
     "ddp": {"dsframe": {"engine": "ddp"}},
@@ -55,7 +51,7 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
-def launch(engine: str, program: Sequence[str]) -> list[str]:
+def launch(engine, program):
     """The command of the launcher that belongs to the engine, with two processes."""
     if engine == "horovod":
         return ["horovodrun", "-np", "2", sys.executable, *program]
@@ -64,7 +60,7 @@ def launch(engine: str, program: Sequence[str]) -> list[str]:
     return ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *program]
 
 
-def run(command: Sequence[str], folder: Path, *, cold: bool) -> tuple[float, str]:
+def run(command, folder, *, cold):
     """Runs a job to its end; when it was started (seconds since 1970) and what it printed. Raises SystemExit where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -80,7 +76,7 @@ def run(command: Sequence[str], folder: Path, *, cold: bool) -> tuple[float, str
     return began, finished.stdout
 
 
-def ours(engine: str, *, cold: bool) -> dict[str, float]:
+def ours(engine, *, cold):
     """Seconds by phase of one run of dsframe."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,11 +92,11 @@ def ours(engine: str, *, cold: bool) -> dict[str, float]:
         began, _ = run(launch(engine, program), folder, cold=cold)
         lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         found = next(line for line in lines if "startup_seconds" in line)
-        phases: dict[str, float] = found["startup_seconds"]
+        phases = found["startup_seconds"]
         return {"launcher": found["at"] - began - sum(phases.values()), **phases}
 
 
-def by_hand(engine: str, *, cold: bool) -> float:
+def by_hand(engine, *, cold):
     """Seconds from the command to the end of the first step of the script written by hand."""
     with tempfile.TemporaryDirectory() as name:
         script = str(REPOSITORY / "benchmarks" / "by_hand_start.py")
@@ -110,9 +106,9 @@ def by_hand(engine: str, *, cold: bool) -> float:
         return float(ended[1]) - began
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the table. Returns 1 where a bound is not kept."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default=",".join(FILES))
     parser.add_argument(
         "--rounds", type=int, default=4, help="the first does not count where there are more (default: 4)"
@@ -122,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     processes.heed_sigterm()
     engines, rounds = options.engines.split(","), 1 if options.cold else options.rounds
-    mine: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
-    theirs: dict[str, list[float]] = {engine: [] for engine in engines}
+    mine = {engine: [] for engine in engines}
+    theirs = {engine: [] for engine in engines}
     for _ in range(rounds):
         for engine in engines:
             mine[engine].append(ours(engine, cold=options.cold))

@@ -10,27 +10,22 @@ a process, dropout), on the same images under torchrun, and are evaluated after 
 over. Fails where a seed of the file ends below the target.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from benchmarks import processes
 from benchmarks.startup import REPOSITORY
 from dsframe.data import vision
-from dsframe.data.source import Batch, Source
 from dsframe.run_dir.record import read_metrics
 from dsframe.tasks.vision import VisionTask
 from dsframe.tools import subprocess_runs
@@ -46,16 +41,16 @@ PEERS = ("accelerate", "lightning")
 class HeldOut(VisionTask):
     """The CNN on the first 50,000 training images, evaluated on the other 10,000."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from dsframe.config.schema.settings import VisionTask as Settings
 
         super().__init__(Settings(**json.loads(FILE.read_text())["dsframe"]["task"]), 0)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         self.settings = self.settings.model_copy(update={"samples": TRAINED})
         return super().train_data()
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         plain = self.settings.model_copy(update={"augment": False, "samples": None})
         return _Rows(vision.load(plain, self.images, train=True, seed=0), TRAINED)
 
@@ -63,19 +58,17 @@ class HeldOut(VisionTask):
 class _Rows:
     """A source from its row ``first`` on."""
 
-    def __init__(self, source: Source, first: int) -> None:
+    def __init__(self, source, first):
         self._source, self._first = source, first
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._source) - self._first
 
-    def batch(self, indices: Tensor, epoch: int) -> Batch:
+    def batch(self, indices, epoch):
         return self._source.batch(indices + self._first, epoch)
 
 
-def ours(
-    folder: Path, seed: int, *, held_out: bool, overrides: Sequence[str]
-) -> tuple[float, list[tuple[float, float]]]:
+def ours(folder, seed, *, held_out, overrides):
     """The seconds of the command, and of each evaluation the seconds until then (in proportion to steps) and its accuracy."""
     own = [f"dsframe.seed={seed}", *overrides]
     if held_out:
@@ -92,25 +85,24 @@ def ours(
 class Example(nn.Sequential):
     """The network of PyTorch's MNIST example."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(
             nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
             nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
         )  # fmt: skip
 
 
-def images(*, train: bool) -> torch.utils.data.Dataset[Any]:
+def images(*, train):
     """As the examples read them: torchvision's data set, a tensor of each image, normalised."""
     from torchvision import datasets, transforms
 
     known = vision.KNOWN["fashion-mnist"]
     look = transforms.Compose([transforms.ToTensor(), transforms.Normalize(known.mean, known.std)])
     root = str(Path(os.environ["DSFRAME_DATA"]).expanduser())
-    found: torch.utils.data.Dataset[Any] = datasets.FashionMNIST(root, train=train, transform=look)
-    return found
+    return datasets.FashionMNIST(root, train=train, transform=look)
 
 
-def accelerate(epochs: int) -> Iterator[float]:
+def accelerate(epochs):
     """Yields the test accuracy after each epoch."""
     from accelerate import Accelerator
 
@@ -137,23 +129,23 @@ def accelerate(epochs: int) -> Iterator[float]:
         yield float(right) / 10_000
 
 
-def lightning(epochs: int) -> Iterator[float]:
+def lightning(epochs):
     """Yields the test accuracy after each epoch."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.model = Example()
 
-        def training_step(self, batch: Any, index: int) -> Tensor:
+        def training_step(self, batch, index):
             return functional.cross_entropy(self.model(batch[0]), batch[1])
 
-        def validation_step(self, batch: Any, index: int) -> None:
+        def validation_step(self, batch, index):
             right = (self.model(batch[0]).argmax(1) == batch[1]).float().mean()
             self.log("accuracy", right, on_epoch=True, sync_dist=True, batch_size=len(batch[1]))
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             optimizer = torch.optim.Adadelta(self.parameters(), lr=1.0)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
@@ -171,7 +163,7 @@ def lightning(epochs: int) -> Iterator[float]:
         yield float(trainer.callback_metrics["accuracy"])
 
 
-def peer(kind: str, epochs: int) -> None:
+def peer(kind, epochs):
     """As one rank: writes ``[seconds since the command, accuracy]`` of each epoch."""
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ["SEED"]))
@@ -183,7 +175,7 @@ def peer(kind: str, epochs: int) -> None:
             return
 
 
-def of_peer(kind: str, seed: int, epochs: int) -> list[tuple[float, float]]:
+def of_peer(kind, seed, epochs):
     """Runs it; the curve."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.time_to_accuracy", "--peer", kind, "--epochs", str(epochs)]
@@ -196,7 +188,7 @@ def of_peer(kind: str, seed: int, epochs: int) -> list[tuple[float, float]]:
     return [(seconds, accuracy) for seconds, accuracy in curve]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints each curve and the seconds. Returns 1 where the file does not reach the target."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.time_to_accuracy", description=(__doc__ or "").partition("\n")[0]
@@ -216,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     processes.heed_sigterm()
     os.environ["OMP_NUM_THREADS"] = "1"
-    reached: dict[str, list[float]] = {}
-    curves: list[Line] = []
+    reached = {}
+    curves = []
     below = False
     with TemporaryDirectory(prefix="dsframe-accuracy-") as name:
         for seed in map(int, options.seeds.split(",")):
@@ -242,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(below)
 
 
-def _told(curve: Sequence[tuple[float, float]]) -> str:
+def _told(curve):
     return "  ".join(f"{seconds:.0f} s {accuracy:.4f}" for seconds, accuracy in curve)
 
 

@@ -7,8 +7,6 @@ then the data), and reads 50 batches. Memory is the highest anonymous memory (Rs
 above that before the data: pages of the memory-mapped files are not in it, the system takes them back when it needs them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -19,14 +17,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from dsframe.cluster import world as worlds
 
 CONTEXT, BATCHES, BATCH = 512, 50, 8
 
 
-def corpus(path: Path, megabytes: int) -> None:
+def corpus(path, megabytes):
     """Documents of 1 to 40 lines of the Python standard library."""
     from dsframe.data.text import read_corpus
 
@@ -40,13 +37,13 @@ def corpus(path: Path, megabytes: int) -> None:
                 size += out.write(json.dumps({"text": text}) + "\n")
 
 
-def tokenizer(folder: Path, text: Path) -> None:
+def tokenizer(folder, text):
     """A byte-level BPE of 8,000 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|end|>"], initial_alphabet=alphabet)
     with text.open(encoding="utf-8") as file:
@@ -54,7 +51,7 @@ def tokenizer(folder: Path, text: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|end|>").save_pretrained(folder)
 
 
-def task(folder: Path, packing: str) -> Any:
+def task(folder, packing):
     """The task of ``corpus.jsonl`` and the tokenizer in ``folder``."""
     from dsframe.config.schema.settings import CausalLanguageModelTask
     from dsframe.tasks import build
@@ -66,13 +63,13 @@ def task(folder: Path, packing: str) -> Any:
     return build(CausalLanguageModelTask.model_validate(section), seed=1)
 
 
-def anonymous() -> int:
+def anonymous():
     """Bytes of this process's memory that belong to no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
-def rank(folder: Path, packing: str) -> None:
+def rank(folder, packing):
     """One rank: prints a line of JSON."""
     from dsframe.data import Loader
     from dsframe.tasks import preparation
@@ -81,14 +78,14 @@ def rank(folder: Path, packing: str) -> None:
     highest = before = anonymous()
     over = threading.Event()
 
-    def look() -> None:
+    def look():
         nonlocal highest
         while not over.wait(0.01):
             highest = max(highest, anonymous())
 
     threading.Thread(target=look, daemon=True).start()
     began = time.perf_counter()
-    said: list[str] = []
+    said = []
     preparation.prepare(found, world, said.append)
     source = found.train_data()
     ready = time.perf_counter() - began
@@ -100,7 +97,7 @@ def rank(folder: Path, packing: str) -> None:
     (folder / f"rank{world.rank}.json").write_text(json.dumps({**line, "said": said}))
 
 
-def start(folder: Path, ranks: int, packing: str) -> list[dict[str, Any]]:
+def start(folder, ranks, packing):
     """One start of all ranks."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*words, "-m", "benchmarks.tokenise", "--rank", str(folder), "--packing", packing]
@@ -108,7 +105,7 @@ def start(folder: Path, ranks: int, packing: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{number}.json").read_text()) for number in range(ranks)]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[20, 200])
     parser.add_argument("--ranks", type=int, default=4)

@@ -15,10 +15,8 @@ Counted are the bytes of the whole tensors, not those that an algorithm sends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -27,9 +25,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Traffic:
 
 _SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
 # Operator -> kind, and the number of the argument that is the payload.
-_OPERATORS: Mapping[str, tuple[str, int]] = {
+_OPERATORS = {
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),
     "_allgather_base_": ("all-gather", 0),
@@ -61,9 +56,9 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-_PIECES: Mapping[str, tuple[str, int]] = {"gather_": ("gather", 1), "scatter_": ("scatter", 0)}
+_PIECES = {"gather_": ("gather", 1), "scatter_": ("scatter", 0)}
 """These have every rank's piece on the root alone: the piece that each rank has is counted, times the ranks."""
-_FUNCTIONAL: Mapping[str, str] = {
+_FUNCTIONAL = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
@@ -79,7 +74,7 @@ _FUNCTIONAL: Mapping[str, str] = {
     "broadcast_": "broadcast",
 }
 """Functional collectives: the first argument is what goes in, the last the group's name (but for ``out``)."""
-_HOROVOD: Mapping[str, str] = {
+_HOROVOD = {
     "_allreduce_async": "all-reduce",
     "_grouped_allreduce_async": "all-reduce",
     "_broadcast_async": "broadcast",
@@ -87,23 +82,21 @@ _HOROVOD: Mapping[str, str] = {
 """Functions of ``horovod.torch.mpi_ops`` that hand tensors over, the first argument being these."""
 
 
-class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Communication(TorchDispatchMode):
     """Counts while it is entered. Every operator takes a detour through Python meanwhile, so do not take times."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.by_kind: dict[str, Traffic] = {}
+    def __init__(self):
+        super().__init__()
+        self.by_kind = {}
         self._patches = ExitStack()
 
-    def add(self, kind: str, payload: int) -> None:
+    def add(self, kind, payload):
         """One collective with so many bytes of payload."""
         traffic = self.by_kind.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         """Counts ``operator`` where it is a collective, and runs it."""
         name = operator.overloadpacket.__name__
         if operator.namespace == "c10d" and name not in _SILENT:
@@ -112,7 +105,7 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_functional(name, args, kwargs or {})
         return operator(*args, **(kwargs or {}))
 
-    def _count_c10d(self, name: str, args: tuple[Any, ...]) -> None:
+    def _count_c10d(self, name, args):
         group = next(group for group in map(_group, args) if group is not None)
         if name in _PIECES:
             kind, position = _PIECES[name]
@@ -123,41 +116,41 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, position = _OPERATORS[name]
         self.add(kind, _bytes(args[position]))
 
-    def _count_functional(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count_functional(self, name, args, kwargs):
         if name not in _FUNCTIONAL:
             raise NotImplementedError(f"_c10d_functional::{name} is a collective that dsframe cannot count yet")
         label = next(value for value in reversed(args) if isinstance(value, str))
-        group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = distributed_c10d._resolve_process_group
         ranks = group(label).size()
         pieces = ranks if _FUNCTIONAL[name] == "all-gather" else 1
         self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         horovod = sys.modules.get("horovod.torch.mpi_ops")
         # Imported is not started: a library's module may be there without a job of its own.
         for name, kind in _HOROVOD.items() if horovod and horovod.is_initialized() else ():
             watched = self._watched(getattr(horovod, name), kind)
             self._patches.enter_context(mock.patch.object(horovod, name, watched))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error):
+        super().__exit__(*error)
         self._patches.close()
 
-    def _watched(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def counting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, function, kind):
+        def counting(tensors, *args, **kwargs):
             self.add(kind, _bytes(tensors))
             return function(tensors, *args, **kwargs)
 
         return counting
 
 
-def _bytes(tensors: Tensor | Iterable[Any]) -> int:
+def _bytes(tensors):
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-def _group(argument: Any) -> dist.ProcessGroup | None:
+def _group(argument):
     if isinstance(argument, torch.ScriptObject):
         try:
             return dist.ProcessGroup.unbox(argument)

@@ -1,12 +1,8 @@
 """What every test of this repository shares."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,19 +40,19 @@ LONGEST = (
 which comes later, in any process, and so finds the op."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Units first, which tell most of what there is to tell in the first minutes. Then the longest files, and the rest: none of the
     long ones is left for the end, where the other processes would have nothing to do."""
     rank = {name: place for place, name in enumerate(LONGEST, start=1)}
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item):
         return rank.get(item.path.stem, 0 if item.path.parent.name == "unit" else len(rank) + 1)
 
     items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
+def signals_as_before():
     """What a later test starts would inherit signals that are ignored, or blocked as ``supervise.run`` leaves them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     handlers = {number: signal.getsignal(number) for number in STOPPING}
@@ -69,20 +65,20 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """The test's own folder, in which it runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make
     hosts of their own, whose addresses there are once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             file = Path(nodeid.partition("::")[0])
             return "cluster" if file.parent.name == "cluster" or file.stem == "test_launchers" else str(file)
 

@@ -4,22 +4,18 @@
 ``tests/engines/test_contract.py`` launch it under every engine. Every function is collective, as the engine's methods are.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe import engines, tasks
 from dsframe.cluster import world
 from dsframe.cluster.process_group import device_of
-from dsframe.config import Config, Facts, load
+from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
-from dsframe.engine import Engine, StepResult
+from dsframe.engine import StepResult
 from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
@@ -37,11 +33,11 @@ SAMPLES = 37
 class Shift(nn.Module):
     """A buffer, which a rank may have changed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("shift", torch.full((2,), 0.5))
 
-    def forward(self, points: Tensor) -> Tensor:
+    def forward(self, points):
         return points + self.shift.to(points.dtype)
 
 
@@ -55,14 +51,14 @@ class Blobs(Task):
         ]
     }
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(Shift(), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         assert outputs.dtype == torch.float32, "losses are computed in fp32 on every engine"
         return nn.functional.cross_entropy(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Sum]:
+    def metrics(self, outputs, targets):
         rows = Sum(torch.ones(()) * len(targets), 1)
         loss = Sum(self.loss(outputs, targets) * len(targets), len(targets))
         return {
@@ -72,26 +68,26 @@ class Blobs(Task):
             "seen": Sum(targets.double().sum(), 1),
         }
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         targets = torch.randint(3, (SAMPLES,), generator=draw)
         return TensorSource(torch.randn(SAMPLES, 2, generator=draw) + targets[:, None].float(), targets)
 
 
-def sentences(config: Config) -> Task:
+def sentences(config):
     """The file's own language model, as small as it is; of ranks that share sequences each counts its slice of the rows."""
-    task: Any = tasks.build(config.settings.task, config.settings.seed)
+    task = tasks.build(config.settings.task, config.settings.seed)
 
-    def metrics(outputs: Any, targets: Tensor) -> dict[str, Sum]:
-        rows = targets.numel() / config.settings.task.context  # type: ignore[union-attr]
+    def metrics(outputs, targets):
+        rows = targets.numel() / config.settings.task.context
         loss = task.loss(outputs, targets)
         return {"loss": Sum(loss * rows, rows), "rows": Sum(rows, 1), "seen": Sum(targets.double().sum(), 1)}
 
     task.metrics = metrics
-    return task  # type: ignore[no-any-return]
+    return task
 
 
-def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Any, Any]]:
+def micro_batches(engine, step):
     """This rank's share of a global batch that is the same whatever the number of ranks."""
     plan, source = engine.plan, engine.plan.task.train_data()
     batch = plan.batch
@@ -103,7 +99,7 @@ def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Any, Any]]:
         yield source.batch(torch.arange(first, first + batch.micro_batch_size) % SAMPLES, 0)
 
 
-def check_a_step_is_an_update(engine: Engine) -> None:
+def check_a_step_is_an_update(engine):
     """The result's parts are what they say, and training on one batch lowers its loss."""
     first = engine.train_step(MicroBatch.of(micro_batches(engine, 0)))
     assert isinstance(first, StepResult)
@@ -120,11 +116,11 @@ def check_a_step_is_an_update(engine: Engine) -> None:
     assert float(last.loss) < float(first.loss)
 
 
-def check_it_takes_exactly_its_micro_batches(engine: Engine) -> None:
+def check_it_takes_exactly_its_micro_batches(engine):
     """An engine that read one more would train on the next step's samples."""
     taken = 0
 
-    def counted() -> Iterator[tuple[Any, Any]]:
+    def counted():
         nonlocal taken
         for batch in micro_batches(engine, 0):
             taken += 1
@@ -134,7 +130,7 @@ def check_it_takes_exactly_its_micro_batches(engine: Engine) -> None:
     assert taken == engine.plan.batch.accumulation_steps
 
 
-def check_sums_run_over_all_ranks(engine: Engine) -> None:
+def check_sums_run_over_all_ranks(engine):
     """Whatever the shape, and without touching the argument."""
     rank, size = engine.plan.world.rank, engine.plan.world.size
     values = torch.tensor([1.0, float(rank), 1e-12], dtype=torch.float64)
@@ -143,7 +139,7 @@ def check_sums_run_over_all_ranks(engine: Engine) -> None:
     assert values.tolist() == [1.0, float(rank), 1e-12]
 
 
-def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
+def check_evaluation_counts_every_sample_once(engine):
     """Also the last, incomplete batch, and also where this rank has none of it."""
     source = engine.plan.task.train_data()
     sums = torch.zeros(2, dtype=torch.float64)
@@ -159,7 +155,7 @@ def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
     assert (rows, seen) == (SAMPLES, float(source.batch(torch.arange(SAMPLES), 0)[1].sum()))
 
 
-def check_evaluation_leaves_no_trace(engine: Engine) -> None:
+def check_evaluation_leaves_no_trace(engine):
     """The next step is the same with and without: its loss is the one an evaluation of the same rows gives."""
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in micro_batches(engine, 5):
@@ -175,13 +171,13 @@ def check_evaluation_leaves_no_trace(engine: Engine) -> None:
     assert torch.is_grad_enabled()
 
 
-def check_evaluation_is_of_one_model(engine: Engine) -> None:
+def check_evaluation_is_of_one_model(engine):
     """Whatever ranks have made of their buffers, and each has its own again afterwards."""
     source = engine.plan.task.train_data()
     loader = EvaluationLoader(
         source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
     )
-    said: list[str] = []
+    said = []
     evaluation = Evaluation(engine, {"": loader}, lambda: None, said.append)
     before = evaluation.run()
     assert said == []
@@ -196,7 +192,7 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
         buffer -= engine.plan.world.rank
 
 
-def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
+def check_weights_that_stay_gathered_change_nothing(engine):
     """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
     source = engine.plan.task.train_data()
     loader = EvaluationLoader(
@@ -214,7 +210,7 @@ def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
     assert torch.isfinite(loss)
 
 
-CHECKS: tuple[Callable[[Engine], None], ...] = (
+CHECKS = (
     check_a_step_is_an_update,
     check_it_takes_exactly_its_micro_batches,
     check_sums_run_over_all_ranks,
@@ -225,7 +221,7 @@ CHECKS: tuple[Callable[[Engine], None], ...] = (
 )
 
 
-def make(file: dict[str, Any] | str, name: str) -> Engine:
+def make(file, name):
     """**Collective.** An engine of this name on Blobs, or on the file's own language model."""
     config, here = load(file), world.here()
     own = "task" in config.settings.model_fields_set

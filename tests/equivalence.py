@@ -20,7 +20,7 @@ import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ _LLAMA = {
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 _OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OPT |= {"word_embed_proj_dim": 64, "dropout": 0.0}
-TASKS: Mapping[str, dict[str, Any]] = {
+TASKS = {
     "cnn": {"name": "vision", "model": "cnn", "dataset": "fashion-mnist", "samples": 2000},
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 64, "context": 64, "samples": 2000},
     "llama": {"name": "causal-language-model", "model": _LLAMA, "context": 64, "samples": 2000},
@@ -84,24 +84,24 @@ class Case:
     """Whether CI trains it too, if it takes no more than two processes. tests/engines covers the others with fewer steps."""
 
     @property
-    def kernels(self) -> str:
+    def kernels(self):
         """Which reference it is compared with: one of REFERENCES."""
         if self.file.get("dsframe", {}).get("model", {}).get("channels_last"):
             return "fp32, channels last"
         return "bf16" if "bf16" in self.file else "fp32"
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     """The section of a ZeRO stage."""
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-def pipeline(**more: Any) -> dict[str, Any]:
+def pipeline(**more):
     """The section of a pipeline of two stages."""
     return {"pipeline": {"stages": 2, **more}}
 
 
-def switched(**switches: Any) -> dict[str, Any]:
+def switched(**switches):
     """The switches of ``dsframe.model``."""
     return {"dsframe": {"model": switches}}
 
@@ -116,13 +116,13 @@ _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
 _ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
 SINGLE = Case("single", {}, lambda _, arguments: python(list(arguments)), 1)
-REFERENCES: dict[str, Case] = {
+REFERENCES = {
     "fp32": SINGLE,
     "fp32, channels last": replace(SINGLE, file=switched(channels_last=True)),
     "bf16": replace(SINGLE, file=_BF16),
 }
 """The single processes, by what decides how their kernels round and in which order they sum."""
-CASES: dict[str, Case] = {
+CASES = {
     "zero0": Case("deepspeed", zero(0), deepspeed, tasks=_OWN),
     "zero1": Case("deepspeed", zero(1), deepspeed, tasks=_OWN),
     "zero2": Case("deepspeed", zero(2), deepspeed, tasks=_OWN),
@@ -189,12 +189,12 @@ class Run:
     weights: Mapping[str, Tensor]
     """By name, in full shape and fp32."""
 
-    def difference(self, other: Run, steps: int = STEPS) -> float:
+    def difference(self, other, steps=STEPS):
         """The largest difference between the losses of the first ``steps`` steps."""
         assert len(self.losses) == len(other.losses) == STEPS
         return max(abs(a - b) for a, b in zip(self.losses[:steps], other.losses[:steps], strict=True))
 
-    def distance(self, other: Run) -> float:
+    def distance(self, other):
         """The largest difference between two weights."""
         assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
         return max(float((mine - other.weights[name]).abs().max()) for name, mine in self.weights.items())
@@ -209,7 +209,7 @@ class Reference:
     weights: float
 
 
-def document(task: str, case: Case, accumulation: int = 2) -> dict[str, Any]:
+def document(task, case, accumulation=2):
     """The file of a case."""
     tensor = case.file.get("tensor_parallel", {}).get("autotp_size", 1)
     return {
@@ -231,7 +231,7 @@ def document(task: str, case: Case, accumulation: int = 2) -> dict[str, Any]:
     }
 
 
-def train(task: str, case: Case, accumulation: int = 2, launcher: Launcher | None = None) -> Run:
+def train(task, case, accumulation=2, launcher=None):
     """A real run from its first to its last step, under the case's own launcher or another."""
     with tempfile.TemporaryDirectory(prefix="dsframe-equivalence-") as directory:
         file, run_dir = Path(directory, "file.json"), Path(directory, "run")
@@ -245,14 +245,14 @@ def train(task: str, case: Case, accumulation: int = 2, launcher: Launcher | Non
         return Run(curve, export.read(store.locate(run_dir)[0]))
 
 
-def reference(task: str, kernels: str = "fp32", launcher: Launcher | None = None) -> Reference:
+def reference(task, kernels="fp32", launcher=None):
     """One process with accumulation 2, and the largest differences between any two cuts."""
     runs = [train(task, REFERENCES[kernels], cut, launcher) for cut in CUTS]
     pairs = list(itertools.combinations(runs, 2))
     return Reference(runs[1], max(a.difference(b) for a, b in pairs), max(a.distance(b) for a, b in pairs))
 
 
-def broken_bounds(run: Run, floor: Reference, kernels: str) -> list[str]:
+def broken_bounds(run, floor, kernels):
     """Which bounds a run does not keep."""
     early, late, weights = run.difference(floor.run, EARLY), run.difference(floor.run), run.distance(floor.run)
     found = []
@@ -265,7 +265,7 @@ def broken_bounds(run: Run, floor: Reference, kernels: str) -> list[str]:
     return found
 
 
-def table(task: str, kernels: str, cases: Mapping[str, Case]) -> bool:
+def table(task, kernels, cases):
     """Prints the rows of the cases that have this reference; whether all keep their bounds."""
     floor = reference(task, kernels)
     count = sum(weight.numel() for weight in floor.run.weights.values())
@@ -287,7 +287,7 @@ def table(task: str, kernels: str, cases: Mapping[str, Case]) -> bool:
     return kept
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the tables; 1 where a case breaks its bound."""
     parser = argparse.ArgumentParser(prog="python -m tests.equivalence", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--of", default=",".join(TASKS), help="models, with commas (default: %(default)s)")

@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ _VIT = {
 }
 _GPT = {"name": "language", "layers": 2, "heads": 4, "width": 32, "context": 32, "samples": 500}
 _WHOLE = {"stage3_param_persistence_threshold": 0}
-ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+ENGINES = {
     "ddp": ("ddp", {}),
     "horovod": ("horovod", {}),
     "fsdp": ("fsdp", {}),
@@ -80,7 +80,7 @@ class Feature:
 
 
 _TASK = "tests.engines.feature_tasks"
-FEATURES: Mapping[str, Feature] = {
+FEATURES = {
     "groups": Feature(
         {
             "task": _GPT,
@@ -186,7 +186,7 @@ class Run:
     tensors: Mapping[str, Tensor]
     """Weights by name and averages by ``ema/NAME``, in full shape and fp32."""
 
-    def differences(self, other: Run) -> tuple[float, float, float, float]:
+    def differences(self, other):
         """Returns the largest: of the first losses, of all losses, of figures, of tensors."""
         assert len(self.losses) == len(other.losses)
         assert self.tensors.keys() == other.tensors.keys(), self.tensors.keys() ^ other.tensors.keys()
@@ -196,7 +196,7 @@ class Run:
         return max(losses[:EARLY]), max(losses), max(figures, default=0.0), max(tensors)
 
 
-def document(feature: Feature, way: Way, steps: int = STEPS) -> dict[str, Any]:
+def document(feature, way, steps=STEPS):
     """The file of a training."""
     engine, more = ENGINES.get(way.engine, (way.engine, {}))
     return {
@@ -211,10 +211,10 @@ def document(feature: Feature, way: Way, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-def train(feature: Feature, *ways: Way) -> Run:
+def train(feature, *ways):
     """A real run; with several ``ways`` each goes on from the checkpoint of the one before, after an equal part of the steps."""
-    losses: dict[int, float] = {}
-    figures: dict[tuple[int, str], float] = {}
+    losses = {}
+    figures = {}
     with tempfile.TemporaryDirectory(prefix="dsframe-features-") as directory:
         run_dir = Path()
         for number, way in enumerate(ways, start=1):
@@ -238,7 +238,7 @@ def train(feature: Feature, *ways: Way) -> Run:
 Floor = tuple[Run, tuple[float, ...]]
 
 
-def reference(feature: Feature) -> Floor:
+def reference(feature):
     """One process, and the largest differences between processes with other micro-batches."""
     runs = [train(feature, Way(accumulation=cut)) for cut in feature.cuts]
     pairs = [a.differences(b) for a, b in itertools.combinations(runs, 2)]
@@ -246,7 +246,7 @@ def reference(feature: Feature) -> Floor:
     return runs[0], tuple(map(max, *pairs)) if len(pairs) > 1 else (1e-6, 1e-6, 1e-6, 5e-6)
 
 
-def rows(feature: Feature, engine: str) -> Iterator[tuple[str, list[tuple[Way, ...]]]]:
+def rows(feature, engine):
     """The trainings of an engine, by row."""
     alone = engine in _SPLIT
     for ranks in (2,) if alone else (1, 2, 3):
@@ -257,7 +257,7 @@ def rows(feature: Feature, engine: str) -> Iterator[tuple[str, list[tuple[Way, .
     yield f"{engine} @ 2 > {follower} @ 3", [(Way(engine, 2, first), Way(follower, 3, last))]
 
 
-def broken(found: Sequence[float], floor: Sequence[float]) -> list[str]:
+def broken(found, floor):
     """Which bounds these differences do not keep."""
     problems = [f"{found[0]:.1e} in the first {EARLY} steps"] if found[0] > EARLY_BOUND else []
     names = ("losses", "figures", "weights")
@@ -267,7 +267,7 @@ def broken(found: Sequence[float], floor: Sequence[float]) -> list[str]:
     return problems
 
 
-def table(name: str, engines: Sequence[str]) -> bool:
+def table(name, engines):
     """Prints the rows of a feature; whether all keep their bounds."""
     feature = FEATURES[name]
     run, floor = reference(feature)
@@ -287,7 +287,7 @@ def table(name: str, engines: Sequence[str]) -> bool:
     return kept
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the tables; 1 where a row breaks its bound."""
     parser = argparse.ArgumentParser(prog="python -m tests.features", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--of", default=",".join(FEATURES), help="features, with commas (default: all)")

@@ -6,8 +6,6 @@ The first training of a process takes as long as the next four. The module of th
 process that ends, its exit code or its launcher has to show is for ``run_ranks``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -21,7 +19,6 @@ import time
 import traceback
 import uuid
 from pathlib import Path
-from typing import Any
 
 from dsframe.errors import DsframeError
 from tests.files import read_json, write_json
@@ -35,7 +32,7 @@ PEERS_SECONDS = 2.0
 # The ranks.
 
 
-def serve(door: str) -> None:
+def serve(door):
     """Trains in each folder that it is told of, until there are no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(door)
@@ -47,7 +44,7 @@ def serve(door: str) -> None:
     leave_at_once(0)
 
 
-def _fit(folder: Path) -> int:
+def _fit(folder):
     """The exit code that a program had."""
     import dsframe
 
@@ -81,7 +78,7 @@ def _fit(folder: Path) -> int:
 class Ranks:
     """A job of ``count`` ranks."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.mark = uuid.uuid4().hex
         self.usable = True
         with (
@@ -101,7 +98,7 @@ class Ranks:
             )
             self._lines = [door.accept()[0] for _ in range(count)]
 
-    def train(self, folder: Path) -> int:
+    def train(self, folder):
         """The first exit code that is not 0. Afterwards the ranks are usable if each of them has ended its training."""
         self.usable = False
         for line in self._lines:
@@ -119,7 +116,7 @@ class Ranks:
         self.usable = not waiting
         return first
 
-    def close(self) -> None:
+    def close(self):
         for line in self._lines:
             line.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,10 +125,10 @@ class Ranks:
         self._job.wait()
 
 
-_kept: dict[int, Ranks] = {}
+_kept = {}
 
 
-def train(folder: Path, document: dict[str, Any], count: int) -> Finished:
+def train(folder, document, count):
     """Goes on from the training before in this folder, if there was one."""
     write_json(folder / "file.json", document)
     outputs = folder / "stdout", folder / "stderr"
@@ -148,7 +145,7 @@ def train(folder: Path, document: dict[str, Any], count: int) -> Finished:
     return Finished(("kept.train", str(folder)), code, *said, time.monotonic() - started)
 
 
-def close() -> None:
+def close():
     """Ends all ranks."""
     while _kept:
         _kept.popitem()[1].close()

@@ -17,7 +17,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
 from dsframe.host.leftovers import unused_buffers
 from tests.portability import CONFIG, losses
-from tests.processes import Finished, Running, run_ranks
+from tests.processes import run_ranks
 
 EVERY = 4
 ENGINES = {
@@ -54,7 +53,7 @@ class Kill:
     evaluates: bool = False
     """After each save, for longer than a step: a blow that is in no save is then in an evaluation, mostly."""
 
-    def __call__(self, running: Running, run_dir: Path) -> None:
+    def __call__(self, running, run_dir):
         """Waits for the moment, kills, waits until everything has ended."""
         before = set(unused_buffers())
         checkpoints = run_dir / "checkpoints"
@@ -85,12 +84,12 @@ class Kill:
         self.leaked = tuple(path.name for path in unused_buffers() if path not in before)
 
 
-def _writing(checkpoints: Path, step: int) -> bool:
+def _writing(checkpoints, step):
     """Whether the checkpoint of ``step``, or a later one, is being written."""
     return any(int(path.name[6:14]) >= step for path in checkpoints.glob(".step-*.partial"))
 
 
-def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
+def train(engine, run_dir, steps, *, asynchronous, kill=None):
     """One run under ``dsframe launch``."""
     config = run_dir.parent / "kill.json"
     config.write_text(CONFIG)
@@ -109,7 +108,7 @@ def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: K
     return run_ranks(command, timeout_seconds=240, cwd=run_dir.parent, while_running=during)
 
 
-def verdict(run_dir: Path, finished: Finished, kill: Kill, expected: dict[int, float]) -> str:
+def verdict(run_dir, finished, kill, expected):
     """What is wrong with a run that was hit; "" where nothing is."""
     if finished.returncode != 0:
         return f"exit code {finished.returncode}\n{finished}"
@@ -124,7 +123,7 @@ def verdict(run_dir: Path, finished: Finished, kill: Kill, expected: dict[int, f
     return f"left in shared memory: {', '.join(kill.leaked)}" if kill.leaked else ""
 
 
-def plan(seed: int, number: int, steps: int, seconds: float) -> tuple[str, bool, Kill]:
+def plan(seed, number, steps, seconds):
     """Engine, whether asynchronous, and the blow of run ``number``; ``seconds``: how long a whole run takes."""
     chance = random.Random(f"{seed}/{number}")
     engine = list(ENGINES)[number % len(ENGINES)]
@@ -136,7 +135,7 @@ def plan(seed: int, number: int, steps: int, seconds: float) -> tuple[str, bool,
     return engine, asynchronous, kill
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints a line for each run; returns how many went wrong, and one more where too few were hit to say so."""
     parser = argparse.ArgumentParser(prog="tests.kill", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
@@ -150,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = hits = in_saves = 0
     print(f"seed {options.seed}: {options.runs} runs of {steps} steps, a checkpoint every {EVERY}; 2 ranks", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        whole: dict[str, tuple[dict[int, float], float]] = {}
+        whole = {}
         for number in range(options.first, options.first + options.runs):
             engine = list(ENGINES)[number % len(ENGINES)]
             if engine not in whole:

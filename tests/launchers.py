@@ -7,17 +7,13 @@ A row is an engine, a column a launcher; a cell the largest difference of a loss
 those that ``dsframe launch --print`` shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.launch.launchers import Job, plan
@@ -28,7 +24,7 @@ from tests.processes import free_port, run_ranks
 
 PROCESSES, STEPS = 2, 10
 LAUNCHERS = ("deepspeed", "torchrun", "horovodrun", "mpirun", "srun")
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+ENGINES = {
     "zero1": ("deepspeed", {"zero_optimization": {"stage": 1}}),
     "zero3": ("deepspeed", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
     "pipeline": ("deepspeed", {"pipeline": {"stages": 2}}),
@@ -37,7 +33,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
 }
 """Name -> the engine and what its file says beyond the others'."""
-TRAINING: dict[str, Any] = ds_config(
+TRAINING = ds_config(
     8,
     "AdamW",
     0.002,
@@ -52,7 +48,7 @@ TOLERANCE = 1e-5
 Cluster = tuple[network.Network, slurm.Slurm]
 
 
-def missing(launcher: str) -> str:
+def missing(launcher):
     """Why a launcher cannot be tried here, in one line; empty where it can."""
     if launcher == "srun":
         return slurm.missing() or network.missing()
@@ -61,32 +57,32 @@ def missing(launcher: str) -> str:
     return ""
 
 
-def expected(folder: Path) -> list[float]:
+def expected(folder):
     """The losses of one process of plain PyTorch."""
     return _train("single", {}, "python", 1, folder, None)
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[Cluster]:
+def slurm_cluster(folder):
     """Where srun's cells train; one for all of them. Raises RuntimeError where Slurm does not start."""
     with network.Network(folder / "network") as hosts, slurm.Slurm(hosts, folder / "slurm") as scheduler:
         yield hosts, scheduler
 
 
-def train(engine: str, launcher: str, folder: Path, cluster: Cluster | None = None) -> list[float]:
+def train(engine, launcher, folder, cluster=None):
     """The losses of a cell; ``cluster`` for srun. Raises AssertionError where it does not train, or as somebody else."""
     name, more = ENGINES[engine]
     return _train(name, more, launcher, PROCESSES, folder, cluster)
 
 
 def _train(
-    engine: str,
-    more: dict[str, Any],
-    launcher: str,
-    processes: int,
-    folder: Path,
-    cluster: Cluster | None,
-) -> list[float]:
+    engine,
+    more,
+    launcher,
+    processes,
+    folder,
+    cluster,
+):
     write_json(folder / "file.json", TRAINING | more)
     arguments = ("--config", "file.json", "--engine", engine, "--run-dir", "run")
     launch = plan(launcher, Job(processes, ("-m", "dsframe.train"), arguments, port=free_port()))
@@ -102,23 +98,23 @@ def _train(
     return losses(folder / "run")
 
 
-def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
+def difference(found, wanted):
     """The largest of a step."""
     return max(abs(one - other) for one, other in zip(found, wanted, strict=True))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the matrix. Returns 1 where a cell does not train, or otherwise than the others."""
     parser = argparse.ArgumentParser(prog="tests.launchers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--of", default=",".join(ENGINES), help="these engines, separated by commas")
     parser.add_argument("--under", default=",".join(LAUNCHERS), help="these launchers")
     options = parser.parse_args(argv)
-    reasons: list[str] = []
+    reasons = []
     wrong = False
     columns = options.under.split(",")
     print(f"{'':10}" + "".join(f"{name:>12}" for name in columns), flush=True)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        cluster: Cluster | None = None
+        cluster = None
         wanted = expected(_folder(Path(name), "expected"))
         for engine in options.of.split(","):
             print(f"{engine:10}", end="", flush=True)
@@ -146,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(wrong)
 
 
-def _folder(parent: Path, name: str) -> Path:
+def _folder(parent, name):
     (parent / name).mkdir()
     return parent / name
 

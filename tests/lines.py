@@ -1,11 +1,7 @@
 """The smallest task: a linear layer, squares, and rows of a normal distribution."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.data import TensorSource
@@ -15,13 +11,13 @@ class Line(dsframe.Task):
     inputs, outputs, rows = 2, 1, 64
     """Their numbers."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(self.inputs, self.outputs)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return (outputs - targets).square().mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         numbers = torch.Generator().manual_seed(0)
         sizes = (self.rows, self.inputs), (self.rows, self.outputs)
         return TensorSource(*(torch.randn(size, generator=numbers) for size in sizes))
@@ -32,5 +28,5 @@ class HeldOut(Line):
 
     held_out = True
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data() if self.held_out else None

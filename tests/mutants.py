@@ -40,7 +40,7 @@ class Mutant:
     tests: tuple[str, ...]
     """Arguments of pytest."""
 
-    def put_into(self, tree: Path) -> None:
+    def put_into(self, tree):
         """Raises ValueError where the file has changed so that the bug has no place in it."""
         path = tree / "dsframe" / self.file
         text = path.read_text(encoding="utf-8")
@@ -51,18 +51,18 @@ class Mutant:
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
-def mutants() -> list[Mutant]:
+def mutants():
     """All of them, in the order of the list."""
     return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in json.loads(LIST.read_text(encoding="utf-8"))]
 
 
-def killed(mutant: Mutant) -> bool:
+def killed(mutant):
     """Runs the tests on a copy of the code with the bug in it."""
     with tempfile.TemporaryDirectory(prefix="dsframe-mutant-") as folder:
         return _fails(mutant, Path(folder))
 
 
-def _fails(mutant: Mutant, tree: Path) -> bool:
+def _fails(mutant, tree):
     for path in REPOSITORY.iterdir():
         if path.name in ("dsframe", "tests"):  # pytest puts the folder of the tests first, behind every link
             shutil.copytree(path, tree / path.name)  # compiled files too: they are of files with the same times
@@ -80,20 +80,20 @@ def _fails(mutant: Mutant, tree: Path) -> bool:
     return done.returncode == 1
 
 
-def timed(mutant: Mutant) -> tuple[bool, float]:
+def timed(mutant):
     """Whether the tests noticed it, and their seconds."""
     began = time.monotonic()
     return killed(mutant), time.monotonic() - began
 
 
-def main() -> int:
+def main():
     """Prints a line for each mutant and for each folder; 1 where one survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
     options = parser.parse_args()
     chosen = [mutant for mutant in mutants() if not options.names or mutant.name in options.names]
-    folders: dict[str, list[tuple[bool, float]]] = collections.defaultdict(list)
+    folders = collections.defaultdict(list)
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutant, (dead, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
             state = "killed  " if dead else "SURVIVED"

@@ -15,13 +15,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dsframe.run_dir.record import read_metrics
-from tests.processes import COMPILING_SECONDS, Finished, Running, python, run_ranks, torchrun, warm
+from tests.processes import COMPILING_SECONDS, python, run_ranks, torchrun, warm
 
 SAVED_STEP, STEPS = 5, 25
 
@@ -48,7 +46,7 @@ _NVME = tuple(
 _SEQUENCE = "sequence_parallel_size=2"
 _EXPERTS = ("expert_parallel.enabled=true", "expert_parallel.autoep_size=2")
 
-SETUPS: dict[str, Setup] = {
+SETUPS = {
     "single@1": Setup("single", 1),
     "ddp@2": Setup("ddp", 2),
     "ddp@3": Setup("ddp", 3),
@@ -97,7 +95,7 @@ _LLAMA = {
 }
 _MIXTRAL = {**_LLAMA, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _TEXT = {"context": 32, "corpus": "synthetic", "samples": 300}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "gpt": {"name": "language", "layers": 2, "width": 64, "context": 64, "corpus": "synthetic", "samples": 300},
     "llama": {
         "name": "causal-language-model",
@@ -129,14 +127,14 @@ CONFIG = _FILE.replace("TASK", json.dumps(MODELS["gpt"]))
 
 
 def train(
-    setup: Setup,
-    run_dir: Path,
-    *arguments: str,
-    steps: int = STEPS,
-    timeout_seconds: float = 150,
-    limit_kilobytes: int | None = None,
-    while_running: Callable[[Running], None] | None = None,
-) -> Finished:
+    setup,
+    run_dir,
+    *arguments,
+    steps=STEPS,
+    timeout_seconds=150,
+    limit_kilobytes=None,
+    while_running=None,
+):
     """One run in ``run_dir``; ``arguments`` are added to the command line of ``dsframe.train``.
 
     ``limit_kilobytes``: no file of the run may grow larger.
@@ -158,12 +156,12 @@ def train(
     return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)
 
 
-def losses(run_dir: Path) -> dict[int, float]:
+def losses(run_dir):
     """The training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(run_dir) if "loss" in record}
 
 
-def uninterrupted(name: str, folder: Path) -> dict[int, float]:
+def uninterrupted(name, folder):
     """Trains from beginning to end, saving on the way, once for each ``folder``; the losses."""
     run_dir = folder / name
     if not (run_dir / "summary.json").exists():
@@ -171,7 +169,7 @@ def uninterrupted(name: str, folder: Path) -> dict[int, float]:
     return losses(run_dir)
 
 
-def resumed(saved: str, name: str, folder: Path) -> dict[int, float]:
+def resumed(saved, name, folder):
     """Goes on under ``name`` from what ``saved`` has written; the losses from there on."""
     checkpoint = folder / saved / "checkpoints" / f"step-{SAVED_STEP:08}"
     run_dir = folder / f"{saved}-{name}"
@@ -179,7 +177,7 @@ def resumed(saved: str, name: str, folder: Path) -> dict[int, float]:
     return losses(run_dir)
 
 
-def difference(saved: str, name: str, folder: Path) -> float:
+def difference(saved, name, folder):
     """The largest difference of the losses after the resume from the uninterrupted run of ``saved``."""
     whole, rest = uninterrupted(saved, folder), resumed(saved, name, folder)
     expected = range(SAVED_STEP + 1, STEPS + 1)
@@ -188,7 +186,7 @@ def difference(saved: str, name: str, folder: Path) -> float:
     return max(abs(whole[step] - rest[step]) for step in expected)
 
 
-def matrix(names: Sequence[str], folder: Path, *, whole: bool) -> None:
+def matrix(names, folder, *, whole):
     """Prints the cells of setups of one model."""
     width = max(map(len, names)) + 1
     print(" " * width + "".join(f"{name:>{width}}" for name in names), flush=True)
@@ -201,7 +199,7 @@ def matrix(names: Sequence[str], folder: Path, *, whole: bool) -> None:
         print(flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints a matrix for each model."""
     parser = argparse.ArgumentParser(prog="tests.portability", description=__doc__.splitlines()[0])
     parser.add_argument("--of", default=",".join(SETUPS), help="these setups, separated by commas")

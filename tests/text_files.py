@@ -1,14 +1,9 @@
 """Tokenizers, models and conversations for tests, made without a network."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 LLAMA = {
     "model_type": "llama",
@@ -35,12 +30,12 @@ WORDS = re.findall(
 
 
 @cache
-def _trained() -> Any:
+def _trained():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
@@ -50,7 +45,7 @@ def _trained() -> Any:
     return found
 
 
-def tokenizer(folder: Path, *, template: str | None = TEMPLATE, end: str | None = "<|end|>") -> Path:
+def tokenizer(folder, *, template=TEMPLATE, end="<|end|>"):
     """A folder with a byte-level BPE of 400 tokens and a chat template."""
     from transformers import PreTrainedTokenizerFast
 
@@ -60,11 +55,11 @@ def tokenizer(folder: Path, *, template: str | None = TEMPLATE, end: str | None 
     return folder
 
 
-def sentence(numbers: random.Random, longest: int = 20) -> str:
+def sentence(numbers, longest=20):
     return " ".join(numbers.choices(WORDS, k=numbers.randrange(1, longest)))
 
 
-def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+def conversations(count, seed=0):
     """Of several turns, some with a system prompt, some with tools, some that end with a question."""
     numbers, found = random.Random(seed), []
     for index in range(count):
@@ -74,7 +69,7 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
                 {"role": "user", "content": sentence(numbers)},
                 {"role": "assistant", "content": sentence(numbers)},
             ]
-        row: dict[str, Any] = {"messages": messages}
+        row = {"messages": messages}
         if index % 5 == 0:
             row["tools"] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
             messages += [{"role": "tool", "content": "found"}, {"role": "assistant", "content": "yes"}]
@@ -84,7 +79,7 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def jsonl(path: Path, rows: Iterable[Any]) -> Path:
+def jsonl(path, rows):
     """Writes one line for each row."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path

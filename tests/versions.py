@@ -6,14 +6,11 @@
 Each row begins with nothing but a clone of this commit: an empty home, and PATH with the system's folders alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.processes import REPOSITORY
@@ -37,7 +34,7 @@ RESULTS = {
 }
 
 
-def pythons() -> Iterator[tuple[str, str]]:
+def pythons():
     """Yields version and path of each interpreter 3.10 to 3.13 that can make environments."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     seen = set()
@@ -50,7 +47,7 @@ def pythons() -> Iterator[tuple[str, str]]:
                 yield version, str(path)
 
 
-def run(version: str, path: str, typed: str) -> tuple[str, bool]:
+def run(version, path, typed):
     """Returns the row, and whether it ended with the same training and without a FutureWarning."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "TORCH_INDEX", "SSL_"))}
     with tempfile.TemporaryDirectory(prefix="dsframe-versions-") as home:
@@ -66,7 +63,7 @@ def run(version: str, path: str, typed: str) -> tuple[str, bool]:
     return f"| {version} | `{typed}` | {versions} | {result if well else 'failed'} |\n", well
 
 
-def main(only: list[str]) -> int:
+def main(only):
     """Prints the table, writes it into docs/support.md, and returns 1 where a row failed."""
     chosen = [(version, path) for version, path in pythons() if not only or version in only]
     commit = subprocess.check_output(["git", "-C", REPOSITORY, "rev-parse", "--short", "HEAD"], text=True).strip()

@@ -12,8 +12,6 @@ This file is both ends. ``python -S warm.py SOCKET N ARGUMENTS`` asks the server
 that of the first rank that failed, whose peers then get SIGTERM, as torchrun does it. Who ends the asker ends the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -48,7 +46,7 @@ LATE = (
 # The asker. It imports little.
 
 
-def ask(server: str, arguments: list[str]) -> int:
+def ask(server, arguments):
     """Has the server run ``arguments``, the number of ranks before them, here; returns the exit code."""
     request = {"arguments": arguments, "directory": str(Path.cwd()), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
@@ -62,7 +60,7 @@ def ask(server: str, arguments: list[str]) -> int:
 # The server.
 
 
-def serve(path: str) -> None:
+def serve(path):
     """Forks jobs until its standard input ends."""
     import_everything()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # jobs answer for themselves
@@ -81,7 +79,7 @@ def serve(path: str) -> None:
             line.close()
 
 
-def import_everything() -> None:
+def import_everything():
     """What ranks import sooner or later, dsframe's own modules too but for those that run as programs or need what is not here."""
     import importlib
     import pkgutil
@@ -100,7 +98,7 @@ def import_everything() -> None:
     gc.freeze()  # what is imported stays: a rank need not look through it, as DeepSpeed has it do at start
 
 
-def run_job(line: socket.socket, folder: Path) -> int:
+def run_job(line, folder):
     """Reads the request, forks the ranks and waits for all of them. Leaves its session's number in ``folder``."""
     content, (out, err), _, _ = socket.recv_fds(line, LARGEST_REQUEST, 2)
     request = json.loads(content)
@@ -114,7 +112,7 @@ def run_job(line: socket.socket, folder: Path) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    ranks: set[int] = set()
+    ranks = set()
     for rank in range(int(count)):
         process = os.fork()
         if process == 0:
@@ -133,7 +131,7 @@ def run_job(line: socket.socket, folder: Path) -> int:
     return 0
 
 
-def run_program(arguments: list[str]) -> None:
+def run_program(arguments):
     """As ``python ARGUMENTS`` would, ``-m MODULE`` or a file first; never returns."""
     import atexit
     import random
@@ -163,14 +161,14 @@ def run_program(arguments: list[str]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def wait(ranks: set[int], line: socket.socket) -> int:
+def wait(ranks, line):
     """Until no rank is left; the first code that is not 0. Ends all where one has failed or the asker is gone."""
     first, patience = 0, None
     while ranks:
@@ -189,7 +187,7 @@ def wait(ranks: set[int], line: socket.socket) -> int:
     return first
 
 
-def send(ranks: set[int], number: int) -> None:
+def send(ranks, number):
     for rank in ranks:
         os.kill(rank, number)
 

@@ -8,8 +8,6 @@
 instead of one line. Each attack's chance is its own: its seed, its name and its number.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import signal
@@ -17,14 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.attack import ATTACKS
 from tests.attack.arena import UntriedError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints a line for each try, then the table; returns how many were lost."""
     parser = argparse.ArgumentParser(prog="tests.attack", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -38,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"seed {options.seed}", flush=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this in the background
     counts = {name: [0, 0, 0] for name in names}
-    untried: dict[str, str] = {}
+    untried = {}
     end = time.monotonic() + 60 * options.minutes
     for number in range(options.first, options.first + options.tries):
         for name in names:

@@ -1,7 +1,5 @@
 """What every attack needs: a short training, its undisturbed losses, and what it means that something is lost."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json
@@ -10,14 +8,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
 from tests.files import ds_config, write_json
 from tests.portability import losses
-from tests.processes import Finished, Running, free_port, python, run_ranks
+from tests.processes import free_port, python, run_ranks
 
 STEPS, EVERY = 24, 4
 
@@ -30,20 +27,20 @@ class UntriedError(Exception):
     """This machine cannot be attacked so; with the reason."""
 
 
-def kept() -> Path:
+def kept():
     """A folder that is there until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="dsframe-attack-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def held(condition: object, what: str, finished: object = "") -> None:
+def held(condition, what, finished=""):
     """Raises LostError unless ``condition``."""
     if not condition:
         raise LostError(f"{what}\n{finished}")
 
 
-def write(folder: Path, *, ranks: int = 2, **settings: object) -> None:
+def write(folder, *, ranks=2, **settings):
     """The training's file; ``settings`` go into its dsframe section."""
     dsframe = {
         "engine": "ddp" if ranks > 1 else "single",
@@ -59,15 +56,15 @@ def write(folder: Path, *, ranks: int = 2, **settings: object) -> None:
 
 
 def train(
-    folder: Path,
-    *arguments: str,
-    ranks: int = 1,
-    launch: tuple[str, ...] = (),
-    env: Mapping[str, str | None] | None = None,
-    during: Callable[[Running], None] | None = None,
-    seconds: float = 120.0,
-    **settings: object,
-) -> Finished:
+    folder,
+    *arguments,
+    ranks=1,
+    launch=(),
+    env=None,
+    during=None,
+    seconds=120.0,
+    **settings,
+):
     """One run in ``folder/run``, by python or torchrun; ``launch``: by ``dsframe launch`` with these options."""
     write(folder, ranks=ranks, **settings)
     training = ["--config", "attack.json", "--run-dir", "run", *arguments]
@@ -81,7 +78,7 @@ def train(
     return run_ranks(command, cwd=folder, env=variables, timeout_seconds=seconds, while_running=during)
 
 
-def started(ranks: int, training: str, wrap: str = "") -> str:
+def started(ranks, training, wrap=""):
     """A shell's lines that start ranks without a launcher: what they print is theirs alone, and none is ended for another."""
     port, lines = free_port(), []
     for rank in range(ranks):
@@ -91,18 +88,18 @@ def started(ranks: int, training: str, wrap: str = "") -> str:
 
 
 @functools.cache
-def _expected(ranks: int, settings: str) -> dict[int, float]:
+def _expected(ranks, settings):
     with tempfile.TemporaryDirectory() as name:
         train(Path(name), ranks=ranks, **json.loads(settings)).check()
         return losses(Path(name, "run"))
 
 
-def expected(ranks: int, **settings: object) -> dict[int, float]:
+def expected(ranks, **settings):
     """The losses of a run that nobody attacks."""
     return _expected(ranks, json.dumps(settings))
 
 
-def whole(folder: Path, ranks: int = 1, *, run: str = "run", **settings: object) -> None:
+def whole(folder, ranks=1, *, run="run", **settings):
     """The run came to its end as if nothing had happened."""
     found, wanted = losses(folder / run), expected(ranks, **settings)
     held(found == wanted, f"losses differ: {sorted(set(found.items()) ^ set(wanted.items()))[:4]}")
@@ -111,23 +108,23 @@ def whole(folder: Path, ranks: int = 1, *, run: str = "run", **settings: object)
     held(not damaged, f"damaged: {damaged}")
 
 
-def told(finished: Finished, *codes: int) -> None:
+def told(finished, *codes):
     """It ended with one of ``codes`` (any but 0, where there are none), and said so without a traceback."""
     held(finished.returncode in codes if codes else finished.returncode, f"exit code {finished.returncode}", finished)
     traceback = re.search(r"^(\[rank \d+\] )?Traceback .*(?:\n(?!\[rank).*){0,60}", finished.output, re.MULTILINE)
     held(not traceback or "torch.distributed.elastic" in traceback[0], "a traceback instead of a line", finished)
 
 
-def goes_on(folder: Path, ranks: int = 1, **settings: object) -> None:
+def goes_on(folder, ranks=1, **settings):
     """What was saved is there: going on from it is the undisturbed training."""
     saved = [path.name for path in Store(folder / "run" / "checkpoints").newest_first()]
-    finished = train(folder, "--resume", "auto", ranks=ranks, **settings)  # type: ignore[arg-type]
+    finished = train(folder, "--resume", "auto", ranks=ranks, **settings)
     held(finished.returncode == 0, f"does not go on after {saved}", finished)
     whole(folder, ranks, **settings)
 
 
 @functools.cache
-def interposed() -> str:
+def interposed():
     """The library of interpose.c. Raises UntriedError where there is no compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
@@ -145,12 +142,12 @@ def interposed() -> str:
     return str(target)
 
 
-def disk(order: str) -> dict[str, str]:
+def disk(order):
     """The environment of processes whose disk fails as ``order`` says (interpose.c)."""
     return {"LD_PRELOAD": interposed(), "ATTACK_DISK": order}
 
 
-def needs_root() -> None:
+def needs_root():
     """Raises UntriedError for who may not mount."""
     if os.getuid() != 0:
         raise UntriedError("needs root")

@@ -1,21 +1,16 @@
 """Wall clocks that jump, and hosts whose clocks differ by hours."""
 
-from __future__ import annotations
-
-import random
-from pathlib import Path
-
-from tests.attack.arena import Running, goes_on, interposed, told, train, whole
+from tests.attack.arena import goes_on, interposed, told, train, whole
 
 HOUR = 3600
 
 
-def jumps(folder: Path, chance: random.Random) -> str:
+def jumps(folder, chance):
     """The clock is set in the middle of a training, by hours or years, to and fro."""
     clock, jump = folder / "clock", chance.choice([-90 * 24 * HOUR, -HOUR, HOUR, 900 * 24 * HOUR])
     clock.write_text("0")
 
-    def during(running: Running) -> None:
+    def during(running):
         running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
         for offset in (jump, 0, -jump // 2):
             clock.write_text(str(offset))
@@ -28,13 +23,13 @@ def jumps(folder: Path, chance: random.Random) -> str:
     return f"the clock jumps by {jump / HOUR:+,.0f} h and back"
 
 
-def differ(folder: Path, chance: random.Random) -> str:
+def differ(folder, chance):
     """Each rank's clock says another hour; one is then asked to stop."""
     clock, hours = folder / "clock", [chance.randrange(-48, 48) for _ in range(2)]
     for rank, offset in enumerate(hours):
         clock.with_name(f"clock.{rank}").write_text(str(offset * HOUR))
 
-    def stop(running: Running) -> None:
+    def stop(running):
         running.wait_for(lambda: "step-00000008" in running.output, timeout_seconds=60, what="a save")
         running.ranks()[chance.randrange(2)].terminate()
 

@@ -1,31 +1,26 @@
 """Disks that fail, are full, or lie as network file systems do."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
-import random
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
-from tests.attack.arena import Running, disk, goes_on, held, needs_root, told, train
+from tests.attack.arena import disk, goes_on, held, needs_root, told, train
 
 PLACES = ("/checkpoints/", "/run/", ".safetensors", "manifest.json", "latest", "metrics.jsonl", "rng.json")
 
 
-def fails(folder: Path, chance: random.Random) -> str:
+def fails(folder, chance):
     """Calls on the run's files fail, once or for ever; the disk is well again afterwards."""
     number = chance.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
     return _faulty(folder, chance, ["write", "fsync", "open", "rename", "mkdir"], number)
 
 
-def stale(folder: Path, chance: random.Random) -> str:
+def stale(folder, chance):
     """As on NFS after a server's restart: handles are stale."""
     return _faulty(folder, chance, ["write", "fsync", "open"], errno.ESTALE)
 
 
-def _faulty(folder: Path, chance: random.Random, operations: list[str], number: int) -> str:
+def _faulty(folder, chance, operations, number):
     operation, place = chance.choice(operations), chance.choice(PLACES)
     times = chance.choice([1, 2, 10_000])
     ranks = chance.choice([1, 1, 2])
@@ -42,7 +37,7 @@ def _faulty(folder: Path, chance: random.Random, operations: list[str], number: 
     return f"{tried}: ended with {finished.returncode}"
 
 
-def renames_late(folder: Path, chance: random.Random) -> str:
+def renames_late(folder, chance):
     """A rename that returns before it has taken place."""
     place = chance.choice(["/step-", "/latest", "manifest.json", "metrics.jsonl", "summary.json"])
     order = f"rename:0:{place}:{chance.randrange(5)}:{chance.choice([1, 10_000])}"
@@ -54,7 +49,7 @@ def renames_late(folder: Path, chance: random.Random) -> str:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
+def mounted(folder, options):
     """A file system in memory, at ``folder/run``."""
     needs_root()
     target = folder / "run"
@@ -66,7 +61,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(target)], check=False, capture_output=True)
 
 
-def no_inodes(folder: Path, chance: random.Random) -> str:
+def no_inodes(folder, chance):
     """A file system without a free inode; then there are some again."""
     inodes = chance.randrange(8, 40)
     with mounted(folder, f"size=64m,nr_inodes={inodes}") as target:
@@ -78,11 +73,11 @@ def no_inodes(folder: Path, chance: random.Random) -> str:
     return f"{inodes} inodes: exit code {finished.returncode}"
 
 
-def full(folder: Path, chance: random.Random) -> str:
+def full(folder, chance):
     """A disk that fills up during training, by another's file, and is emptied again."""
     with mounted(folder, "size=400k") as target:
 
-        def fill(running: Running) -> None:
+        def fill(running):
             running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
             with contextlib.suppress(OSError), (target / "another's").open("wb", buffering=0) as file:
                 for _ in range(1000):

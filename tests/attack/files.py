@@ -1,20 +1,15 @@
 """Files from somebody else: run directories for report and compare, checkpoints for export."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
-import random
 import shutil
-from pathlib import Path
-from typing import Any
 
 from tests.attack.arena import held, kept, train
 from tests.attack.disks import mounted
-from tests.processes import Finished, python, run_ranks
+from tests.processes import python, run_ranks
 
-NASTY: tuple[Any, ...] = (
+NASTY = (
     "<script>alert(1)</script>", "</script><svg onload=alert(1)>", "\x1b[2J\x1b]0;title\x07", "\u202etxt.exe", "../" * 20 + "etc/x",
     "\ud800", "a\nb", 10**400, -1, 1e308, float("nan"), float("inf"), None, True, [], {}, [[]], {"a": {"b": []}}, "", "1",
 )  # fmt: skip
@@ -22,13 +17,13 @@ FILES = ("run.json", "config.json", "metrics.jsonl", "summary.json")
 
 
 @functools.cache
-def a_run() -> Path:
+def a_run():
     folder = kept()
     train(folder).check()
     return folder / "run"
 
 
-def _everything(folder: Path) -> dict[str, bytes]:
+def _everything(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -36,7 +31,7 @@ def _everything(folder: Path) -> dict[str, bytes]:
     }
 
 
-def _one_value(chance: random.Random, value: Any) -> Any:
+def _one_value(chance, value):
     """``value`` with something nasty somewhere in it."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         key = chance.choice(list(value))
@@ -50,7 +45,7 @@ def _one_value(chance: random.Random, value: Any) -> Any:
     return chance.choice(NASTY)
 
 
-def _spoil(path: Path, outside: Path, chance: random.Random) -> str:
+def _spoil(path, outside, chance):
     how = chance.choice(["value"] * 6 + ["bytes", "fifo", "device", "link out", "deep", "folder", "loop", "gone"])
     if how == "value":
         lines = path.read_text().split("\n") if path.suffix == ".jsonl" else [path.read_text()]
@@ -78,14 +73,14 @@ def _spoil(path: Path, outside: Path, chance: random.Random) -> str:
     return how
 
 
-def _asked(folder: Path, *words: str) -> Finished:
+def _asked(folder, *words):
     finished = run_ranks(python(["-m", "dsframe.cli", *words]), cwd=folder, timeout_seconds=60)
     held("Traceback" not in finished.output, "a traceback instead of a line", finished)
     held(all(letter.isprintable() or letter in "\n" for letter in finished.output), "control characters", finished)
     return finished
 
 
-def run_directory(folder: Path, chance: random.Random) -> str:
+def run_directory(folder, chance):
     """``dsframe report`` and ``compare`` of a directory in which a file or two are another's."""
     shutil.copytree(a_run(), folder / "theirs", symlinks=True)
     shutil.copytree(a_run(), folder / "mine", symlinks=True)
@@ -113,7 +108,7 @@ def run_directory(folder: Path, chance: random.Random) -> str:
     return f"{', '.join(tried)}: exit codes {codes}"
 
 
-def tokenizer_path(folder: Path, chance: random.Random) -> str:
+def tokenizer_path(folder, chance):
     """``dsframe export --to huggingface`` of a checkpoint whose manifest names another's tokenizer, or a model of code."""
     from dsframe.checkpoint.store import MANIFEST, dump, read_manifest
 
@@ -165,7 +160,7 @@ def tokenizer_path(folder: Path, chance: random.Random) -> str:
     return f"tokenizer {place!r}: exit code {finished.returncode}"
 
 
-def full_export(folder: Path, chance: random.Random) -> str:
+def full_export(folder, chance):
     """``dsframe export`` to a disk that fills up meanwhile; then there is room again."""
     to, dtype = chance.choice(["safetensors", "torch"]), chance.choice(["float32", "bfloat16", "float16"])
     checkpoint = a_run() / "checkpoints" / "step-00000024"

@@ -1,35 +1,31 @@
 """Processes that are killed, and signals to those who wait for them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from dsframe.errors import StoppedError
-from tests.attack.arena import EVERY, Running, UntriedError, goes_on, held, needs_root, told, train, whole
+from tests.attack.arena import EVERY, UntriedError, goes_on, held, needs_root, told, train, whole
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def _in_training(running: Running, chance: random.Random) -> None:
+def _in_training(running, chance):
     first = chance.choice(["step-00000004", "step-00000008", "step-00000012"])
     running.wait_for(lambda: first in running.output, timeout_seconds=60, what=first)
     time.sleep(chance.random() * 0.5)
 
 
-def kill(folder: Path, chance: random.Random, **settings: object) -> str:
+def kill(folder, chance, **settings):
     """SIGKILL to one of two ranks, as the kernel does where memory is short."""
     rank = chance.randrange(2)
 
-    def strike(running: Running) -> None:
+    def strike(running):
         _in_training(running, chance)
         running.ranks()[rank].kill()
 
@@ -39,7 +35,7 @@ def kill(folder: Path, chance: random.Random, **settings: object) -> str:
     return f"rank {rank} of 2 killed: exit code {finished.returncode}"
 
 
-def kill_stateful(folder: Path, chance: random.Random) -> str:
+def kill_stateful(folder, chance):
     """The same, of a model that keeps more than weights and moments from step to step."""
     kind = chance.choice(["Centre", "Codebook", "Limited", "Dropping"])
     settings = {"task": {"name": f"tests.attack.stateful_tasks:{kind}"}, "engine": chance.choice(["ddp", "deepspeed"])}
@@ -51,7 +47,7 @@ def kill_stateful(folder: Path, chance: random.Random) -> str:
 
 
 @contextlib.contextmanager
-def _short_of_memory(limit: str) -> Iterator[Path]:
+def _short_of_memory(limit):
     """A control group with a limit that the kernel keeps to, which is tried first."""
     needs_root()
     old = CGROUPS / "memory"
@@ -77,11 +73,11 @@ def _short_of_memory(limit: str) -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def out_of_memory(folder: Path, chance: random.Random) -> str:
+def out_of_memory(folder, chance):
     """One rank is in a control group whose memory ends; the kernel kills it."""
     with _short_of_memory("64M") as group:
 
-        def strike(running: Running) -> None:
+        def strike(running):
             _in_training(running, chance)
             (group / "cgroup.procs").write_text(str(running.ranks()[1].pid))
 
@@ -92,7 +88,7 @@ def out_of_memory(folder: Path, chance: random.Random) -> str:
     return f"one rank out of memory: exit code {finished.returncode}"
 
 
-def launcher_signals(folder: Path, chance: random.Random) -> str:
+def launcher_signals(folder, chance):
     """Signals to ``dsframe launch --restarts``, once or twice, in any order, at any moment."""
     signals = [
         chance.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
@@ -100,7 +96,7 @@ def launcher_signals(folder: Path, chance: random.Random) -> str:
     ]
     gap = chance.choice([0.0, 0.2, 6.0])
 
-    def strike(running: Running) -> None:
+    def strike(running):
         if chance.random() < 0.7:
             _in_training(running, chance)
         else:
@@ -123,12 +119,12 @@ def launcher_signals(folder: Path, chance: random.Random) -> str:
     return f"{names} to the launcher, {gap} s apart: exit code {finished.returncode}"
 
 
-def double_interrupt(folder: Path, chance: random.Random) -> str:
+def double_interrupt(folder, chance):
     """Ctrl-C twice, as a terminal does it: to the whole foreground group."""
     gap = chance.choice([0.05, 0.5, 2.0])
     by = chance.choice(["python", "launch"])
 
-    def strike(running: Running) -> None:
+    def strike(running):
         _in_training(running, chance)
         for _ in range(2):
             with contextlib.suppress(ProcessLookupError):
@@ -143,11 +139,11 @@ def double_interrupt(folder: Path, chance: random.Random) -> str:
     return f"Ctrl-C twice, {gap} s apart, to {by}: exit code {finished.returncode}"
 
 
-def reader(folder: Path, chance: random.Random) -> str:
+def reader(folder, chance):
     """A process that reads data is killed, or stopped."""
     number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
 
-    def strike(running: Running) -> None:
+    def strike(running):
         _in_training(running, chance)
         rank = running.ranks().get(0) or psutil.Process(running.process.pid)
         readers = [one for one in rank.children(recursive=True) if "resource_tracker" not in " ".join(one.cmdline())]

@@ -1,23 +1,19 @@
 """Strangers on the network: garbage and half-open connections at a run's ports, a process that speaks to its store, a cut link."""
 
-from __future__ import annotations
-
 import contextlib
-import random
 import shutil
 import socket
 import threading
 import time
-from pathlib import Path
 
 import psutil
 
-from tests.attack.arena import Running, UntriedError, goes_on, held, needs_root, told, train, whole, write
+from tests.attack.arena import UntriedError, goes_on, held, needs_root, told, train, whole, write
 from tests.cluster.network import NODES, Network
 from tests.processes import free_port, run_ranks
 
 
-def _ports(running: Running) -> set[tuple[str, int]]:
+def _ports(running):
     found = set()
     for process in running.processes():
         with contextlib.suppress(psutil.Error):
@@ -27,22 +23,22 @@ def _ports(running: Running) -> set[tuple[str, int]]:
     return {(ip if ip != "0.0.0.0" else "127.0.0.1", port) for ip, port in found}
 
 
-def _connected(place: tuple[str, int]) -> socket.socket | None:
+def _connected(place):
     with contextlib.suppress(OSError):
         return socket.create_connection(place, timeout=1)
     return None
 
 
-def _strangers(chance: random.Random, kind: str, when: str) -> tuple[list[int], object]:
+def _strangers(chance, kind, when):
     """A function for ``during``: comes to every port of the run, ``kind`` of visit, at the start or while it trains."""
-    visited: list[int] = []
+    visited = []
 
-    def come(running: Running) -> None:
+    def come(running):
         if when == "while it trains":
             running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
         else:
             running.wait_for(lambda: _ports(running), timeout_seconds=60, what="a port")
-        open_ones: list[socket.socket] = []
+        open_ones = []
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             for place in _ports(running):
@@ -67,10 +63,10 @@ def _strangers(chance: random.Random, kind: str, when: str) -> tuple[list[int], 
     return visited, come
 
 
-def _visited(folder: Path, chance: random.Random, kind: str) -> str:
+def _visited(folder, chance, kind):
     when = chance.choice(["at the start", "while it trains"])
     visited, come = _strangers(chance, kind, when)
-    finished = train(folder, ranks=2, during=come, env={"STEP_SECONDS": "0.1"}, seconds=150)  # type: ignore[arg-type]
+    finished = train(folder, ranks=2, during=come, env={"STEP_SECONDS": "0.1"}, seconds=150)
     if finished.returncode:
         held("Traceback" not in finished.output, "a traceback instead of a line", finished)
         goes_on(folder, 2)
@@ -79,23 +75,23 @@ def _visited(folder: Path, chance: random.Random, kind: str) -> str:
     return f"{kind} at {len(set(visited))} ports {when}, {len(visited)} connections: exit code {finished.returncode}"
 
 
-def garbage(folder: Path, chance: random.Random) -> str:
+def garbage(folder, chance):
     """Bytes that mean nothing to who listens there."""
     return _visited(folder, chance, "garbage")
 
 
-def half_open(folder: Path, chance: random.Random) -> str:
+def half_open(folder, chance):
     """Connections that say nothing and stay, or say half a message."""
     return _visited(folder, chance, chance.choice(["half-open", "half a message"]))
 
 
-def stranger(folder: Path, chance: random.Random) -> str:
+def stranger(folder, chance):
     """A process that speaks the store's language takes keys away and writes others: docs/security.md says what it can do."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
-    taken: list[str] = []
+    taken = []
 
-    def come(running: Running) -> None:
+    def come(running):
         running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
         port = next(
             int(value)
@@ -118,11 +114,11 @@ def stranger(folder: Path, chance: random.Random) -> str:
     return f"{len(taken)} keys of the store altered while it trains: exit code {finished.returncode}"
 
 
-def loopback(folder: Path, chance: random.Random) -> str:
+def loopback(folder, chance):
     """What a run on one host opens cannot be reached from another: every listening address is the loopback's."""
-    found: list[str] = []
+    found = []
 
-    def look(running: Running) -> None:
+    def look(running):
         running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
         for process in running.processes():
             with contextlib.suppress(psutil.Error):
@@ -138,7 +134,7 @@ def loopback(folder: Path, chance: random.Random) -> str:
 class _Hosts(Network):
     """Two hosts without ssh: their ranks are started side by side."""
 
-    def __enter__(self) -> _Hosts:
+    def __enter__(self):
         needs_root()
         if not (shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin") and shutil.which("nsenter")):
             raise UntriedError("needs ip and nsenter (iproute2, util-linux)")
@@ -149,7 +145,7 @@ class _Hosts(Network):
             raise UntriedError(f"no network namespaces: {error}") from None
         return self
 
-    def started(self) -> list[str]:
+    def started(self):
         """A shell that starts a rank on each host."""
         port, lines = free_port(), []
         for rank, name in enumerate(self._names.values()):
@@ -159,12 +155,12 @@ class _Hosts(Network):
         return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
 
 
-def two_hosts(folder: Path, chance: random.Random) -> str:
+def two_hosts(folder, chance):
     """The cable between two hosts is pulled, for good or for a moment, or a rank killed on one of them."""
     how = chance.choice(["cut", "cut for 3 s", "rank 0 killed", "rank 1 killed"])
     with _Hosts(folder / "network") as hosts:
 
-        def strike(running: Running) -> None:
+        def strike(running):
             first = chance.choice(["step-00000004", "step-00000008", "step-00000012"])
             running.wait_for(lambda: first in running.output, timeout_seconds=90, what=first)
             time.sleep(chance.random() / 2)

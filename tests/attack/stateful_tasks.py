@@ -1,19 +1,16 @@
 """Models and losses that keep something from step to step; a step takes ``STEP_SECONDS``, from the third one on."""
 
-from __future__ import annotations
-
 import os
 import time
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.run_dir.outcome import reporter
 from tests.engines import foreign_tasks
 
 
 class _Slow(foreign_tasks.Rows):
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")) if reporter().step > 1 else 0.0)
         return super().loss(outputs, targets)
 
@@ -33,5 +30,5 @@ class Limited(_Slow, foreign_tasks.MaxNorm):
 class Dropping(_Slow):
     """Draws random numbers, and keeps the statistics of each rank's rows."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))

@@ -1,9 +1,5 @@
 """One small training, for hosts that share this machine."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from dsframe.run_dir.record import read_metrics
 from tests.files import ds_config, write_json
 
@@ -20,13 +16,13 @@ CONFIG = ds_config(
 )
 
 
-def write(folder: Path, **settings: object) -> Path:
+def write(folder, **settings):
     """The training's file; ``settings`` go into its dsframe section."""
     path = folder / "small.json"
-    write_json(path, CONFIG | {"dsframe": CONFIG["dsframe"] | settings})  # type: ignore[operator]
+    write_json(path, CONFIG | {"dsframe": CONFIG["dsframe"] | settings})
     return path
 
 
-def losses(run_dir: Path) -> list[float]:
+def losses(run_dir):
     """By step."""
     return [record["loss"] for record in read_metrics(run_dir) if "loss" in record]

@@ -6,8 +6,6 @@
 They share the file system, as hosts of a cluster do. Everything is in ``folder`` and in the namespaces, which go away afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -15,9 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 NODES = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 INTERFACE = "eth0"  # Horovod wants one name on all hosts
@@ -47,7 +43,7 @@ PermitRootLogin prohibit-password
 
 
 @functools.cache
-def missing() -> str:
+def missing():
     """Why there can be no such network here; empty where there can: one has been made, and its hosts have reached each other."""
     if os.getuid() != 0:
         return "network namespaces need root"
@@ -64,18 +60,18 @@ def missing() -> str:
     return ""
 
 
-def _path() -> str:
+def _path():
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 class Network:
     """Two hosts, while it is entered."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self._names = {node: f"dsframe-{os.getpid()}-{node}" for node in NODES}
 
-    def __enter__(self) -> Network:
+    def __enter__(self):
         folder = self.folder
         (folder / "ssh").mkdir(parents=True)
         folder.chmod(0o700)
@@ -98,12 +94,10 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self._remove()
 
-    def on(self, node: str, command: Sequence[str]) -> list[str]:
+    def on(self, node, command):
         """The command that runs ``command`` on a host."""
         namespace = f"--net=/run/netns/{self._names[node]}"
         return [
@@ -121,20 +115,20 @@ class Network:
             *command,
         ]
 
-    def cut(self, node: str = "node2") -> None:
+    def cut(self, node="node2"):
         """Takes a host's end of the cable down: what is sent is lost, and nobody is told."""
         _call("ip", "-n", self._names[node], "link", "set", INTERFACE, "down")
 
-    def mend(self, node: str = "node2") -> None:
+    def mend(self, node="node2"):
         """Puts it up again."""
         _call("ip", "-n", self._names[node], "link", "set", INTERFACE, "up")
 
-    def processes(self, node: str) -> list[int]:
+    def processes(self, node):
         """What runs on a host, its ssh servers aside."""
         listed = _call("ip", "netns", "pids", self._names[node]).split()
         return [int(pid) for pid in listed if "sshd" not in _command(int(pid))]
 
-    def _wire(self) -> None:
+    def _wire(self):
         for name in self._names.values():
             _call("ip", "netns", "add", name)
         first, second = self._names.values()
@@ -144,7 +138,7 @@ class Network:
             for device in ("lo", INTERFACE):
                 _call("ip", "-n", name, "link", "set", device, "up")
 
-    def _remove(self) -> None:
+    def _remove(self):
         for name in self._names.values():
             if not Path("/run/netns", name).exists():
                 continue
@@ -156,7 +150,7 @@ class Network:
             _call("ip", "netns", "del", name)
 
 
-def with_kill(pid: int) -> None:
+def with_kill(pid):
     """Ends one of the namespace's processes, all of which are ours."""
     try:
         os.kill(pid, signal.SIGKILL)
@@ -164,14 +158,14 @@ def with_kill(pid: int) -> None:
         return
 
 
-def _command(pid: int) -> str:
+def _command(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
         return "sshd, gone meanwhile"
 
 
-def _call(*command: str) -> str:
+def _call(*command):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

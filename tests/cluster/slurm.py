@@ -1,15 +1,11 @@
 """Slurm on the two hosts of a network: a controller, two compute nodes and munge, all in the network's folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import time
-from pathlib import Path
-from types import TracebackType
 
-from tests.cluster.network import NODES, Network
+from tests.cluster.network import NODES
 
 # A job that is preempted is requeued after its grace time. A job in the queue again may start after cred_expire seconds.
 CONFIG = """
@@ -54,7 +50,7 @@ COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 READY_SECONDS = 30.0
 
 
-def missing() -> str:
+def missing():
     """Which package lacks; empty where none does."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     lacking = [command for command in COMMANDS if not shutil.which(command, path=path)]
@@ -68,11 +64,11 @@ class DoesNotStartError(RuntimeError):
 class Slurm:
     """A cluster of two nodes, while it is entered."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network, folder):
         self._network, self._folder = network, folder
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    def __enter__(self) -> Slurm:
+    def __enter__(self):
         folder = self._folder
         (folder / "state").mkdir(parents=True)
         nodes = [f"NodeName={node} NodeAddr={address} CPUs=4 State=UNKNOWN" for node, address in NODES.items()]
@@ -98,26 +94,24 @@ class Slurm:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         """Nothing to do: everything runs on the network's hosts and ends with them."""
 
-    def _last_words(self) -> str:
+    def _last_words(self):
         """The last line of each daemon's log."""
         logs = {path.name: path.read_text(errors="replace").splitlines() for path in sorted(self._folder.glob("*.log"))}
         return "".join(f"; {name}: {lines[-1]}" for name, lines in logs.items() if lines)
 
-    def submit(self, *options: str, folder: Path, environment: dict[str, str]) -> str:
+    def submit(self, *options, folder, environment):
         """``sbatch`` from the first host; the job's number."""
         return self.call("node1", "sbatch", "--parsable", *options, cwd=folder, environment=environment).strip()
 
-    def state(self, job: str) -> dict[str, str]:
+    def state(self, job):
         """What ``scontrol`` says about a job, such as JobState, Restarts, ExitCode."""
         words = self.call("node1", "scontrol", "-o", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
-    def call(self, node: str, *command: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> str:
+    def call(self, node, *command, cwd=None, environment=None):
         """Runs a command on a host of the cluster; what it printed."""
         variables = (environment or dict(os.environ)) | self.environment
         variables["PATH"] += os.pathsep + "/usr/sbin"

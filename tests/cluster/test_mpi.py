@@ -1,11 +1,8 @@
 """Horovod over MPI: under mpirun, under horovodrun, and on two hosts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +17,14 @@ MPIRUN = ["mpirun", "-np", "2", *AS_ROOT, "--oversubscribe", "--bind-to", "none"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mpi() -> None:
+def mpi():
     probe = [sys.executable, "-c", "import horovod.torch as hvd; print(hvd.mpi_built())"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
     if done.stdout.strip() != "True":
         pytest.skip("this Horovod has no MPI: install openmpi-bin and libopenmpi-dev, then make setup")
 
 
-def test_under_mpirun_and_horovodrun(tmp_path: Path) -> None:
+def test_under_mpirun_and_horovodrun(tmp_path):
     jobs.write(tmp_path)
     for launcher in (MPIRUN, ["horovodrun", "--mpi", "-np", "2"]):
         command = [*launcher, "python", *TRAIN, launcher[0]]
@@ -44,7 +41,7 @@ def test_under_mpirun_and_horovodrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_on_two_hosts(tmp_path: Path) -> None:
+def test_on_two_hosts(tmp_path):
     jobs.write(tmp_path)
     hosts = ["-H", "node1:1,node2:1"]
     launch = ["python", "-m", "dsframe.cli", "launch", "--launcher", "mpirun", *hosts, *TRAIN[2:], "launch"]

@@ -1,13 +1,9 @@
 """Slurm, for real: the script of docs/how_to/slurm.md, preempted, at its time limit, and after a lost node."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +21,7 @@ MARK = f"dsframe-slurm-test-{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(network.Network(folder / "network"))
@@ -37,13 +33,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     end(MARK)
 
 
-def script(folder: Path) -> str:
+def script(folder):
     """The page's batch script, in a file."""
     (path := folder / "slurm.sbatch").write_text(LINES)
     return str(path)
 
 
-def shell(folder: Path) -> dict[str, str]:
+def shell(folder):
     """The environment of a shell in which dsframe's is active."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "dsframe").write_text('#!/bin/sh\nexec python -m dsframe.cli "$@"\n')
@@ -52,9 +48,7 @@ def shell(folder: Path) -> dict[str, str]:
     return variables | {"PATH": f"{folder / 'bin'}:{variables['PATH']}"}
 
 
-def wait(
-    cluster: Slurm, job: str, until: Callable[[dict[str, str]], object], folder: Path, seconds: float
-) -> dict[str, str]:
+def wait(cluster, job, until, folder, seconds):
     limit = time.monotonic() + seconds
     while not until(state := cluster.state(job)):
         written = "".join(path.read_text() for path in folder.glob("*.out"))
@@ -63,11 +57,11 @@ def wait(
     return state
 
 
-def ended(state: dict[str, str]) -> bool:
+def ended(state):
     return state["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-def test_one_node(cluster: Slurm, tmp_path: Path) -> None:
+def test_one_node(cluster, tmp_path):
     jobs.write(tmp_path, threads_per_rank=None)
     words = ["--ntasks=2", "--cpus-per-task=2", script(tmp_path), *TRAINING]
     job = cluster.submit(*words, folder=tmp_path, environment=shell(tmp_path) | {"OMP_NUM_THREADS": "1"})
@@ -81,17 +75,17 @@ def test_one_node(cluster: Slurm, tmp_path: Path) -> None:
     assert jobs.losses(tmp_path / "run") == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
 
 
-def preempted(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+def preempted(cluster, job, words, folder):
     urgent = folder / "urgent.sh"
     urgent.write_text("#!/bin/sh\nsleep 1\n")
     cluster.submit("--partition=high", *words, str(urgent), folder=folder, environment=shell(folder / "urgent"))
 
 
-def at_the_time_limit(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+def at_the_time_limit(cluster, job, words, folder):
     cluster.call("node1", "scontrol", "update", f"JobId={job}", "TimeLimit=1")
 
 
-def lost_node(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+def lost_node(cluster, job, words, folder):
     cluster.call("node1", "scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     wait(cluster, job, lambda state: int(state["Restarts"]), folder, 60)
     with contextlib.suppress(RuntimeError):  # its daemon may have come back by itself
@@ -103,7 +97,7 @@ def lost_node(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
     [preempted, pytest.param(at_the_time_limit, marks=pytest.mark.long), lost_node],
     ids=lambda each: each.__name__,
 )
-def test_interrupted_on_two_nodes(interrupt: Callable[..., None], cluster: Slurm, tmp_path: Path) -> None:
+def test_interrupted_on_two_nodes(interrupt, cluster, tmp_path):
     """It is requeued, continues from what was saved, and ends as if nothing had been."""
     task = {"name": "tests.faults.slow_task:SlowTask"}
     steps = 1600 if interrupt is at_the_time_limit else 300

@@ -1,10 +1,5 @@
 """Two hosts, for real: every launcher trains the same on them as one host does."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.cluster import jobs
@@ -31,13 +26,13 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+def network(tmp_path_factory):
     with Network(tmp_path_factory.mktemp("network") / "here") as network:
         yield network
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("expected")
     jobs.write(folder)
     run_ranks(python([*TRAIN, "--engine", "single"]), cwd=folder, timeout_seconds=90).check()
@@ -51,7 +46,7 @@ LONG = {"dsframe launch --engine horovod"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in COMMANDS]
 )
-def test_the_same_losses_as_on_one_host(name: str, network: Network, expected: list[float], tmp_path: Path) -> None:
+def test_the_same_losses_as_on_one_host(name, network, expected, tmp_path):
     jobs.write(tmp_path)
     (tmp_path / "hosts").write_text("".join(f"{node} slots=1\n" for node in NODES))
     port = str(free_port())

@@ -4,11 +4,8 @@ torchrun --nproc-per-node=2 -m tests.engines.again ENGINE[:STAGE] ...
 horovodrun -np 2 python -m tests.engines.again TIMES
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
-from typing import Any
 
 import torch
 
@@ -22,9 +19,9 @@ from tests.files import ds_config
 TASK = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 
 
-def train(number: int, engine: str, stage: str) -> float:
+def train(number, engine, stage):
     """The last loss of four steps."""
-    file: dict[str, Any] = ds_config(
+    file = ds_config(
         8,
         "AdamW",
         0.001,
@@ -39,7 +36,7 @@ def train(number: int, engine: str, stage: str) -> float:
     return execute(load(file), quiet=True).loss
 
 
-def start_again(times: int) -> None:
+def start_again(times):
     """Horovod alone, quickly: ranks do not leave its rings in one order."""
     import horovod.torch as hvd
 

@@ -1,12 +1,8 @@
 """Batches that are no tensors: packed and nested sequences, graphs of an object's own class."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from dsframe import Task
 
@@ -17,55 +13,55 @@ ROWS = 48
 class _Sequences(Task):
     """Rows of different lengths, with one label each."""
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         lengths = torch.randint(2, 7, (ROWS,), generator=draw).tolist()
         return [
             (torch.randn(length, 4, generator=draw), int(torch.randint(3, (), generator=draw))) for length in lengths
         ]
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
 
 class _Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
 
-    def forward(self, inputs: PackedSequence) -> Tensor:
+    def forward(self, inputs):
         return self.head(self.body(inputs)[1][-1])
 
 
 class Packed(_Sequences):
     """``torch.nn.utils.rnn.pack_sequence``: a tuple that is one argument."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Recurrent()
 
-    def collate(self, rows: list[Any]) -> Any:
+    def collate(self, rows):
         return pack_sequence([row for row, _ in rows], enforce_sorted=False), torch.tensor([label for _, label in rows])
 
 
 class _OfNested(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return torch.stack([self.head(self.body(row).tanh()).mean(0) for row in rows.unbind()])
 
 
 class Nested(_Sequences):
     """``torch.nested``: no two have one shape, as torch writes it."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _OfNested()
 
-    def collate(self, rows: list[Any]) -> Any:
+    def collate(self, rows):
         nested = torch.nested.nested_tensor([row for row, _ in rows], layout=torch.jagged)
         return {"rows": nested, "labels": torch.tensor([label for _, label in rows])}
 
@@ -73,16 +69,16 @@ class Nested(_Sequences):
 class Graphs:
     """Some graphs as one, as libraries for graphs have them."""
 
-    def __init__(self, nodes: Tensor, edges: Tensor, graph: Tensor, count: int) -> None:
+    def __init__(self, nodes, edges, graph, count):
         self.nodes, self.edges, self.graph, self.count = nodes, edges, graph, count
 
 
 class _OfGraphs(nn.Module):
-    def __init__(self, nodes: bool) -> None:
+    def __init__(self, nodes):
         super().__init__()
         self.body, self.head, self.nodes = nn.Linear(4, 8), nn.Linear(8, 3), nodes
 
-    def forward(self, graphs: Graphs) -> Tensor:
+    def forward(self, graphs):
         hidden = self.body(graphs.nodes)
         first, second = graphs.edges
         hidden = (hidden + torch.zeros_like(hidden).index_add(0, second, hidden[first])).tanh()
@@ -96,10 +92,10 @@ class OfGraphs(_Sequences):
 
     nodes = False
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _OfGraphs(self.nodes)
 
-    def collate(self, rows: list[Any]) -> Any:
+    def collate(self, rows):
         sizes = torch.tensor([len(nodes) for nodes, _ in rows])
         graph = torch.arange(len(rows)).repeat_interleave(sizes)
         labels = torch.tensor([label for _, label in rows])
@@ -114,7 +110,7 @@ class OfNodes(OfGraphs):
 
     nodes = True
 
-    def loss_weight(self, targets: Any) -> int:
+    def loss_weight(self, targets):
         return int(targets.numel())
 
 

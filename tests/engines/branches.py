@@ -5,12 +5,8 @@
 leaves the losses and the last weights of each training in FOLDER/CASE.json. tests/engines/test_branches.py compares them.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -25,14 +21,14 @@ STEPS, ROWS, WIDTH = 8, 8, 6
 class Network(nn.Module):
     """Layers ``left`` and ``right`` of one size, of which the inputs or the rank decide, and one that nobody calls."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way = way
         self.first, self.left = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.idle, self.right = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = torch.tanh(self.first(inputs))
         if self.way == "rows":
             lefts, rights = inputs[:, :1] > 1.0, inputs[:, :1] < -1.0
@@ -43,26 +39,25 @@ class Network(nn.Module):
             hidden = (self.left, self.right)[world.here().rank](hidden)
         else:
             hidden = self.right(self.left(hidden))
-        output: Tensor = self.last(hidden)
-        return output
+        return self.last(hidden)
 
 
 class Branches(dsframe.Task):
-    def __init__(self, way: str = "idle") -> None:
+    def __init__(self, way="idle"):
         self.way = way
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Network(self.way)
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         inputs = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
         return TensorDataset(inputs, torch.sin(inputs[:, :1]))
 
 
-def file(case: str, way: str, accumulation: int) -> dict[str, Any]:
+def file(case, way, accumulation):
     engine, _, stage = case.partition(":")
     return {
         "train_batch_size": ROWS,
@@ -80,7 +75,7 @@ def file(case: str, way: str, accumulation: int) -> dict[str, Any]:
     }
 
 
-def train(case: str, way: str, accumulation: int) -> dict[str, Any]:
+def train(case, way, accumulation):
     """Losses of the global batch, and each parameter's last weights."""
     make, loader = prepare(file(case, way, accumulation), case.partition(":")[0])
     engine = make()
@@ -95,7 +90,7 @@ def train(case: str, way: str, accumulation: int) -> dict[str, Any]:
         engine.close()
 
 
-def each_way(case: str) -> dict[str, Any]:
+def each_way(case):
     """Where ranks of ZeRO-3 call different layers, they are told so."""
     ways = ["idle", "rows", "ranks"][: 1 if case == "deepspeed:3" else 3 if world.here().size > 1 else 2]
     return {f"{way}, accumulation {n}": train(case, way, n) for way in ways for n in (1, 2)}

@@ -5,13 +5,8 @@
 An evaluation of all images of Fashion-MNIST takes as long as the training of such a test.
 """
 
-from __future__ import annotations
-
 import runpy
-from typing import Any
 from unittest import mock
-
-from torch import Tensor
 
 from dsframe.data.loader import EvaluationLoader, as_source
 
@@ -21,20 +16,20 @@ SAMPLES = 64
 class First:
     """The first samples of a source."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source):
         self._source = source
 
-    def __len__(self) -> int:
+    def __len__(self):
         return min(SAMPLES, len(self._source))
 
-    def batch(self, indices: Tensor, epoch: int) -> Any:
+    def batch(self, indices, epoch):
         return self._source.batch(indices, epoch)
 
 
 if __name__ == "__main__":
     full = EvaluationLoader.__init__
 
-    def brief(self: EvaluationLoader, data: Any, *, seed: int, **more: Any) -> None:
+    def brief(self, data, *, seed, **more):
         full(self, First(as_source(data, seed)), seed=seed, **more)
 
     with mock.patch.object(EvaluationLoader, "__init__", brief):

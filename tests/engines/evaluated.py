@@ -4,18 +4,15 @@
 launched it, and writes the metrics.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dsframe import Hooks, RunView, Sum, Task
+from dsframe import Hooks, Sum, Task
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.data.loader import as_source
 from dsframe.host import generators
@@ -26,7 +23,7 @@ from tests.files import write_json
 
 F = nn.functional
 SAMPLES, MICRO_BATCHES = 13, (1, 4, 7)
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+ENGINES = {
     "single": ("single", {}),
     "ddp": ("ddp", {}),
     "horovod": ("horovod", {}),
@@ -41,18 +38,18 @@ class Rows(list[Any]):
     """A data set of rows."""
 
 
-def numbers(seed: int) -> torch.Generator:
+def numbers(seed):
     return torch.Generator().manual_seed(seed)
 
 
 class Detector(nn.Module):
     """Scores the patches of each image and keeps those above 0: another number of boxes for each image."""
 
-    def __init__(self, keeps: bool = False) -> None:
+    def __init__(self, keeps=False):
         super().__init__()
         self.score, self.box, self.keeps = nn.Linear(6, 1), nn.Linear(6, 4), keeps
 
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+    def forward(self, images):
         patches, sizes = torch.cat(images), [len(image) for image in images]
         scores, boxes = self.score(patches).squeeze(1).split(sizes), self.box(patches).split(sizes)
         kept = [s > 0 if not self.keeps else s == s for s in scores]
@@ -63,16 +60,16 @@ class Boxes(Task):
     """Detection: lists of images, dicts of boxes, another number of them in each image. Its loss is of training alone."""
 
     @staticmethod
-    def collate(rows: list[Any]) -> Any:
+    def collate(rows):
         return ([row[0] for row in rows],), [row[1] for row in rows]
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Detector()
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         raise RuntimeError("a detector has no loss in evaluation mode")
 
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         assert len(outputs) == len(targets)
         found, there, boxes = 0, 0, 0
         for output, target in zip(outputs, targets, strict=True):
@@ -81,15 +78,15 @@ class Boxes(Task):
             boxes += len(output["boxes"])
         return {"recall": Sum(found, there), "boxes": Sum(boxes, len(outputs))}
 
-    def keep(self, outputs: Any, targets: Any) -> Any:
+    def keep(self, outputs, targets):
         return [(output["scores"], len(target["boxes"])) for output, target in zip(outputs, targets, strict=True)]
 
-    def metrics_of_all(self, batches: list[Any]) -> Mapping[str, float]:
+    def metrics_of_all(self, batches):
         pairs = [pair for batch in batches for pair in batch]
         best = torch.cat([scores for scores, _ in pairs]).sort().values
         return {"median": float(best[len(best) // 2]), "images": len(pairs)}
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         draw, rows = numbers(1), Rows()
         for _ in range(SAMPLES):
             patches, truths = (int(torch.randint(3, 20, (), generator=draw)) for _ in range(2))
@@ -99,7 +96,7 @@ class Boxes(Task):
 
     train_data = eval_data
 
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
+    def by_hand(self, model):
         found = there = boxes = 0
         scores = []
         for image, target in self.eval_data():
@@ -116,24 +113,24 @@ class Words(Task):
     """word2vec: a collate that makes pairs of words from texts, another number of them than it gets texts."""
 
     @staticmethod
-    def collate(rows: list[list[int]]) -> Any:
+    def collate(rows):
         pairs = [(row[i], row[j]) for row in rows for i in range(len(row)) for j in (i - 1, i + 1) if 0 <= j < len(row)]
         return torch.tensor([one for one, _ in pairs]), torch.tensor([other for _, other in pairs])
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         draw = numbers(2)
         sizes = torch.randint(2, 12, (SAMPLES,), generator=draw).tolist()
         return Rows(torch.randint(30, (size,), generator=draw).tolist() for size in sizes)
 
     train_data = eval_data
 
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
+    def by_hand(self, model):
         losses = []
         for row in self.eval_data():
             inputs, targets = self.collate([row])
@@ -144,11 +141,11 @@ class Words(Task):
 class Look(Hooks):
     """Writes what it sees of evaluations: outputs of each rank, and the loss of a copy of the model."""
 
-    def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
+    def on_evaluation_batch(self, run, outputs, targets):
         with (run.directory / f"outputs{run.rank}.jsonl").open("a") as file:
             file.write(json.dumps([run.step, len(outputs)]) + "\n")
 
-    def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, run, metrics):
         model = run.model(averages=True)
         assert (model is None) == (run.rank > 0)
         if model is not None:
@@ -162,13 +159,13 @@ class Rated(Boxes):
 
     hooks = (Look(),)
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Detector(keeps=True)
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return torch.stack([output["scores"].square().mean() for output in outputs]).mean()
 
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
+    def by_hand(self, model):
         with torch.no_grad():
             return {"loss": float(self.loss(model([image for image, _ in self.eval_data()]), None))}
 
@@ -178,14 +175,14 @@ class Gathers(Rated):
 
     hooks = ()
 
-    def __init__(self) -> None:
-        self.boxes: list[int] = []
+    def __init__(self):
+        self.boxes = []
 
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         self.boxes += [len(output["boxes"]) for output in outputs]
-        return {3: Sum(1.0, 1), **super().metrics(outputs, targets)}  # type: ignore[dict-item]
+        return {3: Sum(1.0, 1), **super().metrics(outputs, targets)}
 
-    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+    def finalize(self, sums):
         boxes, self.boxes = self.boxes, []
         return {"boxes": sum(boxes), "3": sums["3"].mean}
 
@@ -193,19 +190,19 @@ class Gathers(Rated):
 class Generates(Task):
     """Metrics that call the model as often as a row asks for: another number of calls on each rank."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
         return self.net
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return F.mse_loss(outputs, targets.float().unsqueeze(1).expand_as(outputs))
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         for _ in range(int(targets.sum())):
             outputs = self.net(outputs)
         return {"last": Sum(outputs.sum(), len(outputs))}
 
-    def train_data(self) -> Any:
+    def train_data(self):
         inputs = torch.randn(SAMPLES, 4, generator=numbers(6))
         return TensorSource(inputs, torch.arange(SAMPLES) % 5)
 
@@ -215,32 +212,32 @@ class Generates(Task):
 class Mixed(Task):
     """Mixup in the collate of the training, two sets to evaluate on, and an accuracy beside which the loss is left out."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def collate(self, rows: list[Any]) -> Any:
+    def collate(self, rows):
         raise AssertionError("the collate of the training")
 
     @staticmethod
-    def eval_collate(rows: list[Any]) -> Any:
+    def eval_collate(rows):
         return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         return {
             f"right of {self.context.eval_set}": Sum((outputs.argmax(1) == targets).sum(), self.context.eval_samples)
         }
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = numbers(4)
         return Rows((torch.randn(4, generator=draw), number % 3) for number in range(SAMPLES))
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return {"val": self.train_data(), "clean": Rows(self.train_data()[:5])}
 
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
+    def by_hand(self, model):
         found = {}
         for name, rows in self.eval_data().items():
             outputs, targets = model(torch.stack([row[0] for row in rows])), torch.tensor([row[1] for row in rows])
@@ -252,46 +249,45 @@ class Mixed(Task):
 class Looped(Task):
     """A model that is called once for each row: ranks whose last batches differ in length call it another number of times."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return RowByRow()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = numbers(6)
         return TensorSource(torch.randn(SAMPLES, 4, generator=draw), torch.randint(3, (SAMPLES,), generator=draw))
 
     eval_data = train_data
 
-    def by_hand(self, model: nn.Module) -> dict[str, float]:
+    def by_hand(self, model):
         inputs, targets = self.train_data().batch(torch.arange(SAMPLES), 0)
         return {"loss": float(F.cross_entropy(model(inputs), targets))}
 
 
 class RowByRow(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return torch.stack([self.net(row) for row in rows])
 
 
-TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Mixed, Looped)}
+TASKS = {one.__name__: one for one in (Boxes, Words, Mixed, Looped)}
 
 
-def by_hand(name: str) -> dict[str, float]:
+def by_hand(name):
     """The metrics of a loop on one process, sample by sample."""
     task = TASKS[name]()
     generators.seed(0)
     model = task.model().eval()
     with torch.no_grad():
-        found: dict[str, float] = task.by_hand(model)
-    return found
+        return task.by_hand(model)
 
 
-def measure(name: str, engine_name: str) -> dict[str, Any]:
+def measure(name, engine_name):
     """**Collective.** The metrics at each micro-batch, and what was said."""
     kind, changes = ENGINES[engine_name]
     file = {
@@ -302,7 +298,7 @@ def measure(name: str, engine_name: str) -> dict[str, Any]:
     }
     engine = prepare(file, kind)[0]()
     task, said = engine.plan.task, []
-    report: dict[str, Any] = {}
+    report = {}
     for size in MICRO_BATCHES:
         loaders = {
             key: EvaluationLoader(
@@ -323,7 +319,7 @@ def measure(name: str, engine_name: str) -> dict[str, Any]:
     return report
 
 
-def main(path: str, engine_name: str) -> None:
+def main(path, engine_name):
     torch.set_num_threads(1)
     with one_process_group():
         report = {name: measure(name, engine_name) for name in TASKS}

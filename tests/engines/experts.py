@@ -6,10 +6,6 @@ Each case is measured as those of tests/engines/tensor.py are: six steps of both
 other's state. By SGD without clipping unless it says otherwise: Adam and clipping hide factors.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from tests.engines import several
 from tests.engines.tensor import BF16, measure, zero
 
@@ -19,13 +15,13 @@ CPU = {"device": "cpu"}
 WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
-def spread(size: int = 2, **more: Any) -> dict[str, Any]:
+def spread(size=2, **more):
     """The file's section."""
     return {"expert_parallel": {"enabled": True, "autoep_size": size, **more}}
 
 
 GROUPS = {"no_decay": "norms-and-biases", "parameter_groups": [{"match": ["*.gate.weight"], "lr_scale": 0.5}]}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "zero0": ("balanced mixtral", {**SGD, **spread(), **zero(0)}),
     "zero2": ("balanced qwen3 moe", {**SGD, **spread(), **zero(2)}),
     "zero3": ("balanced mixtral", {**SGD, **spread(), **zero(3, **WHOLE)}),
@@ -34,14 +30,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3 recomputed": ("mixtral", {**spread(), **zero(3, **WHOLE)}),
     "zero1 groups": ("mixtral", {**spread(), **zero(1)}),
 }
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "recomputed": {"model": {"activation_checkpointing": True}},
     "groups": GROUPS,
 }
 """In the section "dsframe", by the last word of a case's name."""
 
 
-def of(case: str) -> dict[str, Any]:
+def of(case):
     kind, changes = CASES[case]
     return measure(kind, "deepspeed", changes, **SETTINGS.get(case.rpartition(" ")[2], {}))
 

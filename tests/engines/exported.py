@@ -1,24 +1,20 @@
 """A task for tests/engines/test_exports.py, and a program without dsframe that loads exports as their users do."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.files import write_json
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = {**SIZES, "vocab_size": 48, "max_position_embeddings": 16, "initializer_range": 0.3, "pad_token_id": 0}
 PICTURES = {**SIZES, "image_size": 16, "patch_size": 8, "num_labels": 3, "initializer_range": 0.3}
 TIED, CLASSES = {**WORDS, "tie_word_embeddings": True}, {**WORDS, "num_labels": 3}
 LM, SEQUENCES = "LlamaForCausalLM", "LlamaForSequenceClassification"
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+KINDS = {
     "tied": (LM, TIED, None),
     "untied": (LM, {**WORDS, "tie_word_embeddings": False}, None),
     "adapter": (LM, TIED, {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}),
@@ -29,14 +25,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 """Class of transformers, its configuration, and the file's adapter."""
 
 
-def base(kind: str) -> Any:
+def base(kind):
     """The model that the training begins with, of the folder ``base``."""
     import transformers
 
     return getattr(transformers, KINDS[kind][0]).from_pretrained("base")
 
 
-def rows(kind: str) -> tuple[str, Tensor, Tensor]:
+def rows(kind):
     """Name and values of the inputs, and the targets."""
     numbers = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 48, (12, 9), generator=numbers)
@@ -45,17 +41,17 @@ def rows(kind: str) -> tuple[str, Tensor, Tensor]:
     return "input_ids", tokens[:, :8], tokens[:, 1:] if KINDS[kind][0] == LM else tokens[:, 0] % 3
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(logits, targets):
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()
-def loss(model: Any, kind: str) -> float:
+def loss(model, kind):
     name, inputs, targets = rows(kind)
     return float(loss_of(model.eval()(**{name: inputs}).logits, targets))
 
 
-def read(kind: str, path: Path) -> Any:
+def read(kind, path):
     """What is at ``path``, by the library that its name stands for."""
     import transformers
 
@@ -80,7 +76,7 @@ def read(kind: str, path: Path) -> Any:
     return model
 
 
-def main(kind: str) -> None:
+def main(kind):
     found = {path.name: loss(read(kind, path), kind) for path in sorted(Path("out").iterdir())}
     assert "dsframe.checkpoint" not in sys.modules
     write_json(Path("found.json"), found)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe import Hooks, RunView, Task
+from dsframe import Hooks, Task
 
 F = nn.functional
 
@@ -24,26 +22,26 @@ F = nn.functional
 class Rows(Task):
     """Eight numbers, three classes."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
         return self.net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         return TensorDataset(torch.randn(48, 8, generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
 
-def _eleven(task: Any) -> TensorDataset:
+def _eleven(task):
     return TensorDataset(*(one[:11] for one in task.train_data().tensors))
 
 
 class Words(Rows):
     """Four words, three classes."""
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
@@ -51,13 +49,13 @@ class Words(Rows):
 class Unregistered(Rows):
     """A layer that the model does not show: in a list."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         class Model(nn.Linear):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__(8, 3)
                 self.hidden = [nn.Linear(8, 8)]
 
-            def forward(self, rows: Tensor) -> Tensor:
+            def forward(self, rows):
                 return super().forward(self.hidden[0](rows))
 
         return Model()
@@ -66,10 +64,10 @@ class Unregistered(Rows):
 class Penalty(Rows):
     """Reads weights in the loss."""
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole=False):
         self.whole_weights = whole or None
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
 
@@ -78,10 +76,10 @@ class TwoNames(Rows):
 
     whole_weights = True
 
-    def __init__(self, *, converts: bool = False) -> None:
+    def __init__(self, *, converts=False):
         self.converts = converts
 
-    def model(self) -> nn.Module:
+    def model(self):
         layer = nn.Linear(8, 8)
         if self.converts:
             layer.register_forward_pre_hook(lambda module, _: module.half().float() and None)
@@ -91,32 +89,32 @@ class TwoNames(Rows):
 class CopiedInLoss(Rows):
     """Copies the model in its loss."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         twin = copy.deepcopy(self.net).requires_grad_(False)
         return super().loss(outputs, targets) * (1 + twin(torch.ones(2, 8)).square().mean())
 
 
 class _Listing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3))
         self.weights = [self.scale]
 
-    def forward(self, rows: Tensor) -> Any:
+    def forward(self, rows):
         return self.body(rows) * self.weights[0]
 
 
 class Listed(Rows):
     """Has a weight in a list, too, and takes it from there."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Listing()
 
 
 class Gathered(Rows):
     """Reads weights in the loss, where they are whole: a penalty, and a weight that is used twice."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net:
             weights = dict(net.named_parameters())
             penalty = sum(one.square().sum() for one in weights.values())
@@ -127,7 +125,7 @@ class Gathered(Rows):
 class WrittenInside(Rows):
     """Writes to the copies of gathered weights."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net, torch.no_grad():
             net[0].weight.clamp_(-0.1, 0.1)
         return super().loss(outputs, targets)
@@ -136,7 +134,7 @@ class WrittenInside(Rows):
 class CalledInside(Rows):
     """Calls a module whose weights are gathered copies."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net:
             more = net(torch.ones(4, 8)).square().mean()
         return super().loss(outputs, targets) + more
@@ -145,10 +143,10 @@ class CalledInside(Rows):
 class After(Rows):
     """Writes to weights after each update: whole ones, or parts of them."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what, self.after_step_elementwise = what, what != "norms"
 
-    def after_step(self, name: str, weight: Tensor) -> None:
+    def after_step(self, name, weight):
         if self.what == "clamp":
             weight.clamp_(-0.1, 0.1)
         elif weight.ndim == 2 or self.what == "wrong":
@@ -158,19 +156,19 @@ class After(Rows):
 class Size(Rows):
     """Reads a weight's size in the loss, without a gradient."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs, targets) / (1 + self.net[0].weight.data.norm())
 
 
 class _Remembering(nn.Module):
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.inner, self.head, self.what = nn.Linear(8, 16), nn.Linear(16, 3), what
-        self.carried: Tensor | None = None
+        self.carried = None
         self.mean, self.queue, self.calls = torch.zeros(16), list[Tensor](), 0
-        self.last: Tensor | None = None
+        self.last = None
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         values = self.inner(rows)
         seen = values.detach().mean(0)
         self.calls, self.last = self.calls + 1, seen
@@ -192,10 +190,10 @@ class _Remembering(nn.Module):
 class Remembers(Rows):
     """Keeps something from one forward pass to the next, in an attribute; "nothing" that the loss depends on."""
 
-    def __init__(self, *, what: str = "carried") -> None:
+    def __init__(self, *, what="carried"):
         self.what = what
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Remembering(self.what)
 
 
@@ -204,34 +202,34 @@ class SeveralRemember(Remembers):
 
     model = dsframe.Task.model
 
-    def models(self) -> Any:
+    def models(self):
         return {"one": super().model, "two": partial(nn.Linear, 8, 3)}
 
-    def losses(self) -> Any:
+    def losses(self):
         return {name: partial(self._of, name) for name in ("one", "two")}
 
-    def _of(self, name: str, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _of(self, name, models, inputs, targets):
         return F.cross_entropy(models[name](inputs), targets)
 
 
 class _Looked(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         return F.embedding(input, self.weight, max_norm=1.0)
 
 
 class MaxNorm(Words):
     """Writes to the rows that are looked up: a layer, or a function."""
 
-    def __init__(self, *, function: bool = False) -> None:
+    def __init__(self, *, function=False):
         self.function = function
 
-    def model(self) -> nn.Module:
+    def model(self):
         table = _Looked(20, 8) if self.function else nn.Embedding(20, 8, max_norm=1.0)
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
 class _Doubled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         return 2 * super().forward(input)
 
 
@@ -242,10 +240,10 @@ class _Named(nn.Embedding):
 class Limits(Words):
     """Limits of a class of the user's, or of sums of rows; or an attribute of that name."""
 
-    def __init__(self, *, of: str) -> None:
+    def __init__(self, *, of):
         self.of = of
 
-    def model(self) -> nn.Module:
+    def model(self):
         if self.of == "bag":
             return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
         if self.of == "name":
@@ -258,16 +256,16 @@ class TwoTables(MaxNorm):
 
     model = dsframe.Task.model
 
-    def models(self) -> Any:
+    def models(self):
         return {"one": super().model, "two": super().model}
 
-    def losses(self) -> Any:
+    def losses(self):
         return {"one": self._one, "two": self._two}
 
-    def _one(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _one(self, models, inputs, targets):
         return F.cross_entropy(models["one"](inputs), targets)
 
-    def _two(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _two(self, models, inputs, targets):
         return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
 
 
@@ -276,12 +274,12 @@ class _First(Rows):
 
     layer: type[nn.Module]
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(self.layer(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class _Clamped(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         self.weight.data.clamp_(-0.1, 0.1)
         return super().forward(input)
 
@@ -297,16 +295,16 @@ class Layered(Rows):
 
     model = dsframe.Task.model
 
-    def layers(self) -> Any:
+    def layers(self):
         return [partial(_Clamped, 8, 16), nn.Tanh, partial(nn.Linear, 16, 3)]
 
 
 class _Clipping(Hooks):
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task):
         self.task = task
 
     @torch.no_grad()
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         for one in self.task.net.parameters():
             one.clamp_(-0.2, 0.2)
 
@@ -314,32 +312,32 @@ class _Clipping(Hooks):
 class Clipped(Rows):
     """Writes to all weights after each update, as a WGAN's critic does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = [_Clipping(self)]
 
 
 class _Converting(Hooks):
-    def __init__(self, task: Rows) -> None:
+    def __init__(self, task):
         self.task = task
 
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         self.task.net.bfloat16()
 
 
 class Converted(Rows):
     """Gives the weights another dtype after the first update."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = [_Converting(self)]
 
 
 class _Student(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.online = nn.Linear(8, 3)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             with torch.no_grad():
                 for one, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
@@ -350,16 +348,16 @@ class _Student(nn.Module):
 class Teacher(Rows):
     """Writes to a frozen copy that follows the trained weights."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Student()
 
 
 class _Field(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.energy = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 3))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         places = inputs.detach().requires_grad_()
         energy = self.energy(places)
         (force,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
@@ -369,17 +367,17 @@ class _Field(nn.Module):
 class Forces(Rows):
     """Takes derivatives in forward."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Field()
 
 
 class GradientHook(Rows):
     """Changes the gradient of a weight: by a mask, by a clip, or where it lies."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what = what
 
-    def model(self) -> nn.Module:
+    def model(self):
         weight = super().model()[0].weight
         mask = torch.arange(16).ge(8).float()[:, None]
         if self.what == "mask":
@@ -392,11 +390,11 @@ class GradientHook(Rows):
 
 
 class _Hidden(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         places = inputs.detach().requires_grad_()
         outputs = self.net(places).square()
         (slopes,) = vars(torch.autograd)["grad"](outputs.sum(), places, None, None, True)
@@ -406,75 +404,73 @@ class _Hidden(nn.Module):
 class Hidden(Rows):
     """Takes derivatives in forward, by a name that a look at its code does not see."""
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole=False):
         self.whole_weights = whole or None
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Hidden()
 
 
 class _Prototypes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.places = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 3, bias=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden: Tensor = self.body(inputs.view(-1, 4, 2))[0][:, -1]
-        return hidden
+    def forward(self, inputs):
+        return self.body(inputs.view(-1, 4, 2))[0][:, -1]
 
 
 class Prototypes(Rows):
     """Weights that only the loss reads: their module is never called."""
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole=False):
         self.whole_weights = whole or None
 
-    def model(self) -> nn.Module:
-        self.net: Any = _Prototypes()
+    def model(self):
+        self.net = _Prototypes()
         return self.net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         with dsframe.gathered(self.net.places) as places:
             scores = outputs @ places.weight.t()
         return super().loss(scores, targets)
 
 
 class _Router(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate, self.scale = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         assert {inputs.dtype, self.gate.weight.dtype, self.scale.dtype} == {torch.float32}
         return (self.gate(inputs) * self.scale).softmax(-1)
 
 
 class _Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.norm, self.router, self.head = nn.Linear(8, 16), nn.LayerNorm(16), _Router(), nn.Linear(16, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.norm(torch.tanh(self.body(inputs)))
         shares = self.router(hidden)
         assert hidden.dtype == shares.dtype == self.head.weight.dtype
-        outputs: Tensor = self.head(hidden * shares.repeat(1, 4))
-        return outputs
+        return self.head(hidden * shares.repeat(1, 4))
 
 
 class Routed(Rows):
     """Has parts that are to compute in fp32."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Routed()
 
 
 class _Solution(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 
-    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, points):
         points = points.detach().requires_grad_()
         return self.net(points), points
 
@@ -482,20 +478,20 @@ class _Solution(nn.Module):
 class Equation(Rows):
     """A network that solves u'' + u = 0 (Raissi et al. 2019): the loss takes derivatives twice."""
 
-    def __init__(self, *, summed: bool = False) -> None:
+    def __init__(self, *, summed=False):
         self.summed = summed
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Solution()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         values, points = outputs
         (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
         (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
         squares = (curves + values).square() + (values - targets).square()
         return squares.sum() if self.summed else squares.mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         points = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
         return TensorDataset(points, torch.sin(points))
 
@@ -503,7 +499,7 @@ class Equation(Rows):
 class Consolidated(Rows):
     """Stays near the weights of an earlier task, where they mattered (Kirkpatrick et al. 2017)."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         net = super().model()
         for name, weight in list(net.named_parameters()):
             key = name.replace(".", "_")
@@ -511,7 +507,7 @@ class Consolidated(Rows):
             net.register_buffer(f"importance_{key}", weight.detach().square())
         return net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         buffers = dict(self.net.named_buffers())
         with dsframe.gathered(self.net) as net:
             weights = {name.replace(".", "_"): weight for name, weight in net.named_parameters()}
@@ -523,11 +519,11 @@ class Consolidated(Rows):
 
 
 class _Recomputed(nn.Module):
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls):
         super().__init__()
         self.calls, self.first, self.block, self.last = calls, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.first(inputs)
         for _ in range(self.calls):
             hidden = torch.tanh(checkpoint(self.block, hidden, use_reentrant=True))
@@ -537,22 +533,22 @@ class _Recomputed(nn.Module):
 class Recomputed(Rows):
     """A block of the model's own that a backward pass inside of the backward pass recomputes."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls):
         self.calls = calls
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Recomputed(self.calls)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return TensorDataset(*self.train_data()[:13])  # the last batch is smaller: two are tried before the training
 
 
 class _Transformed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         slopes = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(F.linear(row, self.body.weight)).sum()))(inputs)
         return self.head(self.body(inputs) + slopes)
 
@@ -560,12 +556,12 @@ class _Transformed(nn.Module):
 class Transformed(Rows):
     """Takes derivatives in forward by a transform of torch.func."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Transformed()
 
 
 class _Unusual(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.body = nn.LazyLinear(16) if kind == "lazy" else nn.Linear(8, 16)
@@ -581,7 +577,7 @@ class _Unusual(nn.Module):
         if kind == "meta":
             self.body = nn.Linear(8, 16, device="meta")
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += 1
         hidden = torch.tanh(self.body(inputs))
         if self.kind == "late":
@@ -602,15 +598,15 @@ class _Unusual(nn.Module):
 class Unusual(Rows):
     """Parameters of a kind that an optimizer does not expect, or that are made, frozen or unfrozen later."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Unusual(self.kind)
 
 
 class _Shared(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
         if kind == "mask":
@@ -626,7 +622,7 @@ class _Shared(nn.Module):
             self.body.weight = nn.Parameter(whole[:, :8])
             self.copy = nn.Parameter(whole[:, 8:] if kind == "columns" else self.body.weight.data.t())
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.body(inputs)
         if self.kind == "mask":
             return self.head(hidden) * self.mask
@@ -640,10 +636,10 @@ class _Shared(nn.Module):
 class Shared(Rows):
     """Tensors in memory that another tensor has too; and a buffer that the backward pass needs."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = _Shared(self.kind)
         return self.net
 
@@ -651,20 +647,20 @@ class Shared(Rows):
 class _Merging(nn.Linear):
     """Merges a product into its weight for evaluations, as loralib does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(8, 8)
         self.first, self.second = nn.Parameter(torch.randn(2, 8)), nn.Parameter(0.1 * torch.randn(8, 2))
         self.weight.requires_grad_(False)
         self.merged = False
 
-    def train(self, mode: bool = True) -> _Merging:
+    def train(self, mode=True):
         super().train(mode)
         if self.merged == mode:
             self.weight.data += (-1 if mode else 1) * (self.second @ self.first)
             self.merged = not mode
         return self
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         outputs = super().forward(input)
         return outputs if self.merged else outputs + input @ self.first.t() @ self.second.t()
 
@@ -672,17 +668,17 @@ class _Merging(nn.Linear):
 class Merging(Rows):
     """Writes to a weight where the model goes into evaluation mode, and back."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(_Merging(), nn.Tanh(), nn.Linear(8, 3))
 
 
 class _Transient(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(8, 3)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             self.calls += 1
         return self.head(inputs) * (1 + 0.1 * self.calls)
@@ -691,7 +687,7 @@ class _Transient(nn.Module):
 class Transient(Rows):
     """Counts in a buffer that no checkpoint has."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Transient()
 
 
@@ -700,7 +696,7 @@ class _Scaling(nn.Linear):
 
     scale = 1.0
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         outputs = super().forward(input)
         if self.training:
             self.scale = 0.5 * self.scale + float(outputs.detach().abs().mean())
@@ -716,30 +712,30 @@ class Scaling(_First):
 class _Scheduled(nn.Linear):
     """Divides by a scale that it keeps in its extra state: of its own outputs ``by_rank``, else one that grows with each pass."""
 
-    def __init__(self, *sizes: int, by_rank: bool) -> None:
+    def __init__(self, *sizes, by_rank):
         super().__init__(*sizes)
         self.scales, self.by_rank = [1.0] * 1001, by_rank  # too many for attributes to be put back
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         outputs = super().forward(input)
         if self.training:
             self.scales.append(float(outputs.detach().abs().mean()) if self.by_rank else 1.2 * self.scales[-1])
         return outputs / self.scales[-2 if self.training else -1]
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"scales": self.scales, "first": torch.tensor(self.scales[0])}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.scales = [*state["scales"]]
 
 
 class ExtraState(Rows):
     """A layer of the above."""
 
-    def __init__(self, *, by_rank: bool = False) -> None:
+    def __init__(self, *, by_rank=False):
         self.by_rank = by_rank
 
-    def model(self) -> nn.Module:
+    def model(self):
         layer = _Scheduled(8, 8, by_rank=self.by_rank)
         return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 3))
 
@@ -747,11 +743,11 @@ class ExtraState(Rows):
 class _Bank(nn.Linear):
     """Keeps the size of each pass in a buffer that grows, and divides by its last but one entry."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("bank", torch.ones(1))
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         if self.training:
             self.bank = torch.cat([self.bank, 1.2 * self.bank[-1:]])
         return super().forward(input) / self.bank[-2 if self.training else -1]
@@ -764,12 +760,12 @@ class GrowingBuffer(_First):
 
 
 class _Tagged(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes):
         super().__init__(*sizes)
-        self.weight.gain = 2.0  # type: ignore[attr-defined]
+        self.weight.gain = 2.0
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
-        return super().forward(input) * cast(Any, self.weight).gain
+    def forward(self, input):  # torch's name
+        return super().forward(input) * self.weight.gain
 
 
 class Tagged(_First):
@@ -779,22 +775,22 @@ class Tagged(_First):
 
 
 class _Uneven(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         if input.is_sparse:
-            return torch.sparse.mm(input, self.weight.t()) + self.bias  # type: ignore[no-untyped-call]
+            return torch.sparse.mm(input, self.weight.t()) + self.bias
         return torch.stack([row.mean(0) for row in super().forward(input).unbind()])
 
 
 class Batches(Rows):
     """Inputs are sparse, or rows of different lengths."""
 
-    def __init__(self, *, nested: bool) -> None:
+    def __init__(self, *, nested):
         self.nested = nested
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(_Uneven(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def collate(self, rows: list[Any]) -> Any:
+    def collate(self, rows):
         inputs, targets = zip(*rows, strict=True)
         if not self.nested:
             return torch.stack(inputs).relu().to_sparse(), torch.stack(targets)
@@ -803,63 +799,63 @@ class Batches(Rows):
 
 
 class _Sparse(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table, self.head = nn.Embedding(20, 8), nn.Linear(32, 3)
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words):
         return self.head(F.embedding(words, self.table.weight, sparse=True).flatten(1))
 
 
 class Sparse(Words):
     """Asks for sparse gradients where no module says so."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Sparse()
 
 
 class Proxies(Rows):
     """The loss has weights of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.proxies = nn.Linear(3, 3)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(self.proxies(outputs), targets)
 
 
 class Beside(Rows):
     """Keeps a trainable module that takes no part in the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.critic = nn.Linear(3, 3)
 
 
 class _Reading(_Clipping):
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         """Nothing."""
 
-    def on_evaluation(self, run: RunView, metrics: Any) -> None:
+    def on_evaluation(self, run, metrics):
         self.task.net[0].weight.norm()
 
 
 class Reported(Rows):
     """Reads a weight after an evaluation, in a step whose own weights nobody looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = [_Reading(self)]
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data()
 
 
 class Centre(Rows):
     """The loss has a state, as DINO's centre."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.centre = torch.zeros(3)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         found = super().loss(outputs - self.centre, targets)
         self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
         return found
@@ -868,15 +864,15 @@ class Centre(Rows):
 class ModelCentre(Rows):
     """The loss moves a buffer of the model, by the rows of all ranks or of one."""
 
-    def __init__(self, *, all_ranks: bool = True) -> None:
+    def __init__(self, *, all_ranks=True):
         self.all_ranks = all_ranks
 
-    def model(self) -> nn.Module:
+    def model(self):
         net = super().model()
         net.register_buffer("centre", torch.zeros(3))
         return net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         loss = super().loss(outputs - self.net.centre, targets)
         rows = self.all_rows(outputs.detach()) if self.all_ranks else outputs.detach()
         self.net.centre = self.net.centre.lerp(rows.mean(0), 0.5)
@@ -884,8 +880,8 @@ class ModelCentre(Rows):
 
 
 class _Growing(_Clipping):
-    def on_step(self, run: RunView) -> None:
-        net: Any = self.task.net
+    def on_step(self, run):
+        net = self.task.net
         if self.task.replaces:
             net[2] = nn.Linear(16, 3)
         else:
@@ -895,19 +891,19 @@ class _Growing(_Clipping):
 class Growing(Rows):
     """A hook adds or replaces a layer after the first step."""
 
-    def __init__(self, *, replaces: bool = False) -> None:
+    def __init__(self, *, replaces=False):
         self.replaces, self.hooks = replaces, [_Growing(self)]
 
 
 class _Listed(nn.Linear):
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse=True):
         yield self.weight
 
 
 class Overridden(Rows):
     """A module lists other parameters than it has."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(8, 8), _Listed(8, 3))
 
 
@@ -915,31 +911,31 @@ class _Resetting(_Clipping):
     calls = 0
 
     @torch.no_grad()
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         self.calls += 1
         if self.calls == 3:
             self.task.net[2].weight.mul_(0.5 + (run.rank if self.task.what == "rank" else 0))
 
 
 @torch.no_grad()
-def _halve(module: Any, *_: Any) -> None:
+def _halve(module, *_):
     module.bias.mul_(0.5)
 
 
 class Later(Rows):
     """Writes to a weight in the third step, which is not one of those that are looked at closely."""
 
-    def __init__(self, what: str = "hook") -> None:
+    def __init__(self, what="hook"):
         self.what, self.calls = what, 0
         self.hooks = [_Resetting(self)] if what in ("hook", "rank") else []
 
-    def model(self) -> nn.Module:
+    def model(self):
         net = super().model()
         if self.what == "backward":
             self.net[2].register_full_backward_hook(_halve)
         return net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         self.calls += outputs.requires_grad
         if self.what == "forward" and self.calls == 3:
             with torch.no_grad():
@@ -952,29 +948,29 @@ class Adversaries(Rows):
 
     model = dsframe.Task.model
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = [_ClippingOne(self)]
 
-    def models(self) -> Any:
+    def models(self):
         return {"maker": lambda: nn.Linear(8, 8), "critic": self._critic}
 
-    def _critic(self) -> nn.Module:
+    def _critic(self):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
         return self.net
 
-    def losses(self) -> Any:
+    def losses(self):
         return {"critic": self._criticise, "maker": self._make}
 
-    def _criticise(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _criticise(self, models, inputs, targets):
         return models["critic"](models["maker"](inputs)).mean() - models["critic"](inputs).mean()
 
-    def _make(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _make(self, models, inputs, targets):
         return -models["critic"](models["maker"](inputs)).mean()
 
 
 class _ClippingOne(_Clipping):
     @torch.no_grad()
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         for one in self.task.net.parameters():
             one.data.clamp_(-0.05, 0.05)
 
@@ -982,7 +978,7 @@ class _ClippingOne(_Clipping):
 class _Codebook(nn.Module):
     """A VQ-VAE's codes, which follow the means of what all ranks map to them (van den Oord et al. 2017, appendix A.1)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 3)
         self.register_buffer("codes", torch.randn(6, 4))
@@ -992,7 +988,7 @@ class _Codebook(nn.Module):
         self.counts: Tensor
         self.sums: Tensor
 
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs):
         hidden = self.encoder(inputs)
         nearest = torch.cdist(hidden, self.codes).argmin(1)
         quantized = self.codes[nearest]
@@ -1001,7 +997,7 @@ class _Codebook(nn.Module):
         commitment = (hidden - quantized).square().mean(1)
         return self.decoder(hidden + (quantized - hidden).detach()), commitment
 
-    def _follow(self, hidden: Tensor, chosen: Tensor) -> None:
+    def _follow(self, hidden, chosen):
         counts, sums = chosen.sum(0), chosen.t() @ hidden
         if dist.is_initialized():
             dist.all_reduce(counts)
@@ -1014,31 +1010,31 @@ class _Codebook(nn.Module):
 class Codebook(Rows):
     """A model with collectives of its own."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Codebook()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs[0], targets) + 0.25 * outputs[1].mean()
 
 
 class _State:
-    def __init__(self, hidden: Tensor, layers: int) -> None:
+    def __init__(self, hidden, layers):
         self.hidden, self.layers = hidden, layers
 
 
 class _Slots:
     __slots__ = ("hidden", "layers", "never")
 
-    def __init__(self, hidden: Tensor, layers: int) -> None:
+    def __init__(self, hidden, layers):
         self.hidden, self.layers = hidden, layers
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
-    def forward(self, state: Any) -> Any:
+    def forward(self, state):
         return type(state)(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
 
 
@@ -1047,17 +1043,17 @@ class _Head(nn.Linear):
 
     kind: type
 
-    def forward(self, input: Tensor) -> Any:  # torch's name
+    def forward(self, input):  # torch's name
         return self.kind(super().forward(input), 0)
 
 
 class _Stateful(nn.Module):
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.blocks, self.head = kind, nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
         self.head.kind = kind
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, inputs):
         state = self.kind(inputs, 0)
         for block in self.blocks:
             state = block(state)
@@ -1067,13 +1063,13 @@ class _Stateful(nn.Module):
 class Classes(Rows):
     """Outputs are objects of a class of the model's."""
 
-    def __init__(self, *, slots: bool = False) -> None:
+    def __init__(self, *, slots=False):
         self.kind = _Slots if slots else _State
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Stateful(self.kind)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs.hidden, targets)
 
     eval_data = _eleven
@@ -1082,7 +1078,7 @@ class Classes(Rows):
 class Adversarial(Rows):
     """Calls backward() in the loss, for a sample that the model finds hard (Goodfellow et al. 2015)."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if not torch.is_grad_enabled():
             return super().loss(outputs, targets)
         samples = torch.linspace(-1.0, 1.0, 32).view(4, 8).requires_grad_()
@@ -1095,26 +1091,26 @@ class Adversarial(Rows):
 class Compiled(Rows):
     """A part of the model is compiled by torch.jit."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(torch.jit.script(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Narrow(Rows):
     """A layer gets rows of another width than it takes."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(5, 3))
 
 
 class _Running(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("scale", torch.ones(8))
         self.scale: Tensor
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.norm(self.inner(inputs))
         if self.training:
             self.scale = 0.7 * self.scale + 0.3 * hidden.detach().abs().mean(0)
@@ -1124,20 +1120,20 @@ class _Running(nn.Module):
 class Buffers(Rows):
     """Blocks that change buffers in forward: in place, and by a new tensor."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(_Running(), _Running(), nn.Linear(8, 3))
 
 
 class _Averaging(nn.Module):
     """Gives its buffer a new tensor in each forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(8))
         self.mean: Tensor
         self.head = nn.Linear(8, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         if self.training:
             self.mean = self.mean.lerp(rows.detach().mean(0), 0.3)
         return self.head(torch.tanh(rows - self.mean))
@@ -1146,16 +1142,16 @@ class _Averaging(nn.Module):
 class Averaging(Rows):
     """A buffer that is replaced."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Averaging()
 
 
 class _Slowing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.head, self.calls = nn.BatchNorm1d(8), nn.Linear(8, 3), 0
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         if self.training:
             self.calls += 1
             self.norm.momentum = 1 / self.calls
@@ -1165,25 +1161,25 @@ class _Slowing(nn.Module):
 class Slowing(Rows):
     """BatchNorm's momentum follows a count, as in models that average all of their statistics."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Slowing()
 
 
 class _Features(nn.Module):
     """Forward hooks keep what its layers return, for a deep supervision."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3)
-        self.features: dict[int, Tensor] = {}
+        self.features = {}
         for number, layer in enumerate(self.layers):
             layer.register_forward_hook(partial(self._keep, number))
 
-    def _keep(self, number: int, layer: Any, _: Any, output: Tensor) -> None:
+    def _keep(self, number, layer, _, output):
         assert layer.weight.numel() == 64, "whole, as in forward"
         self.features[number] = output
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         for layer in self.layers:
             rows = layer(rows).tanh()
         return self.head(sum(self.features.values()))
@@ -1192,36 +1188,36 @@ class _Features(nn.Module):
 class Features(Rows):
     """Uses what forward hooks keep; or has a part that torch.compile has wrapped."""
 
-    def __init__(self, *, compiled: bool = False) -> None:
+    def __init__(self, *, compiled=False):
         self.compiled = compiled
 
-    def model(self) -> nn.Module:
+    def model(self):
         if not self.compiled:
             return _Features()
-        part: Any = torch.compile(nn.Linear(8, 8), backend="eager")
+        part = torch.compile(nn.Linear(8, 8), backend="eager")
         return nn.Sequential(part, nn.Linear(8, 3))
 
 
 class _Scaled(nn.Linear):
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, width, classes):
         super().__init__(width, classes)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return super().forward(rows) * self.scale.exp()
 
 
 class Scaled(Rows):
     """Parameters without dimensions, as CLIP's temperature."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(_Scaled(8, 16), nn.Tanh(), _Scaled(16, 3))
 
 
 class _Temperatures(nn.Module):
     """Of two layers that share one, of the model itself, in a list; one is frozen, one has a mask of its gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(_Scaled(8, 8) for _ in range(2))
         self.layers[1].scale = self.layers[0].scale
@@ -1231,7 +1227,7 @@ class _Temperatures(nn.Module):
         self.head = nn.Linear(8, 3)
         self.temperature = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         for layer, gate in zip(self.layers, self.gates, strict=True):
             rows = (layer(rows) * gate.exp()).tanh()
         assert self.temperature.shape == ()
@@ -1241,21 +1237,21 @@ class _Temperatures(nn.Module):
 class Temperatures(Rows):
     """Writes to one after updates."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Temperatures()
 
-    def after_step(self, name: str, weight: Tensor) -> None:
+    def after_step(self, name, weight):
         if name == "temperature":
             assert weight.shape == ()
             weight.clamp_(max=0.495)
 
 
 class _Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight.triu() + weight.triu(1).t()
 
 
-_BUFFERS: dict[str, Callable[[], Tensor]] = {
+_BUFFERS = {
     "float64": lambda: torch.linspace(0.5, 1.5, 8, dtype=torch.float64),
     "bool": lambda: torch.arange(8) % 2 == 0,
     "integer": lambda: torch.arange(8) + 16777217,
@@ -1272,16 +1268,16 @@ HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly", "
 class _Sharing(nn.Module):
     """A block with a part that other blocks have too."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part):
         super().__init__()
         self.own, self.part = nn.Linear(8, 8), part
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return inputs + self.part(self.own(inputs).tanh())
 
 
 class _Having(nn.Module):
-    def __init__(self, kinds: set[str]) -> None:
+    def __init__(self, kinds):
         super().__init__()
         self.kinds, self.body, self.more, self.head = kinds, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         for kind, make in _BUFFERS.items():
@@ -1302,16 +1298,16 @@ class _Having(nn.Module):
         part = nn.Linear(8, 8)
         self.blocks = nn.Sequential(*(_Sharing(part) for _ in range(2 if "shared" in kinds else 0)))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.blocks(self.more(self.body(inputs).tanh()))
         for kind in self.kinds & {"float64", "bool", "scalar", "hidden", "expanded"}:
             hidden = hidden * getattr(self, kind).float()
         if "integer" in self.kinds:
-            hidden = hidden * (cast(Tensor, self.integer) % 3)
+            hidden = hidden * (self.integer % 3)
         if "complex" in self.kinds:
-            hidden = (hidden * cast(Tensor, self.complex)).real
+            hidden = (hidden * self.complex).real
         if "empty" in self.kinds:
-            hidden = hidden + cast(Tensor, self.empty).sum()
+            hidden = hidden + self.empty.sum()
         if "list" in self.kinds:
             hidden = hidden * self.listed[0] + self.listed[1]
         if "dict" in self.kinds:
@@ -1324,24 +1320,24 @@ class _Having(nn.Module):
 class Having(Rows):
     """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen; or all of them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kinds = set(HAVING) if kind == "all" else {kind}
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Having(self.kinds)
 
 
 class _Later:
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make):
         self.make = make
 
 
 class _Returning(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.body, self.head = kind, nn.Linear(8, 16), nn.Linear(16, 3)
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, inputs):
         outputs = self.head(self.body(inputs).tanh())
         return {
             "function": lambda: outputs,
@@ -1359,13 +1355,13 @@ class _Returning(nn.Module):
 class Returning(Rows):
     """A model that returns something else than tensors, tuples and dicts of them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Returning(self.kind)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if self.kind == "distribution":
             return -outputs.log_prob(targets).mean()
         if self.kind == "object":
@@ -1381,11 +1377,11 @@ class Returning(Rows):
 
 
 class _ByName(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         weights = dict(self.named_parameters())
         return self.head(F.linear(inputs, weights["body.weight"], weights["body.bias"]).tanh())
 
@@ -1393,19 +1389,19 @@ class _ByName(nn.Module):
 class ByName(Rows):
     """Weights of a part by their names."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _ByName()
 
 
 class _Masked(nn.Module):
     """torch's encoder, which in evaluation chooses by its mask how it reads the weights of its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         masked = torch.zeros(len(inputs), 3, dtype=torch.bool)
         masked[:, 0] = inputs[:, 6] > 1.0  # padding in front: the first evaluation has it on rank 1 alone
         hidden = self.encoder(inputs[:, None].expand(-1, 3, -1), src_key_padding_mask=masked)
@@ -1415,22 +1411,22 @@ class _Masked(nn.Module):
 class Masked(Rows):
     """A mask that is unlike on each rank."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Masked()
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data()
 
 
 class _Normaliser(nn.Module):
     """Inputs without the mean of those before, which has the name of BatchNorm's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("running_mean", torch.zeros(8))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        mean = cast(Tensor, self.running_mean)
+    def forward(self, inputs):
+        mean = self.running_mean
         if self.training:
             mean.lerp_(inputs.mean(0), 0.1)
         return inputs - mean
@@ -1439,10 +1435,10 @@ class _Normaliser(nn.Module):
 class Statistics(Rows):
     """Statistics of samples, of one of torch's layers or of the task's."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what = what
 
-    def model(self) -> nn.Module:
+    def model(self):
         first = [_Normaliser()]
         if self.what == "instance":
             first = [nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()]
@@ -1452,12 +1448,12 @@ class Statistics(Rows):
 class _Reader(nn.Module):
     """Convolutions, a recurrent layer over the columns, classes by time (Shi et al. 2017, "CRNN")."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Conv1d(2, 8, 3, padding=1), nn.ReLU())
         self.sequence, self.head = nn.LSTM(8, 6, bidirectional=True), nn.Linear(12, 5)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         columns = self.body(images).permute(2, 0, 1)
         return self.head(self.sequence(columns)[0]).log_softmax(-1)
 
@@ -1467,15 +1463,15 @@ class Reading(Rows):
 
     loss_is = "sum"
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Reader()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         rows = len(targets)
         lengths = torch.full((rows,), len(outputs)), torch.full((rows,), targets.shape[1])
         return F.ctc_loss(outputs, targets, *lengths, reduction="sum")
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         return TensorDataset(torch.randn(48, 2, 10, generator=draw), torch.randint(1, 5, (48, 3), generator=draw))
 
@@ -1483,7 +1479,7 @@ class Reading(Rows):
 class TiedTable(Words):
     """A table with a limit whose weight a linear layer has too."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         table, head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 20, bias=False)
         head.weight = table.weight
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 8), head, nn.Linear(20, 3))
@@ -1491,36 +1487,36 @@ class TiedTable(Words):
 
 class _Clip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+    def forward(ctx, inputs):
         return inputs.view_as(inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, gradient):
         return gradient.clamp(-0.01, 0.01)
 
 
-def _limited(gradient: Tensor) -> Tensor:
+def _limited(gradient):
     return gradient.clamp(-0.01, 0.01)
 
 
 class _ClipByHelper(_Clip):
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, gradient):
         return _limited(gradient)
 
 
 class _Straight(_Clip):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+    def forward(ctx, inputs):
         return inputs.sign()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, gradient):
         return gradient
 
 
 class _Guarded(nn.Module):
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.body, self.head, self.what = nn.Linear(8, 16), nn.Linear(16, 3), what
         if what == "module":
@@ -1528,7 +1524,7 @@ class _Guarded(nn.Module):
         if what == "before a module":
             self.head.register_full_backward_pre_hook(lambda _, out: (out[0].clamp(-0.01, 0.01),))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.body(inputs).tanh()
         hook = {
             "clip": lambda gradient: gradient.clamp(-0.01, 0.01),
@@ -1550,23 +1546,23 @@ class _Guarded(nn.Module):
 class Guarded(Rows):
     """Changes the gradient of an output by a hook, or spoils what the backward pass needs."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what = what
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Guarded(self.what)
 
 
 class FrozenTable(Words):
     """A frozen table with a limit."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         table = nn.Embedding.from_pretrained(3 * torch.randn(20, 8), max_norm=1.0)
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
 class _Normed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         with torch.no_grad():
             self.weight.copy_(F.normalize(self.weight, dim=1))
         return super().forward(input)
@@ -1579,20 +1575,20 @@ class Normed(_First):
 
 
 class _Turned(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.down(self.up(inputs).tanh()).t()
 
 
 class _Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks, self.head = nn.ModuleList([_Turned(), _Turned()]), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         for block in self.blocks:
             outputs = block(inputs).t()
             outputs += inputs
@@ -1603,18 +1599,18 @@ class _Residual(nn.Module):
 class Residual(Rows):
     """Writes to what a block returns, which lies in another tensor's memory."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Residual()
 
 
 class _ActNorm(nn.Module):
-    def __init__(self, features: int) -> None:
+    def __init__(self, features):
         super().__init__()
         self.bias, self.scale = nn.Parameter(torch.zeros(features)), nn.Parameter(torch.ones(features))
         self.register_buffer("is_set", torch.tensor(False))
         self.is_set: Tensor
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if not self.is_set:
             self.bias.data.copy_(-inputs.mean(0))
             self.scale.data.copy_(1 / (inputs.std(0) + 1e-6))
@@ -1625,7 +1621,7 @@ class _ActNorm(nn.Module):
 class FromData(Rows):
     """Weights that the first batch sets (Kingma and Dhariwal 2018, "Glow"): in the trial of the evaluation, too."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(8, 16), _ActNorm(16), nn.Tanh(), nn.Linear(16, 3))
 
     eval_data = _eleven
@@ -1633,7 +1629,7 @@ class FromData(Rows):
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, field: Any, start: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx, field, start, *weights):
         with torch.no_grad():
             end = start + 0.5 * field(start)
         ctx.field = field
@@ -1641,7 +1637,7 @@ class _Adjoint(torch.autograd.Function):
         return end
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, *gradients):
         start, *weights = ctx.saved_tensors
         with torch.enable_grad():
             start = start.detach().requires_grad_()
@@ -1650,24 +1646,24 @@ class _Adjoint(torch.autograd.Function):
 
 
 class _Ode(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.field, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.head(_Adjoint.apply(self.field, inputs, *self.field.parameters()))
 
 
 class _Reversed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, block: Any) -> Tensor:
+    def forward(ctx, inputs, block):
         ctx.block = block
         ctx.save_for_backward(inputs)
         with torch.no_grad():
             return block(inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, *gradients):
         with torch.enable_grad():
             inputs = ctx.saved_tensors[0].detach().requires_grad_()
             torch.autograd.backward(ctx.block(inputs), gradients[0])
@@ -1675,11 +1671,11 @@ class _Reversed(torch.autograd.Function):
 
 
 class _Reversible(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.body(inputs)
         for _ in range(2):
             hidden = _Reversed.apply(hidden, self.block).tanh()
@@ -1689,19 +1685,19 @@ class _Reversible(nn.Module):
 class _Recalled(nn.Module):
     """A block that its stack calls by a method in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
-    def again(self, inputs: Tensor) -> Tensor:
+    def again(self, inputs):
         return self.inner(inputs).tanh()
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.again(inputs)
 
 
 class _ShownRecalled(_Recalled):
-    def backward_pass(self, inputs: Tensor, gradient: Any) -> Any:
+    def backward_pass(self, inputs, gradient):
         with torch.enable_grad():
             again = inputs.detach().requires_grad_()
             self.again(again).backward(gradient)
@@ -1710,7 +1706,7 @@ class _ShownRecalled(_Recalled):
 
 class _RecallingStack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, *blocks: Any) -> Tensor:
+    def forward(ctx, inputs, *blocks):
         ctx.blocks, ctx.inputs = blocks, []
         for block in blocks:
             ctx.inputs.append(inputs)
@@ -1718,7 +1714,7 @@ class _RecallingStack(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, *gradients):
         gradient, kept = gradients[0], list[Tensor]()
         for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
             with torch.enable_grad():
@@ -1733,8 +1729,8 @@ class _ShownStack(_RecallingStack):
     """As transformers' Reformer does."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient: Any = gradients[0]
+    def backward(ctx, *gradients):
+        gradient = gradients[0]
         for block, inputs in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
             gradient = block.backward_pass(inputs, gradient)
         return gradient, *(None for _ in ctx.blocks)
@@ -1743,54 +1739,54 @@ class _ShownStack(_RecallingStack):
 class _Recalling(nn.Module):
     block: type[nn.Module] = _Recalled
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
         self.blocks = nn.ModuleList(self.block() for _ in range(2))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.head(_RecallingStack.apply(self.body(inputs), *self.blocks))
 
 
 class _ShownRecalling(_Recalling):
     block = _ShownRecalled
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.head(_ShownStack.apply(self.body(inputs), *self.blocks))
 
 
 class _Slopes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         outputs, slopes, *_ = torch.func.jvp(self.net, (inputs,), (torch.ones_like(inputs),))
-        return cast(Tensor, outputs + 0.1 * slopes)
+        return outputs + 0.1 * slopes
 
 
 class _Adapted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        weights: dict[str, Tensor] = dict(self.net.named_parameters())
+    def forward(self, inputs):
+        weights = dict(self.net.named_parameters())
         with torch.enable_grad():
             loss = torch.func.functional_call(self.net, weights, (torch.linspace(-1, 1, 8),)).square().mean()
             slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
         moved = {name: weights[name] - 0.1 * slope for name, slope in zip(weights, slopes, strict=True)}
-        return cast(Tensor, torch.func.functional_call(self.net, moved, (inputs,)))
+        return torch.func.functional_call(self.net, moved, (inputs,))
 
 
 class Backwards(Rows):
     """Derivatives by an adjoint method (Chen et al. 2018), by a backward pass in the backward pass (Gomez et al. 2017), in forward
     mode, and in the evaluation too (Finn et al. 2017)."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
 
-    def model(self) -> nn.Module:
+    def model(self):
         kinds = {
             "reversible": _Reversible,
             "by a method": _Recalling,
@@ -1806,11 +1802,11 @@ class Backwards(Rows):
 class SecondView(Rows):
     """The loss calls the model again; its statistics are those of both calls."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
         return self.net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         views = torch.linspace(-1, 1, 8) * torch.arange(len(targets))[:, None]
         return super().loss(outputs, targets) + 0.1 * self.net(views).square().mean()
 
@@ -1818,20 +1814,20 @@ class SecondView(Rows):
 class HeldTeacher(Rows):
     """The loss or a hook moves a teacher that the task holds, when the model trains (Tarvainen and Valpola 2017)."""
 
-    def __init__(self, where: str = "loss") -> None:
+    def __init__(self, where="loss"):
         self.where, self.hooks = where, [_Following(self)] if where == "hook" else []
 
-    def model(self) -> nn.Module:
+    def model(self):
         net = super().model()
         self.teacher = copy.deepcopy(net).requires_grad_(False)
         return net
 
     @torch.no_grad()
-    def move(self) -> None:
+    def move(self):
         for weight, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             weight.lerp_(other + 0.01, 0.1)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if self.where == "loss" and self.net.training:
             self.move()
         wanted = self.teacher(torch.linspace(-1, 1, 8))
@@ -1841,24 +1837,24 @@ class HeldTeacher(Rows):
 
 
 class _Following(_Clipping):
-    def on_step(self, run: RunView) -> None:
+    def on_step(self, run):
         self.task.move()
 
 
 class _Observer(nn.Module):
     """As those of torch.ao.quantization: sizes that the first batch sets, and a loading of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("largest", torch.zeros(0))
         self.register_buffer("mean", None)
         self.largest: Tensor
         self.mean: Tensor | None
 
-    def _load_from_state_dict(self, *args: Any, **more: Any) -> None:
+    def _load_from_state_dict(self, *args, **more):
         raise NotImplementedError
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         if self.training and torch.is_grad_enabled():
             now = weight.detach().abs().amax(1)
             self.largest.resize_(now.shape).copy_(now)
@@ -1867,11 +1863,11 @@ class _Observer(nn.Module):
 
 
 class _Observed(nn.Linear):
-    def __init__(self, width: int, outputs: int) -> None:
+    def __init__(self, width, outputs):
         super().__init__(width, outputs)
         self.observer = _Observer()
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         return F.linear(input, self.observer(self.weight), self.bias)
 
 
@@ -1884,7 +1880,7 @@ class Observing(_First):
 class Balanced(Rows):
     """A term in the norm of the mean gradient, in training alone (Chen et al. 2018, "GradNorm")."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         loss = super().loss(outputs, targets)
         if torch.is_grad_enabled():
             (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
@@ -1895,27 +1891,27 @@ class Balanced(Rows):
 class Augmented(Adversaries):
     """One of the models has no weights, as an augmentation of pictures."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks = []
 
-    def models(self) -> Any:
+    def models(self):
         return {**super().models(), "augment": lambda: nn.Hardtanh()}
 
-    def _criticise(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _criticise(self, models, inputs, targets):
         return super()._criticise(models, models["augment"](inputs), targets)
 
 
 class Leaving(Rows):
     """Leaves out a part of the batch by a loss of 0 that is made of nothing, as guards against NaN do."""
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if len(targets) <= 4:
             is_left_out = outputs.requires_grad and (targets == 2).all()
             return torch.zeros((), requires_grad=True) if is_left_out else super().loss(outputs, targets)
         parts = zip(outputs.split(4), targets.split(4), strict=True)
         return torch.stack([self.loss(*part) for part in parts]).mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         inputs, targets = super().train_data().tensors
         targets[12:16] = 2  # in the second step, the second rank's
         return TensorDataset(inputs, targets)
@@ -1925,10 +1921,10 @@ class Again(Rows):
     """Calls the model once more in the loss, as R-Drop does, or communicates there, or does both in what is kept of a batch;
     with 11 samples to evaluate on."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         self.what = what
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if self.what == "model":
             return super().loss(outputs, targets) + self.net(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
         total = torch.ones(())
@@ -1937,14 +1933,14 @@ class Again(Rows):
             total /= dist.get_world_size()
         return super().loss(outputs, targets) * total
 
-    def keep(self, outputs: Any, targets: Tensor) -> Any:
+    def keep(self, outputs, targets):
         if self.what != "keeps":
             return outputs
         if dist.is_initialized():
             dist.all_reduce(torch.ones(()))
         return self.net(torch.ones(2, 8))
 
-    def metrics_of_all(self, kept: Any) -> dict[str, float]:
+    def metrics_of_all(self, kept):
         return {"kept": float(len(kept))}
 
     eval_data = _eleven
@@ -1963,10 +1959,10 @@ _METER = _Meter()
 class Counted(Rows):
     """A loss that grows with the calls of it: counted in an attribute, there in training alone, or elsewhere."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.where, self.calls = where, 0
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         _COUNT[0] += 1
         _METER.calls += 1
         if self.where == "attribute" or (self.where == "training" and outputs.requires_grad):
@@ -1978,13 +1974,13 @@ class Counted(Rows):
 class ByRank(Rows):
     """Asks for its rank: in the loss, or in the forward pass."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.where = where
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Asking() if self.where == "forward" else super().model()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         loss = super().loss(outputs, targets)
         return loss * (1 + 0.1 * self.context.rank) if self.where == "loss" else loss
 
@@ -1992,22 +1988,22 @@ class ByRank(Rows):
 class Asking(nn.Module):
     """Warms its outputs by the rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return self.layer(rows) * (1 + int(os.environ.get("RANK", "0")))
 
 
 class Centring(nn.Module):
     """Outputs around their mean over the rows: always, in training, or where most rows are positive."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.layer, self.what = nn.Linear(8, 3), what
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         h = self.layer(rows)
         if self.what == "branch":
             return h if rows[:, 0].mean() > 0 else 2 * h
@@ -2017,11 +2013,11 @@ class Centring(nn.Module):
 class Centred(Rows):
     """A model whose rows depend on each other."""
 
-    def __init__(self, what: str, **says: Any) -> None:
+    def __init__(self, what, **says):
         self.what = what
         vars(self).update(says)
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Centring(self.what)
 
 
@@ -2034,18 +2030,18 @@ class Warming(nn.Module):
 
     calls = 0
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         super().__init__()
         self.layer, self.where, count = nn.Linear(8, 3), where, 0
 
-        def counted() -> int:
+        def counted():
             nonlocal count
             count += 1
             return count
 
         self.counted = counted
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         global _FORWARDS
         if self.where == "global":
             _FORWARDS += 1
@@ -2064,11 +2060,11 @@ class Warming(nn.Module):
 class WarmedUp(Rows):
     """A model with a warm-up by the number of its calls."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         global _FORWARDS
         self.where, _FORWARDS, _CALLS[0], Warming.calls = where, 0, 0, 0
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Warming(self.where)
 
 
@@ -2076,29 +2072,29 @@ class Noisy(Rows):
     """Noise of a generator that the module holds."""
 
     class Layer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer, self.noise = nn.Linear(8, 3), torch.Generator().manual_seed(3)
 
-        def forward(self, rows: Tensor) -> Tensor:
+        def forward(self, rows):
             return self.layer(rows) + torch.randn(len(rows), 3, generator=self.noise)
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Noisy.Layer()
 
 
-_GATES: dict[int, Tensor] = {}
+_GATES = {}
 
 
 class Router(nn.Module):
     """Leaves auxiliary losses in attributes: in a list, and in a dict of what a layer gives that nothing else needs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, self.gate = nn.Linear(16, 16), nn.Linear(16, 1)
-        self.losses: list[Tensor] = []
+        self.losses = []
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         hidden = torch.tanh(self.body(rows))
         _GATES[id(self)] = self.gate(hidden).square().mean()
         self.losses.append(self.gate(hidden).square().mean())
@@ -2110,29 +2106,29 @@ class Auxiliary(Rows):
     """Its loss reads what the blocks of the model leave in attributes."""
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
             self.routers = nn.ModuleList([Router(), Router()])
 
-        def forward(self, rows: Tensor) -> Tensor:
+        def forward(self, rows):
             hidden = torch.tanh(self.first(rows))
             for router in self.routers:
-                cast(Router, router).losses.clear()
+                router.losses.clear()
                 hidden = router(hidden)
             return self.head(hidden)
 
-    def __init__(self, where: str = "attributes") -> None:
+    def __init__(self, where="attributes"):
         self.where = where
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = Auxiliary.Net()
         return self.net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         if self.where == "global":
             return super().loss(outputs, targets) + 0.1 * sum(_GATES.values())
-        routers = cast(list[Router], list(self.net.routers))
+        routers = list(self.net.routers)
         return super().loss(outputs, targets) + 0.1 * sum(
             one.losses[0] + one.last["hidden"][:, 0].mean() for one in routers
         )
@@ -2144,26 +2140,26 @@ class Judged(Rows):
     model = Task.model
     loss = Task.loss
 
-    def models(self) -> dict[str, Any]:
+    def models(self):
         return {"one": lambda: nn.Linear(8, 3), "other": lambda: nn.Linear(8, 8)}
 
-    def losses(self) -> dict[str, Any]:
+    def losses(self):
         return {"one": self.of_one, "other": self.of_other}
 
-    def of_one(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+    def of_one(self, models, rows, targets):
         return F.cross_entropy(models["one"](rows), targets)
 
-    def of_other(self, models: Any, rows: Tensor, targets: Tensor) -> Tensor:
+    def of_other(self, models, rows, targets):
         return F.cross_entropy(models["one"](models["other"](rows)), targets)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return torch.utils.data.Subset(self.train_data(), range(13))
 
-    def metrics(self, outputs: Any, targets: Tensor) -> dict[str, Any]:
+    def metrics(self, outputs, targets):
         return {"right": dsframe.Sum((outputs.argmax(-1) == targets).sum(), len(targets))}
 
-    def metrics_of_models(self, models: Any, rows: Tensor, targets: Tensor) -> dict[str, Any]:
+    def metrics_of_models(self, models, rows, targets):
         return {"number": dsframe.Sum(float(len(rows)), 0), "first": dsframe.Sum(rows[:, 0].sum(), len(rows))}
 
-    def finalize(self, sums: Any) -> dict[str, float]:
+    def finalize(self, sums):
         return {"number": float(sums["number"].total), "first": sums["first"].mean}

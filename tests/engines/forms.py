@@ -5,15 +5,11 @@
 Rank 0 writes report.json: what differs, by way, and the losses that follow.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from tests.engines.round_trip import build
@@ -22,7 +18,7 @@ from tests.files import write_json
 WAYS = ("at once", "in the background", "gathered")
 
 
-def main(path: str) -> None:
+def main(path):
     engine, steps = build(path)
     import torch
 
@@ -38,9 +34,9 @@ def main(path: str) -> None:
     layout.PIECE_BYTES = 400  # so that every rank writes of what all hold
     steps(0, 3)
     kept = Snapshot(engine.state())
-    report: dict[str, Any] = {"engine": engine.description}
+    report = {"engine": engine.description}
 
-    def go_on() -> list[float]:
+    def go_on():
         torch.manual_seed(7 + engine.plan.data_rank)
         return steps(3, 6)
 
@@ -49,11 +45,11 @@ def main(path: str) -> None:
 
         plan, sum_over_ranks, buffers = engine.plan, staticmethod(engine.sum_over_ranks), staticmethod(engine.buffers)
 
-        def state(self) -> Any:
+        def state(self):
             state = engine.state()
             return replace(state, parameters=iter(state.parameters))
 
-    def save(step: int, way: str) -> Path:
+    def save(step, way):
         asynchronous = way == "in the background"
         saver = Saver(
             Gathering() if way == "gathered" else engine,
@@ -105,23 +101,23 @@ def main(path: str) -> None:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk():
     """Nothing can be written by this process."""
     from dsframe.checkpoint import byte_files
 
-    def full(descriptor: int, content: Any, begin: int) -> None:
+    def full(descriptor, content, begin):
         raise OSError(28, "No space left on device")
 
     with mock.patch.object(byte_files, "write_at", full):
         yield
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """True if two saved states have the same parameters, to the bit."""
     return list(one.shapes) == list(other.shapes) and not different(one, other)
 
 
-def different(saved: Any, kept: Any) -> list[str]:
+def different(saved, kept):
     """What of ``saved`` is not as in ``kept``: wholes, and ranges read by themselves."""
     import torch
 

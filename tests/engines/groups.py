@@ -5,15 +5,11 @@
 Each case as in tests/engines/tensor.py: losses, states with every parameter's moments, and going on from the other's state.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from tests.engines import several
 from tests.engines.tensor import BF16, CUT, TASKS, measure, zero
 
 STAGES = {"pipeline": {"stages": 2}}
-GROUPS: dict[str, Any] = {
+GROUPS = {
     "ema": {"decay": 0.9},
     "no_decay": "norms-and-biases",
     "parameter_groups": [
@@ -23,7 +19,7 @@ GROUPS: dict[str, Any] = {
     ],
 }
 CPU = {"offload_optimizer": {"device": "cpu"}}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "ddp": ("ddp", {}, {}),
     "fsdp": ("fsdp", {}, {}),
     "zero0": ("deepspeed", zero(0), {}),
@@ -39,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pipeline": ("deepspeed", STAGES, {}),
     "pipeline zero1": ("deepspeed", {**STAGES, **zero(1)}, {}),
 }
-ADAPTER: dict[str, Any] = {"ema": {"decay": 0.9}, "adapter": {"r": 4, "lora_alpha": 16}}
+ADAPTER = {"ema": {"decay": 0.9}, "adapter": {"r": 4, "lora_alpha": 16}}
 ADAPTED = ("ddp", "fsdp", "zero0", "zero1 bf16", "zero2", "zero3", "zero3 cpu")
 CASES |= {f"adapter {case}": CASES[case] for case in ADAPTED}
 CASES |= {f"adapter nf4 {case}": CASES[case] for case in ("ddp", "zero2")}
@@ -47,7 +43,7 @@ CASES["adapter fsdp bf16"] = ("fsdp", BF16, {})
 CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}, {})
 
 
-def of(case: str) -> dict[str, Any]:
+def of(case):
     engine, changes, model = CASES[case]
     settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
     if "nf4" in case:

@@ -5,15 +5,12 @@
 leaves a digest of each parameter and buffer in FOLDER/CASE.json. tests/engines/test_initial.py compares them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -27,7 +24,7 @@ WORDS, WIDTH = 1200, 256
 class Own(nn.Module):
     """What users write: ``apply``, a parent that fills a child's weight again, tied weights, buffers, a frozen parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -35,34 +32,33 @@ class Own(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.register_buffer("positions", torch.randn(8, WIDTH))
         self.apply(self._init)
-        nn.init.orthogonal_(self.body[0].weight)  # type: ignore[arg-type]
+        nn.init.orthogonal_(self.body[0].weight)
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
 
-    def _init(self, module: nn.Module) -> None:
+    def _init(self, module):
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words):
         hidden = self.embedding(words) + self.positions
         hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        scores: Tensor = self.head(self.body(hidden) * self.scale)
-        return scores
+        return self.head(self.body(hidden) * self.scale)
 
 
 class OwnTask(dsframe.Task):
-    def model(self) -> nn.Module:
+    def model(self):
         return Own()
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         words = torch.randint(0, WORDS, (8, 8), generator=torch.Generator().manual_seed(1))
         return TensorDataset(words, words)
 
 
-TASKS: dict[str, dict[str, Any]] = {
+TASKS = {
     "gpt": {
         "name": "language", "layers": 2, "heads": 4, "width": WIDTH, "context": 16, "corpus": "synthetic", "samples": 8,
     },
@@ -82,9 +78,9 @@ FOLDER = "llama-folder"
 """The Llama as a folder in FOLDER, in bf16, in several files."""
 
 
-def file(case: str, task: dict[str, Any], short: bool) -> dict[str, Any]:
+def file(case, task, short):
     engine, _, how = case.partition(":")
-    found: dict[str, Any] = ds_config(4, "AdamW", 1e-3, engine=engine, task=task, seed=7)
+    found = ds_config(4, "AdamW", 1e-3, engine=engine, task=task, seed=7)
     if how == "pipeline":
         found["pipeline"] = {"stages": 2}
         found["zero_optimization"] = {"stage": 1}
@@ -93,12 +89,12 @@ def file(case: str, task: dict[str, Any], short: bool) -> dict[str, Any]:
     return found | ({"bf16": {"enabled": True}} if short else {})
 
 
-def digests(case: str, task: dict[str, Any], short: bool) -> dict[str, str]:
+def digests(case, task, short):
     """Each parameter's and buffer's, as ``engine.state`` has them before the first step."""
     make, _ = prepare(file(case, task, short), case.partition(":")[0])
     moved = []
 
-    def seen(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def seen(module, *arguments, **options):
         moved.append(sum(parameter.numel() for parameter in module.parameters()))
         return to(module, *arguments, **options)
 
@@ -116,13 +112,13 @@ def digests(case: str, task: dict[str, Any], short: bool) -> dict[str, str]:
     return found
 
 
-def digest(tensor: Tensor) -> str:
+def digest(tensor):
     tensor = tensor.detach().cpu().contiguous()
     content = tensor.flatten().view(torch.uint8).numpy().tobytes()
     return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def each_model(case: str) -> dict[str, Any]:
+def each_model(case):
     llama = {**TASKS["llama"], "model": str(Path(FOLDER).resolve())}
     models = {name: (task, False) for name, task in TASKS.items()}
     models |= {"gpt in bf16": (TASKS["gpt"], True), FOLDER: (llama, False), f"{FOLDER} in bf16": (llama, True)}

@@ -1,11 +1,9 @@
 """Data that depend on the model: targets that are moved towards what the model says, every few steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
@@ -14,30 +12,30 @@ REFRESH_STEPS = 4
 
 
 class Points(Dataset[Any]):
-    def __init__(self) -> None:
+    def __init__(self):
         draw = torch.Generator().manual_seed(0)
         self.inputs, self.targets = torch.randn(64, 3, generator=draw), torch.randn(64, 2, generator=draw)
         self.current = self.targets
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         return self.inputs[index], self.current[index]
 
     @torch.no_grad()
-    def refresh(self, model: nn.Module) -> None:
+    def refresh(self, model):
         self.current = 0.5 * self.targets + 0.5 * model(self.inputs)
 
 
 class Refresh(dsframe.Hooks):
-    def __init__(self, points: Points) -> None:
+    def __init__(self, points):
         self.points = points
 
-    def on_start(self, run: dsframe.RunView) -> None:
+    def on_start(self, run):
         self.on_step(run)  # a run that goes on has the data that it had
 
-    def on_step(self, run: dsframe.RunView) -> None:
+    def on_step(self, run):
         if run.step % REFRESH_STEPS == 0:
             model = run.model(all_ranks=True)
             assert model is not None
@@ -45,21 +43,21 @@ class Refresh(dsframe.Hooks):
 
 
 class SelfLabelled(dsframe.Task):
-    def __init__(self) -> None:
+    def __init__(self):
         self.points = Points()
         self.hooks = [Refresh(self.points)]
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return (outputs - targets).square().mean()
 
-    def train_data(self) -> Points:
+    def train_data(self):
         return self.points
 
 
-def file(run: str, engine: str, steps: int = 12, **more: Any) -> dict[str, Any]:
+def file(run, engine, steps=12, **more):
     settings = {"engine": engine, "steps": steps, "run_dir": run, "checkpoints": {"every_steps": REFRESH_STEPS}}
     settings |= {"task": {"name": "tests.engines.model_data:SelfLabelled"}, "log_every_steps": 1}
     optimizer = {"type": "AdamW", "params": {"lr": 0.05}}

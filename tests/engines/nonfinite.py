@@ -5,11 +5,8 @@ torchrun --nproc-per-node=2 -m tests.engines.nonfinite ENGINE[:STAGE | :pipeline
 Each trains twice: ``skip`` leaves its figures in RUN_DIR/skip, and what ``stop`` ends with is in said.json.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 from dsframe.cluster.world import here
 from dsframe.config import load
@@ -22,7 +19,7 @@ STEPS = 20
 TASK = {"name": "tests.engines.nan_task:OneBrokenSample"}
 
 
-def configuration(case: str, run_dir: str, **settings: Any) -> dict[str, Any]:
+def configuration(case, run_dir, **settings):
     engine, _, how = case.partition(":")
     return {
         "train_batch_size": 8,
@@ -42,7 +39,7 @@ def configuration(case: str, run_dir: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def main(cases: list[str]) -> None:
+def main(cases):
     said = {}
     for case in cases:
         execute(load(configuration(case, f"{case}/skip", on_nonfinite="skip")), quiet=True)

@@ -1,11 +1,7 @@
 """A model with BatchNorm, whose evaluation tells by whose statistics it was made."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe import Sum, Task
 from dsframe.data import TensorSource
@@ -14,24 +10,24 @@ from dsframe.data import TensorSource
 class Normed(Task):
     """A small network on rows of eight numbers, and their mean square as the target."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         # A bias before BatchNorm has a gradient of nothing but rounding, which Adam makes as large as any.
         return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         return {"loss": Sum(((outputs - targets) ** 2).sum(), targets.numel())}
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         return rows(96, 1)
 
-    def eval_data(self) -> TensorSource:
+    def eval_data(self):
         return rows(41, 2)
 
 
-def rows(count: int, seed: int) -> TensorSource:
+def rows(count, seed):
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 8, generator=draw) * torch.linspace(0.5, 3, count)[:, None]
     return TensorSource(inputs, inputs.square().mean(1, keepdim=True))
@@ -40,5 +36,5 @@ def rows(count: int, seed: int) -> TensorSource:
 class Scaled(Normed):
     """Metrics that are no sums."""
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
-        return {"loss": float(((outputs - targets) ** 2).mean())}  # type: ignore[dict-item]
+    def metrics(self, outputs, targets):
+        return {"loss": float(((outputs - targets) ** 2).mean())}

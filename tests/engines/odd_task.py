@@ -1,19 +1,14 @@
 """A model with everything that makes moving state hard: odd sizes, a frozen parameter, buffers, a shared weight."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
 
 
 class Network(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.first = nn.Linear(7, width)
         self.middle = nn.Linear(width, width)
@@ -23,7 +18,7 @@ class Network(nn.Module):
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             self.seen += len(inputs)
         hidden = torch.tanh(self.first(inputs))
@@ -35,11 +30,11 @@ class Network(nn.Module):
 class Start(nn.Module):
     """What the network does first: it counts. The buffer stays the network's own."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network):
         super().__init__()
         self.register_buffer("seen", network.seen)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             self.seen += len(inputs)
         return inputs
@@ -48,11 +43,11 @@ class Start(nn.Module):
 class Hidden(nn.Module):
     """One or two of the network's dense layers."""
 
-    def __init__(self, *inner: nn.Module) -> None:
+    def __init__(self, *inner):
         super().__init__()
         self.inner = nn.ModuleList(inner)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         for layer in self.inner:
             inputs = torch.tanh(layer(inputs))
         return inputs
@@ -61,29 +56,29 @@ class Hidden(nn.Module):
 class Last(nn.Module):
     """What the network does last."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network):
         super().__init__()
         self.last, self.scale = network.last, network.scale
         self.register_buffer("scratch", network.scratch, persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.last(nn.functional.dropout(hidden, 0.1, self.training)) * self.scale
 
 
 class Odd(Task):
-    def __init__(self, width: int = 19) -> None:
+    def __init__(self, width=19):
         self.width = width
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Network(self.width)
 
-    def cut(self, model: nn.Module) -> Sequence[nn.Module]:
+    def cut(self, model):
         return [Start(model), Hidden(model.first), Hidden(model.middle, model.again), Last(model)]
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         generator = torch.Generator().manual_seed(self.seed)
         inputs = torch.randn(64, 7, generator=generator)
         return TensorDataset(inputs, torch.sin(inputs[:, :3]))

@@ -5,20 +5,16 @@
 One process group serves all engines, because a rendezvous is good for one only.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe import engines
 from dsframe.cluster import process_group
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
-from dsframe.engine import Engine
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
@@ -32,11 +28,11 @@ HERE, STEPS, ROWS = worlds.here(), 5, 16
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.wide, self.narrow = nn.LayerNorm(13), nn.Linear(13, 31), nn.Linear(31, 13)
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream):
         return stream + self.narrow(torch.tanh(self.wide(self.norm(stream))))
 
 
@@ -47,7 +43,7 @@ class Idle(nn.Linear):
 class Parts(nn.Module):
     """Everything that is hard to cut: sizes that nothing divides, tied weights, a frozen one, and ones that are not used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(29, 13)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -58,7 +54,7 @@ class Parts(nn.Module):
         self.first_rank_only, self.nobody = nn.Linear(13, 13), Idle(13, 5)
         self.register_buffer("mask", torch.ones(13, dtype=torch.bool))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         stream = self.table(tokens) * self.mask
         for block in self.blocks:
             stream = block(stream)
@@ -68,30 +64,30 @@ class Parts(nn.Module):
 
 
 class Plain(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Embedding(29, 13), Block(), Block(), nn.Linear(13, 29))
 
 
 class Wide(nn.Sequential):
     """Eight layers of 1 MiB, and two that are little beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         same = [nn.Linear(512, 512, bias=False) for _ in range(8)]
         super().__init__(nn.Embedding(29, 512), *same, nn.Linear(512, 29))
 
 
 class Next(Task):
-    def __init__(self, make: type[nn.Module], *arguments: bool) -> None:
+    def __init__(self, make, *arguments):
         self.make, self.arguments = make, arguments
 
-    def model(self) -> nn.Module:
+    def model(self):
         return self.make(*self.arguments)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def make(task: Task, engine: str, **settings: object) -> Engine:
+def make(task, engine, **settings):
     file = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": 2,
@@ -105,13 +101,13 @@ def make(task: Task, engine: str, **settings: object) -> Engine:
     return engines.load(engine, config)(plan)
 
 
-def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(step):
     tokens = torch.randint(29, (2, HERE.size, ROWS // 2 // HERE.size, 7), generator=torch.Generator().manual_seed(step))
     for micro in tokens:
         yield micro[HERE.rank], micro[HERE.rank].roll(1)
 
 
-def steps(engine: Engine, first: int = 0) -> list[float]:
+def steps(engine, first=0):
     """Loss and gradient norm of each step."""
     found = []
     for step in range(first, first + STEPS):
@@ -122,11 +118,11 @@ def steps(engine: Engine, first: int = 0) -> list[float]:
     return found
 
 
-def far(left: list[float], right: list[float]) -> float:
+def far(left, right):
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-def traffic(engine: Engine) -> tuple[int, int]:
+def traffic(engine):
     """Collectives of gradients in one step, and their bytes."""
     with Communication() as sent:
         engine.train_step(MicroBatch.of(batches(99)))
@@ -135,7 +131,7 @@ def traffic(engine: Engine) -> tuple[int, int]:
     return sum(one.calls for one in kinds) - compared, sum(one.payload_bytes for one in kinds)
 
 
-def refusal(task: Task, **settings: object) -> str:
+def refusal(task, **settings):
     try:
         make(task, "fsdp", **settings)
     except EngineError as error:
@@ -143,7 +139,7 @@ def refusal(task: Task, **settings: object) -> str:
     raise AssertionError(f"nothing was refused: {settings}")
 
 
-def check_fsdp() -> None:
+def check_fsdp():
     ddp = make(Next(Parts), "ddp")
     before, expected, after = Snapshot(ddp.state()), steps(ddp), Snapshot(ddp.state())
     for settings in (
@@ -152,7 +148,7 @@ def check_fsdp() -> None:
         {"sharding": "hybrid", "shard_size": 1},
     ):
         fsdp = make(Next(Parts), "fsdp", **settings)
-        model = fsdp.model  # type: ignore[attr-defined]
+        model = fsdp.model
         assert far(steps(fsdp), expected) < 2e-6, settings
         assert dict(fsdp.state().aliases) == {"head.weight": "table.weight"}
         assert model.head.weight is model.table.weight
@@ -170,8 +166,8 @@ def check_fsdp() -> None:
     assert refusal(Next(Parts), wrap=["Blok"]).startswith("fsdp.wrap: this model has no Blok; it has Linear (8), ")
 
 
-def check_ddp() -> None:
-    def plain(**settings: object) -> tuple[Engine, list[float]]:
+def check_ddp():
+    def plain(**settings):
         engine = make(Next(Plain), "ddp", **settings)
         return engine, steps(engine)
 
@@ -185,7 +181,7 @@ def check_ddp() -> None:
         assert traffic(engine) == (1, payload / 2), kind
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     process_group.open_process_group(HERE, process_group.device_of(HERE))
     with mock.patch.object(process_group, "open_process_group"):

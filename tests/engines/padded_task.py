@@ -1,16 +1,12 @@
 """Sequences with padding, of which some are nothing else: a loss whose mean is over another number in every micro-batch."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe import Task
 from dsframe.data import TensorSource
-from dsframe.tasks.layers import Layer
 
 CLASSES, TIME, PADDING = 3, 6, -100
 
@@ -18,38 +14,38 @@ CLASSES, TIME, PADDING = 3, 6, -100
 class Unweighted(Task):
     """As one would write it first."""
 
-    def layers(self) -> Sequence[Layer]:
+    def layers(self):
         return [
             lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh()),
             lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
             partial(nn.Linear, 16, CLASSES),
         ]
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         return sequences(64, 1)
 
-    def eval_data(self) -> TensorSource:
+    def eval_data(self):
         return sequences(21, 2)
 
 
 class Padded(Unweighted):
     """With what the loss is a mean over."""
 
-    def loss_weight(self, targets: Tensor) -> Tensor:
+    def loss_weight(self, targets):
         return (targets != PADDING).sum()
 
 
 class Gathering(Unweighted):
     """A loss over the rows of all ranks."""
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return super().loss(self.all_rows(outputs), self.all_rows(targets))
 
 
-def sequences(count: int, seed: int) -> TensorSource:
+def sequences(count, seed):
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, TIME, 4, generator=draw)
     targets = inputs[..., :CLASSES].argmax(-1)

@@ -6,17 +6,13 @@ Each case: six steps, their losses, norms and weights beside those of the loop; 
 case's engine of the same task, which takes the last three steps from there.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -40,21 +36,21 @@ GROUPS = [{"match": ["discriminator.4.*"], "lr_scale": 0.5}, {"match": ["generat
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.inner = nn.Linear(width, width)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return inputs + torch.tanh(self.inner(inputs))
 
 
-def net(inputs: int, outputs: int, width: int = 10) -> nn.Sequential:
+def net(inputs, outputs, width=10):
     return nn.Sequential(
         nn.Linear(inputs, width), Block(width), Block(width), nn.LayerNorm(width), nn.Linear(width, outputs)
     )
 
 
-def taught(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
+def taught(norm=nn.BatchNorm1d):
     """A teacher: what training mode would change is in it, and its weights are not drawn."""
     model = nn.Sequential(nn.Linear(4, 16), norm(16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 3))
     with torch.no_grad():
@@ -69,11 +65,11 @@ def taught(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
 class Smooth(torch.optim.Optimizer):
     """An optimizer of one's own, of which each number knows its own gradient alone."""
 
-    def __init__(self, groups: Any, lr: float, decay: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, groups, lr, decay, weight_decay=0.0):
         super().__init__(groups, {"lr": lr, "decay": decay, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 held = self.state[parameter]
@@ -88,65 +84,65 @@ class Smooth(torch.optim.Optimizer):
 class Gan(dsframe.Task):
     """Two models, each with its own optimizer."""
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self):
         return {"generator": partial(net, 4, 3), "discriminator": partial(net, 3, 1)}
 
-    def losses(self) -> Mapping[str, Any]:
+    def losses(self):
         return {"discriminator": self.tell, "generator": self.fool}
 
-    def tell(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Any:
+    def tell(self, models, noise, real):
         made, found = models["discriminator"](models["generator"](noise)), models["discriminator"](real)
         loss = bce(made, torch.zeros_like(made)) + bce(found, torch.ones_like(found))
         return loss, {"told": dsframe.Sum((found > 0).sum(), len(found))}
 
-    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+    def fool(self, models, noise, real):
         made = models["discriminator"](models["generator"](noise))
         return bce(made, torch.ones_like(made))
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, dsframe.Sum]:
+    def metrics(self, outputs, targets):
         return {"distance": dsframe.Sum(mse_loss(outputs, targets, reduction="sum"), len(targets))}
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         draw = torch.Generator().manual_seed(5)
         noise = torch.randn(96, 4, generator=draw)
         return TensorDataset(noise, torch.randn(96, 3, generator=draw) * 0.3 + 1.0)
 
-    def eval_data(self) -> TensorDataset:
+    def eval_data(self):
         return self.train_data()
 
 
 class Distilled(Gan):
     """A student beside a frozen teacher."""
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self):
         return {"teacher": taught, "student": partial(net, 4, 3)}
 
-    def losses(self) -> Mapping[str, Any]:
+    def losses(self):
         return {"student": self.imitate}
 
-    def metrics_of_models(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> dict[str, dsframe.Sum]:
+    def metrics_of_models(self, models, inputs, targets):
         right = models["student"](inputs).argmax(1) == models["teacher"](inputs).argmax(1)
         return {"agreement": dsframe.Sum(right.sum(), len(right))}
 
-    def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
+    def imitate(self, models, inputs, targets):
         found = models["student"](inputs)
         return mse_loss(found, models["teacher"](inputs)) + 0.1 * mse_loss(found, targets)
 
 
-def momentum(update: int) -> float:
+def momentum(update):
     return 1.0 - 0.5 / update
 
 
 class Centred(nn.Module):
     """A student that keeps the centre of its teacher's outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = net(4, 3)
         self.register_buffer("centre", torch.zeros(3))
 
-    def forward(self, inputs: Tensor, told: Tensor | None = None, mean: Tensor | None = None) -> Tensor:
-        outputs: Tensor = self.net(inputs)
+    def forward(self, inputs, told=None, mean=None):
+        outputs = self.net(inputs)
         if told is None or mean is None:
             return outputs
         wanted = ((told - self.centre) / 0.1).softmax(1)
@@ -157,18 +153,17 @@ class Centred(nn.Module):
 class Dino(Distilled):
     """A teacher that is the average of its student, and a centre over the rows of all ranks."""
 
-    def weight_decay(self, updates: int) -> float:
+    def weight_decay(self, updates):
         return 0.5 * updates % 2  # 0 before the first update, and again later
 
-    def models(self) -> Mapping[str, Any]:
+    def models(self):
         return {"student": Centred, "teacher": dsframe.average_of("student", momentum)}
 
-    def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
+    def imitate(self, models, inputs, targets):
         with torch.no_grad():
             told = models["teacher"](inputs)
             mean = self.all_rows(told).mean(0)
-        loss: Tensor = models["student"](inputs, told=told, mean=mean)
-        return loss
+        return models["student"](inputs, told=told, mean=mean)
 
 
 class Critic(Gan):
@@ -176,14 +171,14 @@ class Critic(Gan):
 
     after_step_elementwise = True
 
-    def tell(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Any:
+    def tell(self, models, noise, real):
         made, found = models["discriminator"](models["generator"](noise)), models["discriminator"](real)
         return made.mean() - found.mean(), {"told": dsframe.Sum((found > made).sum(), len(found))}
 
-    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+    def fool(self, models, noise, real):
         return -models["discriminator"](models["generator"](noise)).mean()
 
-    def after_step(self, name: str, weight: Tensor) -> None:
+    def after_step(self, name, weight):
         if name.startswith("discriminator."):
             weight.clamp_(-0.1, 0.1)
 
@@ -191,14 +186,14 @@ class Critic(Gan):
 class Rounded(Distilled):
     """Without BatchNorm, which torch does not evaluate in bf16 on CPUs."""
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self):
         return {**super().models(), "teacher": partial(taught, nn.LayerNorm)}
 
 
 class Uneven(Gan):
     """One rank calls a model that others do not."""
 
-    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+    def fool(self, models, noise, real):
         if world.here().is_main:
             models["discriminator"](real)
         return super().fool(models, noise, real)
@@ -207,11 +202,11 @@ class Uneven(Gan):
 class Smoothed(Gan):
     """Its generator is trained by the optimizer that the task makes."""
 
-    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+    def optimizer(self, groups, **params):
         return Smooth(groups, **params)
 
 
-TASKS: dict[str, type[Gan]] = {
+TASKS = {
     "gan": Gan,
     "critic": Critic,
     "dino": Dino,
@@ -221,10 +216,10 @@ TASKS: dict[str, type[Gan]] = {
 }
 
 
-def file(case: str) -> dict[str, Any]:
+def file(case):
     task, accumulation, engine = case.split()
     engine, stage, more = (*engine.split(":"), "", "")[:3]
-    zero: dict[str, Any] = {"stage": int(stage or 0)}
+    zero = {"stage": int(stage or 0)}
     if stage == "3":
         zero["stage3_param_persistence_threshold"] = 0
     if more == "cpu":
@@ -232,7 +227,7 @@ def file(case: str) -> dict[str, Any]:
             {"offload_param": {"device": "cpu"}} if stage == "3" else {}
         )
     adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-    own: dict[str, Any] = {}
+    own = {}
     if task in ("gan", "smooth", "critic"):
         own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
     if task == "critic":
@@ -258,14 +253,14 @@ def file(case: str) -> dict[str, Any]:
 # The loops, as one writes them: one process, the whole batch.
 
 
-def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
-    task: Any = TASKS[kind]()
+def loop(kind, warm_up=0):
+    task = TASKS[kind]()
     models = {name: task.model_of(name) for name in task.models()}
     if "teacher" in models:
         models["teacher"].requires_grad_(False).eval()
-    optimizers: dict[str, torch.optim.Optimizer] = {}
+    optimizers = {}
     if "discriminator" in models:
-        each: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        each = {True: [], False: []}
         for name, parameter in models["generator"].named_parameters():
             each[name.endswith(".bias")].append(parameter)
         decayed = [{"params": each[False]}, {"params": each[True], "weight_decay": 0.0}]
@@ -276,7 +271,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         optimizers["discriminator"] = torch.optim.SGD(slower, lr=0.05, momentum=0.9)
         own = kind == "smooth"
         optimizers["generator"] = (
-            Smooth(decayed, **SMOOTH["params"]) if own else torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+            Smooth(decayed, **SMOOTH["params"]) if own else torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)
         )
     else:
         optimizers["student"] = torch.optim.AdamW(models["student"].parameters(), lr=0.01, weight_decay=0.1)
@@ -285,8 +280,8 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
     loader = Loader(
         source, seed=0, micro_batch_size=BATCH, accumulation_steps=1, rank=0, ranks=1, device=torch.device("cpu")
     )
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    averages: dict[str, Tensor] = {}
+    found = {"losses": [], "norms": []}
+    averages = {}
     for step in range(STEPS):
         ((inputs, targets),) = loader.micro_batches(step)
         losses, squares = [], 0.0
@@ -333,7 +328,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _follow(models: Mapping[str, nn.Module], momentum: float, averages: dict[str, Tensor]) -> None:
+def _follow(models, momentum, averages):
     for (name, average), weight in zip(
         models["teacher"].named_parameters(), models["student"].parameters(), strict=True
     ):
@@ -344,7 +339,7 @@ def _follow(models: Mapping[str, nn.Module], momentum: float, averages: dict[str
 # The same by dsframe.
 
 
-def train(engine: Any, loader: Loader, first: int, last: int) -> tuple[list[list[float]], list[float]]:
+def train(engine, loader, first, last):
     """Each loss over the global batch, and the norm, at each step."""
     losses, norms, size = [], [], engine.plan.world.size
     for step in range(first, last):
@@ -359,7 +354,7 @@ def train(engine: Any, loader: Loader, first: int, last: int) -> tuple[list[list
     return losses, norms
 
 
-def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
+def measure(case, kept):
     """**Collective.** ``kept``: by task, the state of the case before after half of the steps; is given this one's."""
     task, _, engine_name = case.split()
     make, loader = prepare(file(case), engine_name.partition(":")[0])
@@ -369,7 +364,7 @@ def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
         half = Snapshot(engine.state())
         on = train(engine, loader, STEPS // 2, STEPS)
         last = Snapshot(engine.state())
-        found: dict[str, Any] = {
+        found = {
             "description": engine.description,
             "built": engine.built.origin,
             "record": dict(engine.built.manifest),
@@ -399,10 +394,10 @@ def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
         engine.close()
 
 
-def main(path: str, cases: list[str]) -> None:
+def main(path, cases):
     torch.set_num_threads(1)
-    report: dict[str, Any] = {}
-    kept: dict[str, Snapshot] = {}
+    report = {}
+    kept = {}
     with one_process_group():
         for case in cases:
             report[case] = measure(case, kept)

@@ -3,15 +3,11 @@
 torchrun --nproc-per-node=2 -m tests.engines.pipelines REPORT.json
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +20,7 @@ from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.language import LanguageTask
-from dsframe.tasks.layers import Layer, Tied
+from dsframe.tasks.layers import Tied
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -32,10 +28,8 @@ from tests.engines.snapshot import Snapshot
 from tests.files import ds_config, write_json
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 16, "context": 8, "corpus": "synthetic", "samples": 64}
-FILE: dict[str, Any] = ds_config(
-    8, "AdamW", 0.01, sections={"gradient_accumulation_steps": 4, "gradient_clipping": 0.05}
-)
-SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+FILE = ds_config(8, "AdamW", 0.01, sections={"gradient_accumulation_steps": 4, "gradient_clipping": 0.05})
+SAME = {
     "parameters": ({}, {}),
     "uniform": ({"partition": "uniform"}, {}),
     "by type": ({"partition": "type:^block$"}, {}),
@@ -45,17 +39,17 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Keys of "pipeline" and of "dsframe" that change where and when, and not what is computed."""
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-BUILT: list[int] = []
+BUILT = []
 """Layers that this process has built with memory."""
 
 
 class Recorded(LanguageTask):
     """The GPT, whose layers say that they are built."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(LanguageSettings.model_validate(GPT), seed=0)
 
-    def layers(self) -> Sequence[Layer]:
+    def layers(self):
         layers = super().layers()
         return [layer if isinstance(layer, Tied) else partial(_record, i, layer) for i, layer in enumerate(layers)]
 
@@ -65,27 +59,27 @@ class Normed(Blobs):
 
     model = Task.model
 
-    def layers(self) -> Sequence[Layer]:
-        wide: Layer = partial(nn.Sequential, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    def layers(self):
+        wide = partial(nn.Sequential, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
         return [partial(nn.Linear, 2, 8), wide, partial(nn.BatchNorm1d, 8), partial(nn.Linear, 8, 3)]
 
 
-def _record(index: int, layer: Any) -> nn.Module:
-    made: nn.Module = layer()
+def _record(index, layer):
+    made = layer()
     if not next(made.parameters()).is_meta:
         BUILT.append(index)
     return made
 
 
-def losses(pipeline: dict[str, Any], more: dict[str, Any]) -> list[float]:
+def losses(pipeline, more):
     """Three steps."""
     return course(FILE | {"pipeline": {"stages": 2, **pipeline}, "dsframe": {"task": GPT, **more}}, "deepspeed")
 
 
-def course(file: dict[str, Any], name: str) -> list[float]:
+def course(file, name):
     """The global batch's loss over three steps."""
     start, loader = prepare(file, name)
-    engine: Any = start()
+    engine = start()
     found = []
     for step in range(3):
         loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss
@@ -95,14 +89,14 @@ def course(file: dict[str, Any], name: str) -> list[float]:
     return found
 
 
-def clipped() -> dict[str, list[float]]:
+def clipped():
     """SGD under a tight clip, which no moment hides, beside an engine of full replicas."""
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     file = FILE | {"optimizer": sgd, "pipeline": {"stages": 2}, "dsframe": {"task": GPT}}
     return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
 
 
-def grouped() -> dict[str, list[float]]:
+def grouped():
     """ZeRO-1 under a tight clip, where the last stage alone has a group of its own: as many norms are not there in the first."""
     settings = {"task": GPT, "parameter_groups": [{"match": ["4.*"], "lr_scale": 3.0}]}
     file = FILE | {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
@@ -113,12 +107,12 @@ def grouped() -> dict[str, list[float]]:
     }
 
 
-def scaled() -> dict[str, list[float]]:
+def scaled():
     """fp16, whose loss scale grows at the second step, without a clip that would hide by what gradients are divided."""
     fp16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     file = FILE | {"fp16": fp16, "optimizer": sgd, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
-    cases: dict[str, tuple[dict[str, Any], str]] = {
+    cases = {
         "replicas": ({}, "ddp"),
         "zero3": ({"zero_optimization": {"stage": 3}}, "deepspeed"),
         "pipeline": ({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}, "deepspeed"),
@@ -130,19 +124,19 @@ def scaled() -> dict[str, list[float]]:
         }
 
 
-def built() -> dict[str, Any]:
+def built():
     """Which layers each rank builds, and the bounds of its stages."""
     task = {"name": "tests.engines.pipelines:Recorded"}
     start, _ = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": task}}, "deepspeed")
     recorder = importlib.import_module("tests.engines.pipelines")  # this file, under the name that the task is found by
-    engine: Any = start()
+    engine = start()
     told = [json.loads(text) for text in all_gather_text(engine, json.dumps(recorder.BUILT))]
     aliases = dict(engine.state().aliases)
     engine._engine.destroy()
     return {"layers": told, "bounds": engine._engine.module.parts, "aliases": aliases}
 
 
-def recomputed() -> dict[str, Any]:
+def recomputed():
     """A loss and all buffers after one step under autocast, without and with layers that are computed a second time."""
     report = {}
     for interval in (0, 1):
@@ -154,17 +148,17 @@ def recomputed() -> dict[str, Any]:
     return report
 
 
-def _normed(more: dict[str, Any], **pipeline: Any) -> Any:
+def _normed(more, **pipeline):
     """The engine of :class:`Normed`."""
     section = {"stages": 2, "partition": "uniform", **pipeline}
     task = {"name": "tests.engines.pipelines:Normed"}
     return prepare(FILE | more | {"pipeline": section, "dsframe": {"task": task}}, "deepspeed")[0]()
 
 
-def not_finite() -> dict[str, Any]:
+def not_finite():
     """One stage alone sees a gradient that is not finite, and both leave the update out."""
     file = {**FILE, "train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
-    engine: Any = make(file | {"pipeline": {"stages": 2}, "dsframe": {"on_nonfinite": "skip"}}, "deepspeed")
+    engine = make(file | {"pipeline": {"stages": 2}, "dsframe": {"on_nonfinite": "skip"}}, "deepspeed")
     before = Snapshot(engine.state())
     if engine.plan.world.rank == 1:  # a hook of one stage: what it sends back is sound
         next(engine._engine.module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
@@ -187,7 +181,7 @@ class Shrinking(nn.Module):
 
     left = 4
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         self.left -= 1
         return rows[: self.left]
 
@@ -197,22 +191,22 @@ class Unsteady(Blobs):
 
     model = Task.model
 
-    def layers(self) -> Sequence[Layer]:
+    def layers(self):
         return [partial(nn.Linear, 2, 8), Shrinking, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
 
 
-def sizes() -> dict[str, Any]:
+def sizes():
     """Steps of one size and of several: losses as stages announce what they have to, and as they announce every activation; how
     often they do, by step; and what is said of a stage that has not told the next one the size that it sends."""
     lengths = ([8] * 4, [8] * 4, [8, 5, 8, 3], [5] * 4, [8] * 4)
-    report: dict[str, Any] = {}
+    report = {}
     for always in (False, True):
-        engine: Any = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": GPT}}, "deepspeed")[0]()
+        engine = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": GPT}}, "deepspeed")[0]()
         inner, draw = engine._engine, torch.Generator().manual_seed(0)
         if always:
             engine._settle_sizes = lambda sizes, inner=inner: setattr(inner, "dynamic_shape", True)
         heard = mock.patch.object(inner, "_recv_tensor_meta", side_effect=inner._recv_tensor_meta)
-        found: list[list[float]] = [[], []]
+        found = [[], []]
         for step in lengths:
             rows = [torch.randint(256, (2, length + 1), generator=draw) for length in step]
             with heard as announced:
@@ -241,11 +235,11 @@ def sizes() -> dict[str, Any]:
 class Split(nn.Module):
     """A first layer whose output is more than one tensor, of which one has no gradient and one is not used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 8)
 
-    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, rows):
         hidden = self.linear(rows)
         return hidden.view(-1, 2, 4).transpose(1, 2), (rows[:, :1] > 0).float(), rows[:, 1:] > 0, hidden * 2
 
@@ -253,13 +247,13 @@ class Split(nn.Module):
 class Join(nn.Module):
     """The next one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 3)
 
-    def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(self, parts):
         hidden, factor, chosen, _ = parts
-        return self.linear(hidden.flatten(1) * factor).where(chosen, 0)  # type: ignore[no-any-return]
+        return self.linear(hidden.flatten(1) * factor).where(chosen, 0)
 
 
 class Passing(Blobs):
@@ -267,11 +261,11 @@ class Passing(Blobs):
 
     model = Task.model
 
-    def layers(self) -> Sequence[Layer]:
+    def layers(self):
         return [Split, Join]
 
 
-def passed() -> dict[str, list[float]]:
+def passed():
     """As full replicas train, and as stages do."""
     file = FILE | {"dsframe": {"task": {"name": "tests.engines.pipelines:Passing"}}}
     found = {"replicas": course(file, "ddp")}
@@ -281,7 +275,7 @@ def passed() -> dict[str, list[float]]:
     return found
 
 
-def normed() -> dict[str, list[float]]:
+def normed():
     """BatchNorm in both stages, in float32 and in bf16, which CPUs do not compute with weights of bf16."""
     task = {"dsframe": {"task": {"name": "tests.engines.pipelines:Normed"}}, "pipeline": {"stages": 2}}
     return {
@@ -290,12 +284,12 @@ def normed() -> dict[str, list[float]]:
     }
 
 
-def main(path: str) -> None:
+def main(path):
     """Writes the report."""
     torch.set_num_threads(1)
     with one_process_group():
         # First: after a pipeline DeepSpeed's global groups no longer suit a stage 3.
-        report: dict[str, Any] = {"scaled": scaled()}
+        report = {"scaled": scaled()}
         report["losses"] = {name: losses(*case) for name, case in SAME.items()}
         report["clipped"] = clipped()
         report["grouped"] = grouped()

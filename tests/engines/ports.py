@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
@@ -35,23 +35,23 @@ from tests.files import read_rows, write_json
 BATCH, SAMPLES, STEPS = 8, 96, 40
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
+def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def classes(count: int, *shape: int, seed: int = 1) -> Tensor:
+def classes(count, *shape, seed=1):
     return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Port(dsframe.Task):
     """A mean squared error, unless a port says otherwise."""
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return functional.mse_loss(outputs, targets)
 
 
 class _Gpt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens, self.places = nn.Embedding(32, 16), nn.Embedding(12, 16)
         self.blocks = nn.ModuleList(
@@ -65,7 +65,7 @@ class _Gpt(nn.Module):
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         found = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for norm, qkv, out, norm2, up, down in self.blocks:
             q, k, v = qkv(norm(found)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -78,16 +78,16 @@ class _Gpt(nn.Module):
 class NanoGpt(Port):
     """Tied embeddings, no decay for vectors, clipping, warm-up and a cosine (nanoGPT)."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Gpt()
 
-    def parameter_groups(self, model: nn.Module) -> Any:
+    def parameter_groups(self, model):
         return [{"match": [name for name, p in model.named_parameters() if p.dim() < 2], "weight_decay": 0}]
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    def train_data(self) -> Any:
+    def train_data(self):
         tokens = classes(32, SAMPLES, 13)
         return TensorSource(tokens[:, :-1], tokens[:, 1:])
 
@@ -96,16 +96,16 @@ class MaskedWords(NanoGpt):
     """A loss over the masked tokens alone, which every row has another number of; norms and biases do not decay (Accelerate:
     mlm)."""
 
-    def parameter_groups(self, model: nn.Module) -> Any:
+    def parameter_groups(self, model):
         return ()
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
-    def loss_weight(self, targets: Any) -> Tensor:
+    def loss_weight(self, targets):
         return (targets != -100).sum()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         tokens, masked = (
             classes(31, SAMPLES, 12),
             torch.rand(SAMPLES, 12, generator=torch.Generator().manual_seed(3)) < 0.3,
@@ -114,11 +114,11 @@ class MaskedWords(NanoGpt):
 
 
 class _Vae(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.into, self.out = nn.Linear(16, 8), nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 16))
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, rows):
         mean, deviation = self.into(rows).chunk(2, 1)
         return self.out(mean + torch.randn_like(mean) * (deviation / 2).exp()), mean, deviation
 
@@ -128,15 +128,15 @@ class Vae(Port):
 
     loss_is = "sum"
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Vae()
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         again, mean, deviation = outputs
         entropy = functional.binary_cross_entropy_with_logits(again, targets, reduction="sum")
         return entropy - (1 + deviation - mean.square() - deviation.exp()).sum() / 2
 
-    def train_data(self) -> Any:
+    def train_data(self):
         rows = torch.rand(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
         return TensorSource(rows, rows)
 
@@ -144,22 +144,22 @@ class Vae(Port):
 class Series(Port):
     """Sine waves, in float64 (pytorch/examples: time_sequence_prediction)."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         starts = numbers(SAMPLES, 1).double()
         waves = torch.sin(starts * 3 + torch.arange(11, dtype=torch.float64) / 2)
         return TensorSource(waves[:, :-1], waves[:, -1:])
 
 
 class _Carrying(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 1)
         self.register_buffer("hidden", torch.zeros(2, BATCH, 8))
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         hidden, memory = self.cell(rows, tuple(self.hidden.clone()))
         if self.training:
             self.hidden.copy_(torch.stack([hidden, memory]).detach())
@@ -171,14 +171,14 @@ class Carried(Port):
 
     batch_dependent = True
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Carrying()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         rows = numbers(SAMPLES, 4)
         return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         rows = numbers(BATCH, 4, seed=9)
         return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
 
@@ -186,16 +186,16 @@ class Carried(Port):
 class Metric(Port):
     """Distances between all rows of the global batch (metric learning)."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         outputs, targets = self.all_rows(outputs), self.all_rows(targets)
         far = torch.cdist(outputs, outputs)
         same = targets[:, None] == targets
         return torch.where(same, far.square(), functional.relu(1.0 - far).square()).mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return TensorSource(numbers(SAMPLES, 12), classes(3, SAMPLES))
 
 
@@ -224,21 +224,21 @@ class Case:
     bound: float = 0.0
     """Of the losses beside the plain loop's, on one process."""
 
-    def runs_on(self, engine: str) -> bool:
+    def runs_on(self, engine):
         """Whether two ranks of this engine train it."""
         excluded = {"deepspeed"} if self.float64 else set()
         return not (self.alone or engine in excluded)
 
 
-def _file(kind: str, rate: float, **params: Any) -> dict[str, Any]:
+def _file(kind, rate, **params):
     return {"optimizer": {"type": kind, "params": {"lr": rate, **params}}}
 
 
-def _schedule(kind: str, **params: Any) -> dict[str, Any]:
+def _schedule(kind, **params):
     return {"scheduler": {"type": kind, "params": params}}
 
 
-def _nanogpt(step: int) -> float:
+def _nanogpt(step):
     if step < 6:
         return (step + 1) / 7
     if step > 30:
@@ -246,15 +246,15 @@ def _nanogpt(step: int) -> float:
     return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (step - 6) / 24)) * 0.9
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
-def _matrices_decay(model: nn.Module) -> torch.optim.Optimizer:
+def _matrices_decay(model):
     """nanoGPT's configure_optimizers."""
     parameters = list(model.parameters())
     groups = [
@@ -266,7 +266,7 @@ def _matrices_decay(model: nn.Module) -> torch.optim.Optimizer:
 
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
 
-CASES: dict[str, Case] = {
+CASES = {
     "nanogpt": Case(
         NanoGpt,
         _matrices_decay,
@@ -290,7 +290,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def held_out(task: Port, model: nn.Module) -> float:
+def held_out(task, model):
     """The loss on the held-out rows, which are one batch."""
     inputs, targets = task.eval_data().batch(torch.arange(BATCH), 0)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def held_out(task: Port, model: nn.Module) -> float:
     return found
 
 
-def plain(case: Case) -> list[float]:
+def plain(case):
     """The script that the task was moved from: one process, torch alone but for the order of the samples."""
     task = case.task()
     torch.manual_seed(0)
@@ -315,7 +315,7 @@ def plain(case: Case) -> list[float]:
         parts = [data.batch(rows, epoch) for epoch, rows in order.global_batch(step)]
         inputs, targets = tree_map(lambda *rows: torch.cat(rows), *parts) if len(parts) > 1 else parts[0]
 
-        def loss(inputs: Any = inputs, targets: Any = targets) -> Tensor:
+        def loss(inputs=inputs, targets=targets):
             optimizer.zero_grad()
             if isinstance(inputs, Mapping):
                 outputs = model(**inputs)
@@ -338,7 +338,7 @@ def plain(case: Case) -> list[float]:
 Found = dict[str, Any]
 
 
-def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample: bool = False) -> Found:
+def moved(name, engine, folder, micro=BATCH, *, by_sample=False):
     """**Collective.** The losses of every step and the last evaluation, as the record has them; empty on ranks other than 0."""
     case, run_dir = CASES[name], folder / f"{name}-{engine}-{micro}{'-by-sample' * by_sample}".replace(" ", "-")
     settings = {
@@ -357,7 +357,7 @@ def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample
     return {"losses": [line["loss"] for line in lines if "loss" in line], "evaluation": (evaluations or [{}])[-1]}
 
 
-def main(engine: str, folder: Path) -> None:
+def main(engine, folder):
     """**Collective.** Every task on ``engine``."""
     found = {}
     with one_process_group():

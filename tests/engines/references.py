@@ -3,15 +3,11 @@
 torchrun --nproc-per-node=2 -m tests.engines.references REPORT.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dsframe.engine import Engine
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
@@ -32,7 +28,7 @@ STAGES = {"pipeline": {"stages": 2}}
 EVERY_2 = {"dsframe": {"engine_options": {"every_steps": 2}}}
 ASYNC = "reference-async-parameter-server"
 AVERAGING = "reference-parameter-averaging"
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "ddp": ("ddp", ADAM),
     "all-reduce": ("reference-allreduce", ADAM),
     "ring": ("reference-ring", ADAM),
@@ -47,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "averaging every 2": (AVERAGING, SGD | EVERY_2),
 }
 
-CONTRACTS: tuple[tuple[str, dict[str, Any]], ...] = (
+CONTRACTS = (
     ("reference-allreduce", ADAM | FP16),
     ("reference-ring", ADAM | FP16),
     (AVERAGING, ADAM | EVERY_2),
@@ -58,7 +54,7 @@ CONTRACTS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Engines, and files on which they keep the rules of tests/contract.py."""
 
 
-def steps(engine: Engine, first: int, last: int) -> list[float]:
+def steps(engine, first, last):
     """The global batch's loss at each step."""
     losses = []
     for step in range(first, last):
@@ -67,7 +63,7 @@ def steps(engine: Engine, first: int, last: int) -> list[float]:
     return losses
 
 
-def apart(engine: Any) -> float:
+def apart(engine):
     """How far this rank's weights are from the ranks' mean, summed over the ranks; 0 where ranks have different ones."""
     if engine.plan.batch.data_parallel_size == 1:
         return 0.0
@@ -76,15 +72,15 @@ def apart(engine: Any) -> float:
     return float(engine.sum_over_ranks((weights - mean).abs().max().reshape(1)))
 
 
-def leave(engine: Any) -> None:
+def leave(engine):
     """**Collective.** Ends what an engine has beside the process group, which the next one needs."""
     if hasattr(engine, "leave"):
         engine.leave()
 
 
-def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
+def measure(name, file):
     """Five steps, their end kept, five more, back, the same five."""
-    engine: Any = make(file, name)
+    engine = make(file, name)
     losses, distance = steps(engine, 0, 5), apart(engine)
     kept = Snapshot(engine.state())
     after = steps(engine, 5, 10)
@@ -108,14 +104,14 @@ def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(path: str) -> None:
+def main(path):
     with one_process_group():
         for name, file in CONTRACTS:
             made = make(file, name)
             for check in CHECKS:
                 check(made)
             leave(made)
-        report: dict[str, Any] = {case: measure(name, file) for case, (name, file) in CASES.items()}
+        report = {case: measure(name, file) for case, (name, file) in CASES.items()}
         if torch.distributed.get_rank() == 0:
             write_json(Path(path), report)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import TensorDataset
 
@@ -25,184 +25,184 @@ from tests.engines.several import prepare
 
 
 class Perceptron(nn.Module):
-    def __init__(self, hidden: int = 16, layer: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, hidden=16, layer=nn.Linear):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 3)
-        self.block: Any = nn.ModuleDict({"up": layer(12, hidden), "down": nn.Linear(hidden, 12)})
+        self.block = nn.ModuleDict({"up": layer(12, hidden), "down": nn.Linear(hidden, 12)})
 
-    def between(self, hidden: Tensor) -> Tensor:
+    def between(self, hidden):
         return torch.tanh(hidden)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         hidden = self.first(rows)
         inside = self.block["down"](self.between(self.block["up"](hidden)))
-        return self.last(self.norm(hidden + inside))  # type: ignore[no-any-return]
+        return self.last(self.norm(hidden + inside))
 
 
 class Plain(Rows):
-    def model(self) -> nn.Module:
-        self.net: Any = Perceptron()
-        return self.net  # type: ignore[no-any-return]
+    def model(self):
+        self.net = Perceptron()
+        return self.net
 
 
 class Hooked(Plain):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.block["up"].register_forward_hook(lambda module, rows, output: output * 2)
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class Doubled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return super().forward(input) * 2
 
 
 class Subclass(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         return Perceptron(layer=Doubled)
 
 
 class Parametrized(Plain):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         nn.utils.parametrizations.weight_norm(net.block["up"])
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class Twice(Plain):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.again = net.block["up"]
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class SharedWeight(Plain):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.block["gate"] = nn.Linear(12, 16)
         net.block["gate"].weight = net.block["up"].weight
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class Scaling(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.d_model, self.up, self.down = 12, nn.Linear(12, 16), nn.Linear(16, 12)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden: Tensor = self.down(torch.tanh(self.up(rows)))
+    def forward(self, rows):
+        hidden = self.down(torch.tanh(self.up(rows)))
         return hidden / self.d_model
 
 
 class Divided(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(8, 12), Scaling(), nn.Linear(12, 3))
 
 
 class Gain(Perceptron):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
 
-    def between(self, hidden: Tensor) -> Tensor:
+    def between(self, hidden):
         return torch.tanh(hidden * self.gain)
 
 
 class Between(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         return Gain()
 
 
 class Penalty(Plain):
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets) + 1e-4 * sum(w.square().sum() for w in self.net.parameters())
 
 
 class Gathered(Plain):
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net:
             return F.cross_entropy(outputs, targets) + 1e-4 * sum(w.square().sum() for w in net.parameters())
 
 
 class Hidden(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         task = self
 
         class Kept(Perceptron):
-            def between(self, hidden: Tensor) -> Tensor:
+            def between(self, hidden):
                 task.kept = super().between(hidden)
                 return task.kept
 
         return Kept()
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs, targets) + self.kept.square().mean()
 
 
 class Dropping(Perceptron):
-    def between(self, hidden: Tensor) -> Tensor:
+    def between(self, hidden):
         return F.dropout(torch.tanh(hidden), 0.5, self.training)
 
 
 class Uneven(Rows):
     """Ranks draw other numbers of random numbers, and a mask behind them is not the same."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(Dropping(15), nn.Dropout(0.5))
 
 
 class ScaledGradient(Plain):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.block["up"].weight.register_hook(lambda gradient: gradient * 0.5)
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class LargeGain(Gain):
     """More weights than the trial copies."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(1 << 20, 17).requires_grad_(False)
 
 
 class LargeBetween(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         return LargeGain()
 
 
 class Mixture(Rows):
-    def model(self) -> nn.Module:
+    def model(self):
         settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         more = {"num_key_value_heads": 2, "num_local_experts": 4, "model_type": "mixtral"}
         config = _transformers.configure("AutoModelForCausalLM", {**settings, **more}, {"vocab_size": 20})
-        self.net: Any = _transformers.build("AutoModelForCausalLM", config, None)
-        return self.net  # type: ignore[no-any-return]
+        self.net = _transformers.build("AutoModelForCausalLM", config, None)
+        return self.net
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return F.cross_entropy(outputs.logits[:, -1], targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         draw = torch.Generator().manual_seed(1)
         return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
 
 class HookedMixture(Mixture):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.model.layers[0].mlp.register_forward_hook(lambda module, rows, output: output * 2)
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class FrozenMixture(Mixture):
-    def model(self) -> nn.Module:
-        net: Any = super().model()
+    def model(self):
+        net = super().model()
         net.model.layers[0].mlp.experts.requires_grad_(False)
-        return net  # type: ignore[no-any-return]
+        return net
 
 
 class PenaltyMixture(Mixture):
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs, targets) + 1e-4 * sum(w.square().sum() for w in self.net.parameters())
 
 
@@ -233,10 +233,10 @@ SPECS = [
 ]
 TENSOR: dict[str, Any]
 TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS, "use_default_specs": False}}}
-EXPERTS: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
-def trained(case: str) -> str:
+def trained(case):
     """Empty, or what was refused."""
     file = {
         "train_micro_batch_size_per_gpu": 8,

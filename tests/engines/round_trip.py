@@ -5,13 +5,9 @@
 Rank 0 writes report.json: the two sets of losses and what the snapshot held.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
@@ -22,7 +18,7 @@ from dsframe.run import settle_threads
 from tests.files import write_json
 
 
-def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
+def build(path):
     """The engine of a configuration, and what trains from one step to another and returns the losses."""
     world, config = worlds.here(), load(Path(path))
     settle_threads(world, 1)
@@ -51,7 +47,7 @@ def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
     plan = Plan(config, world, task, optimizer, rates, batch, device)
     engine = engines.load(choice.name, config)(plan)
 
-    def steps(first: int, last: int) -> list[float]:
+    def steps(first, last):
         losses = []
         for step in range(first, last):
             result = engine.train_step(MicroBatch.of(loader.micro_batches(step)))
@@ -61,7 +57,7 @@ def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
     return engine, steps
 
 
-def main(path: str) -> None:
+def main(path):
     engine, steps = build(path)
     import torch
 

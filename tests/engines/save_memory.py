@@ -5,21 +5,17 @@
 Rank 0 writes report.json: bytes, of the rank that grew most.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.checkpoint import peak_memory, settle_memory
 from tests.engines.round_trip import build
 from tests.files import write_json
 
 
-def main(path: str) -> None:
+def main(path):
     engine, steps = build(path)
     from dsframe.checkpoint.reader import Checkpoint
     from dsframe.checkpoint.saver import Saver
@@ -29,16 +25,16 @@ def main(path: str) -> None:
     world = engine.plan.world
     steps(0, 1)
     shards = engine.state().parameters.shards
-    report: dict[str, float] = {"share": sum(t.size * t.dtype.itemsize for one in shards for t in one.tensors.values())}
+    report = {"share": sum(t.size * t.dtype.itemsize for one in shards for t in one.tensors.values())}
 
-    def grown(action: Callable[[], Any]) -> float:
+    def grown(action):
         all_gather_text(engine, "")
         ctypes.CDLL(None).malloc_trim(0)  # what a step has freed would hide what a save takes
         before = settle_memory()
         action()
         return max(map(int, all_gather_text(engine, str(peak_memory() - before))))
 
-    def save(step: int, *, keeps: bool = False) -> None:
+    def save(step, *, keeps=False):
         saver = Saver(
             engine,
             Store(Path("run")),
@@ -52,9 +48,9 @@ def main(path: str) -> None:
         saver.save(step, loss=None, evaluation={})
         saver.settle()
 
-    def load(path: Path) -> None:
+    def load(path):
         saved = Checkpoint(path)
-        saved.buffers = engine.buffers  # type: ignore[method-assign]
+        saved.buffers = engine.buffers
         engine.load_state(saved)
         saved.close()
 

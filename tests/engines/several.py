@@ -3,15 +3,11 @@
 Only for measurements and tests that compare engines; a run has one engine, and closes it.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +18,6 @@ from dsframe.cluster import process_group, world
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
@@ -33,7 +28,7 @@ from tests.files import write_json
 _open = process_group.open_process_group
 
 
-def report(measure: Callable[[str], Any], cases: Iterable[str]) -> None:
+def report(measure, cases):
     """**Collective.** A whole program: ``-m MODULE REPORT.json CASE...`` writes what ``measure`` finds for each case (all)."""
     path, *chosen = sys.argv[1:]
     torch.set_num_threads(1)
@@ -46,18 +41,18 @@ def report(measure: Callable[[str], Any], cases: Iterable[str]) -> None:
 
 
 @contextmanager
-def one_process_group() -> Iterator[None]:
+def one_process_group():
     """**Collective.** Inside it engines find a process group that is open already; it is closed at the end."""
 
-    def once(*arguments: object) -> bool:
-        return dist.is_initialized() or _open(*arguments)  # type: ignore[arg-type]
+    def once(*arguments):
+        return dist.is_initialized() or _open(*arguments)
 
     with mock.patch.object(process_group, "open_process_group", once):
         yield
     process_group.close_process_group()
 
 
-def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Loader]:
+def prepare(file, name):
     """What makes the engine of this name on the file's own task (**collective**), and this rank's share of the task's data."""
     config, here = load(file), world.here()
     replicas = engines.TABLE[name].replicas

@@ -1,18 +1,12 @@
 """A saved state in memory, for tests: every rank holds all of it."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping, Sequence
-
-from torch import Tensor
-
-from dsframe.model.state import EngineState, ParameterState, narrowed
+from dsframe.model.state import ParameterState, narrowed
 
 
 class Snapshot:
     """A copy of everything, as :class:`dsframe.model.state.SavedState`."""
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state):
         """**Collective.** Reads ``state`` to its end."""
         self.updates, self.loss_scale = state.updates, state.loss_scale
         self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in state.buffers.items()}
@@ -27,23 +21,23 @@ class Snapshot:
         }
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self):
         """Every parameter's full shape."""
         return {name: tuple(parameter.weight.shape) for name, parameter in self._parameters.items()}
 
     @property
-    def resized(self) -> Collection[str]:
+    def resized(self):
         """No buffer: those of the state have the model's shapes."""
         return ()
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self):
         """The model's persistent buffers."""
         return self._buffers
 
-    def parameter(self, name: str) -> ParameterState:
+    def parameter(self, name):
         """One parameter."""
         return self._parameters[name]
 
-    def part(self, name: str, first: int, size: int) -> ParameterState:
+    def part(self, name, first, size):
         """A range of one parameter."""
         return narrowed(self._parameters[name], first, size)

@@ -6,12 +6,9 @@ Rank 0 writes, by name of the variant: the losses of three steps, the collective
 those of the same engine without the switch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from dsframe.cluster import world as worlds
 from dsframe.model.micro_batch import MicroBatch
@@ -30,7 +27,7 @@ KEEP_NOTHING = {
 KEEP_SOME = {"stage": 3, **KEEP_NOTHING, "stage3_param_persistence_threshold": 200}
 
 
-def zero(stage: int, accumulation: int = 2, settings: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def zero(stage, accumulation=2, settings=None, **more):
     section = {"stage": stage, **(KEEP_NOTHING if stage == 3 else {})}
     return {
         "engine": "deepspeed",
@@ -41,14 +38,14 @@ def zero(stage: int, accumulation: int = 2, settings: dict[str, Any] | None = No
     }
 
 
-def of(engine: str, accumulation: int = 2, **settings: Any) -> dict[str, Any]:
+def of(engine, accumulation=2, **settings):
     return {"engine": engine, "accumulation": accumulation, "settings": settings}
 
 
 PIPELINE = {"stages": 2}
 SOME = {"modules": ["Block", "*.expand"], "every": 2}
 """The first of two blocks."""
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     **{f"zero{stage} x {times}": zero(stage, times) for stage in range(4) for times in (1, 3)},
     "zero3": zero(3),
     "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
@@ -72,7 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def file(variant: dict[str, Any]) -> dict[str, Any]:
+def file(variant):
     """The variant as a file: twelve samples a step, whatever the accumulation."""
     variant = dict(variant)
     variant.pop("engine")
@@ -81,7 +78,7 @@ def file(variant: dict[str, Any]) -> dict[str, Any]:
     return ds_config(12, "AdamW", 1e-3, sections=variant, **settings)
 
 
-def main(report: Path) -> None:
+def main(report):
     settle_threads(worlds.here(), 1)
     import torch
 
@@ -90,8 +87,8 @@ def main(report: Path) -> None:
     from tests.engines.snapshot import Snapshot
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    plain: dict[str, Snapshot] = {}
+    found = {}
+    plain = {}
     with one_process_group():
         for name, variant in VARIANTS.items():
             make, loader = prepare(file(variant), variant["engine"])

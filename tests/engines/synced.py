@@ -3,15 +3,12 @@
 torchrun --nproc-per-node 2 -m tests.engines.synced REPORT.json CASE ...        a case: ENGINE[:STAGE]
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -25,26 +22,26 @@ from tests.files import ds_config, write_json
 class BatchNormAct(nn.BatchNorm1d):
     """With an activation behind it, as timm's."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         tracked = self.running_mean, self.running_var
         normal = nn.functional.batch_norm(rows, *tracked, self.weight, self.bias, self.training, 0.1, self.eps)
         return normal.tanh()
 
 
 class Picture(dsframe.Task):
-    def model(self) -> nn.Module:
+    def model(self):
         inner = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.ReLU(), nn.Flatten())
         return nn.Sequential(inner, nn.Linear(6 * 16, 8), BatchNormAct(8), nn.Linear(8, 2))
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         inputs = torch.randn(96, 2, 6, 6, generator=torch.Generator().manual_seed(3)) + 4.0
         return TensorDataset(inputs, torch.sin(inputs.mean((2, 3))))
 
 
-def file(case: str, synced: bool) -> dict[str, Any]:
+def file(case, synced):
     engine, _, stage = case.partition(":")
     return ds_config(
         12,
@@ -59,7 +56,7 @@ def file(case: str, synced: bool) -> dict[str, Any]:
     )
 
 
-def train(case: str, synced: bool = True) -> dict[str, Any]:
+def train(case, synced=True):
     """Losses of the global batch; the last weights and buffers; what the run would announce."""
     make, loader = prepare(file(case, synced), case.partition(":")[0])
     engine = make()
@@ -76,7 +73,7 @@ def train(case: str, synced: bool = True) -> dict[str, Any]:
         engine.close()
 
 
-def main(path: str, cases: list[str]) -> None:
+def main(path, cases):
     report = {}
     with one_process_group():
         for case in cases:

@@ -6,11 +6,6 @@ Each case: six steps of both, their states compared; three more of both; then ea
 and the one of several ranks once more from its own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -19,7 +14,6 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine
 from dsframe.engines.deepspeed.imports import groups
 from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
@@ -43,7 +37,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 24, "num_local
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 OPT = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT |= {"word_embed_proj_dim": 32, "dropout": 0.0}
-TASKS: dict[str, dict[str, Any]] = {
+TASKS = {
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32, **TEXT},
     "llama": {"name": "causal-language-model", "model": LLAMA, **TEXT},
     "tied": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}, **TEXT},
@@ -56,13 +50,13 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
 
 
 EPS = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}}
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+CASES = {
     "gpt zero0": ("gpt", "deepspeed", {**CUT, **zero(0)}),
     "tied llama zero1": ("tied", "deepspeed", {**CUT, **zero(1)}),
     "llama zero3": ("llama", "deepspeed", {**CUT, **zero(3)}),
@@ -77,9 +71,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(
-    kind: str, changes: dict[str, Any], engine: str, model: dict[str, Any] | None = None, **settings: Any
-) -> tuple[Engine, Loader]:
+def build(kind, changes, engine, model=None, **settings):
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
     shared = ("pipeline", "tensor_parallel")
@@ -112,7 +104,7 @@ def build(
     return engines.load(engine, config)(plan), loader
 
 
-def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[float, float | None]]:
+def steps(made, first, last):
     """The global batch's loss and gradient norm at each step."""
     engine, loader = made
     average = engine.plan.config.settings.ema
@@ -124,7 +116,7 @@ def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[
         yield float(engine.sum_over_ranks(result.loss.reshape(1).double())) / engine.plan.world.size, norm
 
 
-def evaluated(made: tuple[Engine, Loader]) -> float:
+def evaluated(made):
     """The mean loss over batches of another size than those of training."""
     engine, loader = made
     inputs, targets = (torch.cat(both) for both in zip(*loader.micro_batches(0), strict=True))
@@ -134,7 +126,7 @@ def evaluated(made: tuple[Engine, Loader]) -> float:
     return total / count
 
 
-def apart(left: Snapshot, right: Snapshot) -> float:
+def apart(left, right):
     """The largest difference between two states, whose names, shapes and scalars are the same."""
     mine, theirs = ({name: list(shape) for name, shape in one.shapes.items()} for one in (left, right))
     assert mine == theirs, (mine, theirs)
@@ -148,7 +140,7 @@ def apart(left: Snapshot, right: Snapshot) -> float:
     return largest
 
 
-def averaged(made: tuple[Engine, Loader]) -> tuple[bool, float]:
+def averaged(made):
     """Whether the model has its averages inside, and its weights again afterwards; and the loss of the averages."""
     engine = made[0]
     before = Snapshot(engine.state())
@@ -163,12 +155,12 @@ def averaged(made: tuple[Engine, Loader]) -> tuple[bool, float]:
     return right, loss
 
 
-def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def measure(kind, engine, changes, **settings):
     """``settings``: in the section "dsframe"."""
     if dist.is_initialized():  # those of the case before
         groups._release_process_group_references()
     alone, cut = (build(kind, changes, one, **settings) for one in ("single", engine))
-    report: dict[str, Any] = {"description": cut[0].description}
+    report = {"description": cut[0].description}
     report["before"] = apart(Snapshot(cut[0].state()), Snapshot(alone[0].state()))
     report["alone"], report["cut"] = list(steps(alone, 0, 6)), list(steps(cut, 0, 6))
     kept_alone, kept_cut = Snapshot(alone[0].state()), Snapshot(cut[0].state())
@@ -185,13 +177,13 @@ def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) ->
     report["single on from it"] = list(steps(alone, 6, 9))
     cut[0].load_state(kept_cut)
     report["again"] = list(steps(cut, 6, 9)) == on_cut
-    model: Any = getattr(cut[0], "_model", None) or cut[0].model  # type: ignore[attr-defined]
+    model = getattr(cut[0], "_model", None) or cut[0].model
     held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
-    report["elements"] = [held, sum(p.numel() for p in alone[0].model.parameters())]  # type: ignore[attr-defined]
+    report["elements"] = [held, sum(p.numel() for p in alone[0].model.parameters())]
     return report
 
 
-def of(case: str) -> dict[str, Any]:
+def of(case):
     return measure(*CASES[case])
 
 

@@ -3,11 +3,7 @@
 All of it takes ten minutes and is for ``make test-all``; the first of its five epochs is here.
 """
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +15,12 @@ LAUNCH = {"deepspeed": deepspeed, "horovod": horovodrun}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("accuracy")
 
 
 @functools.cache
-def trained(name: str, folder: Path) -> dict[str, Any]:
+def trained(name, folder):
     """The summary of the default file's training, once for each engine."""
     command = LAUNCH[name](2, ["-m", "dsframe.train", "--run-dir", name])
     run_ranks(command, cwd=folder, timeout_seconds=800).check()
@@ -32,7 +28,7 @@ def trained(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_one_epoch_of_the_default_file(folder: Path) -> None:
+def test_one_epoch_of_the_default_file(folder):
     command = deepspeed(2, ["-m", "dsframe.train", "--run-dir", "epoch", "--set", "dsframe.epochs=1"])
     run_ranks(command, cwd=folder, timeout_seconds=500).check()
     summary = read_summary(folder / "epoch")
@@ -43,7 +39,7 @@ def test_one_epoch_of_the_default_file(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LAUNCH)
-def test_the_default_file(name: str, folder: Path) -> None:
+def test_the_default_file(name, folder):
     summary = trained(name, folder)
     assert summary["engine"] == name
     assert summary["metrics"]["accuracy"] >= 0.90
@@ -51,7 +47,7 @@ def test_the_default_file(name: str, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1700)
-def test_the_table_compares_both_engines(folder: Path) -> None:
+def test_the_table_compares_both_engines(folder):
     for name in LAUNCH:
         trained(name, folder)
     text = table({name: folder / name for name in LAUNCH})

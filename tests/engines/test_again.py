@@ -1,21 +1,17 @@
 """A process that trains twice, as a notebook or a search over settings does, meets its peers anew each time."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.processes import horovodrun, python, run_ranks, torchrun
 
 
-def test_several_trainings_in_one_process(tmp_path: Path) -> None:
+def test_several_trainings_in_one_process(tmp_path):
     trainings = ["ddp", "deepspeed:1", "fsdp", "deepspeed:3", "ddp"]
     command = torchrun(2, ["-m", "tests.engines.again", *trainings])
     assert "5 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout
 
 
-def test_under_horovodrun(tmp_path: Path) -> None:
+def test_under_horovodrun(tmp_path):
     """Where rank 0 says in horovodrun's own store where to meet: its word of the first time is still there at the second.
 
     And Horovod itself starts again, with other buckets, and would crash if all of its numbers were fixed."""
@@ -23,7 +19,7 @@ def test_under_horovodrun(tmp_path: Path) -> None:
     assert "4 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout
 
 
-def test_horovod_finds_no_addresses_of_the_training_before(tmp_path: Path) -> None:
+def test_horovod_finds_no_addresses_of_the_training_before(tmp_path):
     run_ranks(horovodrun(2, ["-m", "tests.engines.again", "60"]), timeout_seconds=120, cwd=tmp_path).check()
 
 
@@ -72,7 +68,7 @@ except dsframe.errors.StoppedError:
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp", "horovod", "zero3"])
-def test_a_program_finds_its_process_as_it_was(engine: str, tmp_path: Path) -> None:
+def test_a_program_finds_its_process_as_it_was(engine, tmp_path):
     """A notebook goes on after a training, and starts others."""
     (tmp_path / "program.py").write_text(PROGRAM)
     assert "stopped" in run_ranks(python(["program.py", engine]), cwd=tmp_path, timeout_seconds=120).check().stdout

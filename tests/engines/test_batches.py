@@ -1,10 +1,5 @@
 """Batches that are no tensors: the loop by hand on every engine, and nothing said of them that is not so."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -21,8 +16,8 @@ TASKS = ("Packed", "Nested", "OfGraphs", "OfNodes")
 STEPS = 4
 
 
-def by_hand(name: str) -> list[float]:
-    task: Any = getattr(batch_tasks, name)()
+def by_hand(name):
+    task = getattr(batch_tasks, name)()
     generators.seed(0)
     model, data, found = task.model().train(), task.train_data(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
@@ -38,7 +33,7 @@ def by_hand(name: str) -> list[float]:
     return found
 
 
-def train(name: str, setup: str, folder: Path) -> Any:
+def train(name, setup, folder):
     processes, changes = SETUPS[setup]
     document = {
         "train_batch_size": 8,
@@ -63,12 +58,12 @@ def train(name: str, setup: str, folder: Path) -> Any:
 @pytest.mark.parametrize(
     "setup", ["zero3", *(pytest.param(setup, marks=pytest.mark.long) for setup in ("single", "ddp", "horovod", "fsdp"))]
 )
-def test_batches_that_are_no_tensors(name: str, setup: str, tmp_path: Path) -> None:
+def test_batches_that_are_no_tensors(name, setup, tmp_path):
     finished = train(name, setup, tmp_path)
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(name), rel=1e-6)
     for claim in ("draws random numbers", "give another sample", "was not examined", "depends on"):
         assert claim not in finished.stderr
 
 
-def test_a_mean_over_nodes_is_said(tmp_path: Path) -> None:
+def test_a_mean_over_nodes_is_said(tmp_path):
     assert "loss is neither a mean nor a sum over rows" in train("OfNodesUnsaid", "ddp", tmp_path).stderr

@@ -1,10 +1,6 @@
 """A parameter without a gradient on a rank has a zero one there: the same training on all engines, as on one process."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def expected(tmp_path_factory):
     """One process; and of Horovod, which waits for nothing, what one process cannot be: a branch for each rank."""
     folder = tmp_path_factory.mktemp("expected")
     by_rank = reported("branches", folder, partial(horovodrun, 2), ["horovod"])["horovod"]
@@ -28,9 +24,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", CASES)
-def test_a_parameter_that_takes_no_part_has_a_zero_gradient(
-    engine: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_parameter_that_takes_no_part_has_a_zero_gradient(engine, expected, tmp_path):
     launch = partial(horovodrun, 2) if engine == "horovod" else 2
     found = reported("branches", tmp_path, launch, CASES[engine])
     for case, trainings in found.items():

@@ -1,22 +1,19 @@
 """Where models of sharded engines are built: said at start; a disk without room is an error on every rank, before training."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dsframe.model.spill import is_disk
 from tests.files import write_json
-from tests.processes import Finished, run_ranks, warm
+from tests.processes import run_ranks, warm
 
-ZERO: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+ZERO = {"zero_optimization": {"stage": 3}}
 
 
-def train(folder: Path, engine: str, spill: Path, *, run_dir: Path | None = None, **options: Any) -> Finished:
+def train(folder, engine, spill, *, run_dir=None, **options):
     """Two ranks, one step."""
     file = {
         "train_batch_size": 2,
@@ -36,7 +33,7 @@ def train(folder: Path, engine: str, spill: Path, *, run_dir: Path | None = None
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-def test_a_full_disk_of_one_rank_is_an_error_on_all(engine: str, tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all(engine, tmp_path):
     spill = tmp_path / "spill"
     spill.mkdir()
     if not is_disk(spill):
@@ -51,7 +48,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(engine: str, tmp_path: Path)
     assert "step 1" not in told
 
 
-def test_where_it_is_built_is_said(tmp_path: Path) -> None:
+def test_where_it_is_built_is_said(tmp_path):
     """A folder in memory is passed over for one on a disk; where there is none, what follows is said."""
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="dsframe-test-"))
     try:

@@ -1,29 +1,25 @@
 """Checkpoints with real processes, through what goes wrong: signals, damage, a full disk, another training."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from pathlib import Path
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
 from tests import portability
-from tests.processes import Running
 
 
-def _wait_for_step(running: Running, run_dir: Path, step: int) -> None:
-    def reached() -> bool:
+def _wait_for_step(running, run_dir, step):
+    def reached():
         return (run_dir / "metrics.jsonl").exists() and len(portability.losses(run_dir)) >= step
 
     running.wait_for(reached, timeout_seconds=60, what=f"step {step}")
 
 
-def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path):
     run_dir = tmp_path / "run"
 
-    def ask(running: Running) -> None:
+    def ask(running):
         _wait_for_step(running, run_dir, 20)
         running.ranks()[1].send_signal(signal.SIGUSR1)
 
@@ -42,10 +38,10 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     assert list(portability.losses(run_dir)) == list(range(1, step + 6))
 
 
-def test_one_process_leaves_with_75(tmp_path: Path) -> None:
+def test_one_process_leaves_with_75(tmp_path):
     run_dir = tmp_path / "run"
 
-    def ask(running: Running) -> None:
+    def ask(running):
         _wait_for_step(running, run_dir, 1)
         running.process.send_signal(signal.SIGTERM)
 
@@ -54,10 +50,10 @@ def test_one_process_leaves_with_75(tmp_path: Path) -> None:
     assert "by SIGTERM; go on with --resume auto" in stopped.stderr
 
 
-def test_a_signal_to_every_process_saves_where_workers_read(tmp_path: Path) -> None:
+def test_a_signal_to_every_process_saves_where_workers_read(tmp_path):
     run_dir = tmp_path / "run"
 
-    def ask(running: Running) -> None:
+    def ask(running):
         _wait_for_step(running, run_dir, 1)
         os.killpg(running.process.pid, signal.SIGTERM)
 
@@ -68,7 +64,7 @@ def test_a_signal_to_every_process_saves_where_workers_read(tmp_path: Path) -> N
     assert len(list(Store(run_dir / "checkpoints").newest_first())) == 1
 
 
-def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> None:
+def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path):
     setup, run_dir = portability.SETUPS["zero1@2"], tmp_path / "run"
     portability.train(setup, run_dir, "--set", "dsframe.checkpoints.every_steps=10").check()
     whole = portability.losses(run_dir)
@@ -96,7 +92,7 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> No
     assert newest.is_dir()
 
 
-def test_what_cannot_be_written_is_said_and_the_one_before_stays(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_and_the_one_before_stays(tmp_path):
     """A limit on the size of files stands for a full disk."""
     setup, run_dir = portability.SETUPS["ddp@2"], tmp_path / "run"
     portability.train(
@@ -118,7 +114,7 @@ def test_what_cannot_be_written_is_said_and_the_one_before_stays(tmp_path: Path)
     assert store.verify(good) == []
 
 
-def test_another_training_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_another_training_is_refused_before_it_starts(tmp_path):
     setup, run_dir = portability.SETUPS["single@1"], tmp_path / "run"
     portability.train(setup, run_dir, steps=3).check()
     wrong = portability.train(setup, run_dir, "--resume", "auto", "--set", "dsframe.seed=1", steps=9)

@@ -3,10 +3,7 @@
 Here in a short form, or by the test that is named.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -53,7 +50,7 @@ LONG = ("benchmarks.tokenise", "benchmarks.evaluation", "benchmarks.soak", "benc
 @pytest.mark.parametrize(
     "module", [pytest.param(module, marks=[pytest.mark.long] * (module in LONG)) for module in SHORT]
 )
-def test_it_starts(module: str, tmp_path: Path) -> None:
+def test_it_starts(module, tmp_path):
     options, printed = SHORT[module]
     finished = run_ranks(warm(1, ["-m", module, *options.split()]), cwd=tmp_path, timeout_seconds=200)
     # 1: the bound of a time is broken, which a busy machine does.
@@ -63,7 +60,7 @@ def test_it_starts(module: str, tmp_path: Path) -> None:
     assert "DIFFER" not in finished.stdout, "what is compared is the same training"
 
 
-def test_portability_goes_on_to_the_last_bit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_portability_goes_on_to_the_last_bit(capsys):
     """``make portability`` in short; the whole table is of all pairs."""
     assert portability.main(["--of", "single@1"]) == 0
     assert re.fullmatch(r" +single@1\nsingle@1 +0\.0e\+00\n", capsys.readouterr().out)

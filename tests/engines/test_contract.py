@@ -1,10 +1,6 @@
 """Every engine keeps the contract, in real processes, in every number format it takes."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,14 +28,14 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def language(kind: str, **settings: Any) -> dict[str, Any]:
+def language(kind, **settings):
     """A task of transformers' with the contract's number of samples."""
     model = {"model_type": kind, **_SIZES, "intermediate_size": 48, **settings}
     task = {"name": "causal-language-model", "model": model, "context": 16, "corpus": "synthetic", "samples": SAMPLES}
     return {"dsframe": {"task": task}}
 
 
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+CASES = {
     "zero0": ("deepspeed", 2, {}),
     "zero1 bf16": ("deepspeed", 2, {"zero_optimization": {"stage": 1}, **BF16}),
     "zero2": ("deepspeed", 2, {"zero_optimization": {"stage": 2}}),
@@ -97,7 +93,7 @@ LONG = {"horovod bf16", "ddp fp16", "single bf16"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])
-def test_contract(case: str, tmp_path: Path) -> None:
+def test_contract(case, tmp_path):
     engine, processes, changes = CASES[case]
     file = tmp_path / "config.json"
     write_json(file, {**FILE, **changes})
@@ -108,5 +104,5 @@ def test_contract(case: str, tmp_path: Path) -> None:
     assert anew > 4 * kept > 0 if case.startswith(("zero3", "fsdp")) else kept == anew
 
 
-def test_no_engine_is_left_out() -> None:
+def test_no_engine_is_left_out():
     assert {engine for engine, _, _ in CASES.values()} | {engine for engine, _ in CONTRACTS} == set(TABLE)

@@ -1,16 +1,13 @@
 """``dsframe doctor`` on this machine, with the libraries loaded for real."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.processes import REPOSITORY
 
 
-def report(*arguments: str, **variables: str) -> tuple[int, list[str]]:
+def report(*arguments, **variables):
     path = os.pathsep.join([variables.pop("first_on_path", ""), str(REPOSITORY)]).strip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "dsframe.cli", "doctor", *arguments],
@@ -26,7 +23,7 @@ def report(*arguments: str, **variables: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
-def test_a_working_machine(tmp_path: Path) -> None:
+def test_a_working_machine(tmp_path):
     code, lines = report(TORCH_EXTENSIONS_DIR=str(tmp_path), HOME=str(tmp_path), TMPDIR=str(tmp_path))
     text = "\n".join(lines)
     for name in ("torch 2.", "deepspeed 0.", "horovod 0.", "torchvision 0.", "torchrun: "):
@@ -34,7 +31,7 @@ def test_a_working_machine(tmp_path: Path) -> None:
     assert code == 0
 
 
-def test_a_library_that_does_not_load_is_broken(tmp_path: Path) -> None:
+def test_a_library_that_does_not_load_is_broken(tmp_path):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('undefined symbol: torch')")
     code, lines = report(first_on_path=str(tmp_path))

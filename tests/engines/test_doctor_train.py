@@ -1,10 +1,6 @@
 """``dsframe doctor --train``, small, on CPUs: the list that it goes through on GPUs."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,15 +15,14 @@ pytestmark = pytest.mark.timeout(600)
 FACTS = {"Gloo": True, "NCCL": False, "cuda": None, "gpus": []}
 
 
-def report(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+def report(folder, monkeypatch, *words):
     """What ``dsframe doctor --train`` writes, without what it says of libraries (test_doctor.py)."""
     monkeypatch.setattr(doctor, "probe", lambda name: doctor.Library(name, "0", FACTS) if name == "torch" else None)
     doctor.main(["--train", "--out", str(folder), *words])
-    found: dict[str, Any] = read_json(folder / "doctor.json")
-    return found
+    return read_json(folder / "doctor.json")
 
 
-def assert_well(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def assert_well(found):
     """Returns the rows by name."""
     rows = {row["name"]: row for row in found["rows"]}
     assert [row for row in rows.values() if row["state"] == "failed"] == []
@@ -42,9 +37,7 @@ def assert_well(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def test_it_goes_through_its_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_through_its_list(tmp_path, monkeypatch, capsys):
     """Two engines that start quickly: trained, and one continued from the other's checkpoint."""
     found = report(tmp_path / "out", monkeypatch, "--engines", "ddp,fsdp")
     rows = assert_well(found)
@@ -56,7 +49,7 @@ def test_it_goes_through_its_list(
 
 
 @pytest.mark.long
-def test_every_engine_and_launcher_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_and_launcher_has_its_turn(tmp_path, monkeypatch):
     rows = assert_well(report(tmp_path / "out", monkeypatch))
     here = {row["name"] for row in rows.values() if row["state"] == "ok"}
     assert {"deepspeed ZeRO-1", "deepspeed ZeRO-3", "deepspeed pipeline", "horovod", "fsdp after horovod"} < here
@@ -64,7 +57,7 @@ def test_every_engine_and_launcher_has_its_turn(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_the_branch_for_gpus_runs_on_the_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_branch_for_gpus_runs_on_the_stand_in(tmp_path, monkeypatch):
     """Bytes of a device: two that are none."""
     if reason := build.reason_against():
         pytest.skip(reason)
@@ -79,9 +72,7 @@ def test_the_branch_for_gpus_runs_on_the_stand_in(tmp_path: Path, monkeypatch: p
         assert "built without NCCL" in rows["horovod"]["remark"]
 
 
-def test_what_fails_is_in_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_is_in_the_verdict(tmp_path, monkeypatch, capsys):
     """A training that takes too long is ended, and one with other losses is named; the rest of the list is gone through."""
     machine = doctor_train.Machine(tmp_path, [], expected=dict.fromkeys(range(1, 21), 5.0))
     row = doctor_train.train(machine, doctor_train.Setup("single", "single", "python"), 1)
@@ -96,14 +87,14 @@ def test_what_fails_is_in_the_verdict(
     assert doctor_train.verdict(machine, [row, late], 3.0) == "FAILED on CPU, 3 s: single, late"
 
 
-def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_the_users_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(DataError, match=r"is not empty and holds no doctor\.json"):
         doctor_train.run([], ["ddp"], tmp_path, {})
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_an_engine_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_there_is_not_is_named(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--train", "--engines", "ddp,zero4"])
     assert "no engine zero4; there are deepspeed, ddp" in capsys.readouterr().err

@@ -1,12 +1,9 @@
 """Every file in ds_configs/ trains, one of each engine under its own launcher, and is a file for plain DeepSpeed without its
 dsframe section."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ NOT_HERE = ("cifar10_resnet18.json", "mnist_cnn.json")
     "name",
     [pytest.param(name, marks=pytest.mark.timeout(COMPILING_SECONDS + 60) if "nvme" in name else ()) for name in FILES],
 )
-def test_it_trains(name: str, tmp_path: Path) -> None:
+def test_it_trains(name, tmp_path):
     engine = "ddp" if name in NOT_HERE else load(name).settings.engine
     module = "dsframe.train" if name in LAUNCH else "tests.engines.briefly"
     options = ["-m", module, "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
@@ -44,7 +41,7 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_its_schedule_ends_with_its_training(name: str) -> None:
+def test_its_schedule_ends_with_its_training(name):
     config = load(name)
     steps = config.settings.steps or math.ceil(
         (config.settings.epochs or 1) * SAMPLES.get(name, 60_000) / config.batch(2).train_batch_size
@@ -53,7 +50,7 @@ def test_its_schedule_ends_with_its_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_plain_deepspeed_takes_it(name: str) -> None:
+def test_plain_deepspeed_takes_it(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from deepspeed.runtime.config import DeepSpeedConfig

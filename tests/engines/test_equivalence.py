@@ -4,8 +4,6 @@ Each case of at most two processes trains one model here, in turn the CNN and th
 with each, those of four and eight processes too, and some with a Llama of Hugging Face, under each engine's own launcher.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -16,7 +14,7 @@ from tests.equivalence import CASES, EARLY_BOUND
 from tests.processes import COMPILING_SECONDS, warm
 
 
-def row(index: int, name: str) -> object:
+def row(index, name):
     """A case with one of its models. A case that is not ``in_suite`` waits for ``make test-all``."""
     tasks = [task for task in CASES[name].tasks if task in ("cnn", "gpt")] or CASES[name].tasks
     marks = [pytest.mark.timeout(COMPILING_SECONDS + 60 if "nvme" in name else 900)]
@@ -30,7 +28,7 @@ reference = functools.cache(functools.partial(equivalence.reference, launcher=wa
 
 
 @pytest.mark.parametrize(("name", "task"), ROWS)
-def test_same_training(name: str, task: str) -> None:
+def test_same_training(name, task):
     case = CASES[name]
     run, floor = equivalence.train(task, case, launcher=warm), reference(task, case.kernels)
     assert not equivalence.broken_bounds(run, floor, case.kernels)
@@ -38,13 +36,13 @@ def test_same_training(name: str, task: str) -> None:
 
 
 @pytest.mark.long
-def test_another_layout_is_the_same_training() -> None:
+def test_another_layout_is_the_same_training():
     """The layout's own part, of which no engine is the cause: what the case with channels last is not compared with."""
     plain, last = reference("cnn", "fp32").run, reference("cnn", "fp32, channels last").run
     assert last.difference(plain, equivalence.EARLY) < EARLY_BOUND
 
 
-def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_a_case(monkeypatch, capsys):
     """``make equivalence`` in short: a row of the table, with the references that the tests above have."""
     train = equivalence.train
     monkeypatch.setattr(equivalence, "reference", reference)
@@ -53,7 +51,7 @@ def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert re.search(r"\nzero3\+cpu alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
 
 
-def test_the_command_trains_a_feature(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_a_feature(capsys):
     """The second half of ``make equivalence`` in short: one engine of a table."""
     assert features.main(["--of", "global batch", "--engine", "zero3"]) == 0
     printed = capsys.readouterr().out

@@ -1,18 +1,13 @@
 """Evaluations of programs whose batches are not rows of tensors: the plain loop's figures on any engine, ranks and micro-batch."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dsframe.inference import load_model
 from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
 from tests.files import read_json, read_rows, write_json
-from tests.processes import Finished, reported, run_ranks, warm
+from tests.processes import reported, run_ranks, warm
 
 SETUPS = [
     ("single", 1),
@@ -24,7 +19,7 @@ QUICK = {("single", 1), ("ddp", 3), ("horovod", 2), ("fsdp", 2), ("zero1", 2), (
 @pytest.mark.parametrize(
     ("engine", "ranks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.long) for one in SETUPS]
 )
-def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
+def test_it_is_the_plain_loop(engine, ranks, tmp_path):
     report = reported("evaluated", tmp_path, ranks, [engine])
     for name, found in report.items():
         expected = by_hand(name)
@@ -35,16 +30,16 @@ def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
     assert set(TASKS) == set(report)
 
 
-def on(ranks: int, words: Sequence[str], folder: Path) -> Finished:
+def on(ranks, words, folder):
     line = ["-m", *words]
     return run_ranks(warm(ranks, line), cwd=folder, timeout_seconds=100)
 
 
-def read(path: Path) -> list[Any]:
+def read(path):
     return read_rows(path)
 
 
-def file(task: str, engine: str, **more: Any) -> dict[str, Any]:
+def file(task, engine, **more):
     kind, changes = ENGINES[engine]
     name = f"tests.engines.evaluated:{task}"
     settings = {"engine": kind, "task": {"name": name}, "steps": 4, "eval_every_steps": 2, "run_dir": "run", **more}
@@ -56,7 +51,7 @@ def file(task: str, engine: str, **more: Any) -> dict[str, Any]:
     ("engine", "ranks"),
     [("zero3", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("fsdp", 3), ("ddp", 2)))],
 )
-def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path) -> None:
+def test_hooks_see_batches_and_the_model(engine, ranks, tmp_path):
     """And the run's best is found by evaluations and predictions on other ranks: rows in order, each once."""
     kept = {"every_steps": 2, "keep_best": "loss:min"}
     document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=kept)
@@ -85,7 +80,7 @@ def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("engine", ["kept", "zero3", "fsdp"])
-def test_ranks_may_call_the_model_as_often_as_they_like(engine: str, tmp_path: Path) -> None:
+def test_ranks_may_call_the_model_as_often_as_they_like(engine, tmp_path):
     """Also before the first step, when ZeRO-3 has gathered nothing yet: there they waited for each other."""
     document = file("Generates", engine, eval_micro_batch_size=1)
     write_json(tmp_path / "file.json", document)
@@ -93,7 +88,7 @@ def test_ranks_may_call_the_model_as_often_as_they_like(engine: str, tmp_path: P
     assert "last" in read_json(tmp_path / "run" / "summary.json")["metrics"]
 
 
-def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
+def test_predictions_that_are_no_rows_are_refused(tmp_path):
     write_json(tmp_path / "file.json", file("Words", "single"))
     on(1, ["dsframe.train", "--config", "file.json"], tmp_path).check()
     finished = on(2, ["dsframe.tools.evaluate", "predict", "run", "--engine", "ddp", "--out", "a.jsonl"], tmp_path)
@@ -104,7 +99,7 @@ def test_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_metrics_that_ranks_compute_of_their_own_batches_are_refused(ranks: int, tmp_path: Path) -> None:
+def test_metrics_that_ranks_compute_of_their_own_batches_are_refused(ranks, tmp_path):
     """On one process they are of all samples."""
     (tmp_path / "file.json").write_text(json.dumps(file("Gathers", "ddp" if ranks > 1 else "single")))
     finished = on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path)

@@ -26,16 +26,16 @@ LONG = [case for case in CASES if case not in SHORT]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(tmp_path_factory):
     return reported("experts", tmp_path_factory.mktemp("experts"), 4, SHORT)
 
 
 @pytest.fixture(scope="module")
-def more_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def more_reports(tmp_path_factory):
     return reported("experts", tmp_path_factory.mktemp("experts"), 4, LONG, timeout_seconds=500)
 
 
-def check(case: str, report: dict[str, Any]) -> None:
+def check(case, report):
     """Losses, norms, states, evaluation; on from the other's state; and what a rank holds."""
     noise = BF16_NOISE if "bf16" in case else NOISE
     size = CASES[case][1]["expert_parallel"]["autoep_size"]
@@ -52,13 +52,13 @@ def check(case: str, report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", SHORT)
-def test_spread_experts_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_spread_experts_are_one_process(case, reports):
     check(case, reports[case])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG)
-def test_spread_experts_in_other_ways(case: str, more_reports: dict[str, dict[str, Any]]) -> None:
+def test_spread_experts_in_other_ways(case, more_reports):
     check(case, more_reports[case])
 
 
@@ -70,7 +70,7 @@ DOWN = Part("m.down_proj", (4, 2, 3), (2, 2, 3), 2)
 ROUTER = Part("m.gate.weight", (4, 2), (4, 2))
 
 
-def saved() -> Snapshot:
+def saved():
     both, down, gate = torch.arange(48.0).view(4, 6, 2), torch.arange(24.0).view(4, 2, 3), torch.arange(8.0).view(4, 2)
     states = [
         ParameterState(name, weight, {"sum": -weight}, {"step": 3.0})
@@ -79,7 +79,7 @@ def saved() -> Snapshot:
     return Snapshot(EngineState(3, None, {}, {}, states))
 
 
-def test_a_rank_sees_its_own_experts() -> None:
+def test_a_rank_sees_its_own_experts():
     view = Experts(saved(), {"w1": FIRST, "w3": UP, "w2": DOWN, "router": ROUTER})
     assert view.shapes == {"w1": (2, 3, 2), "w3": (2, 3, 2), "w2": (2, 2, 3), "router": (4, 2), "head": (4, 2)}
     whole = saved().parameter("m.gate_up_proj").weight
@@ -93,7 +93,7 @@ def test_a_rank_sees_its_own_experts() -> None:
     assert view.parameter("head").weight.shape == (4, 2)
 
 
-def test_the_whole_is_made_of_every_ranks_part() -> None:
+def test_the_whole_is_made_of_every_ranks_part():
     whole, into = saved().parameter("m.gate_up_proj").weight, torch.zeros(4, 6, 2)
     for row in (0, 3):
         ranks = [Part("", (4, 6, 2), (2, 3, 2), first, row).pick(whole[first : first + 2]) for first in (0, 2)]
@@ -101,7 +101,7 @@ def test_the_whole_is_made_of_every_ranks_part() -> None:
     assert torch.equal(into, whole)
 
 
-def test_a_checkpoint_of_another_model_is_refused() -> None:
+def test_a_checkpoint_of_another_model_is_refused():
     made = {"w1": Part("m.gate_up_proj", (8, 6, 2), (4, 3, 2)), "w2": DOWN, "router": ROUTER}
     own = {"w1": (4, 3, 2), "w2": DOWN.local_shape, "router": ROUTER.local_shape, "head": (4, 2)}
     with pytest.raises(CheckpointError, match=r"differ\): w1 has shape \[4, 3, 2\], saved \[4, 6, 2\]$"):
@@ -122,11 +122,11 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 def test_models_that_cannot_be_spread(model: dict[str, Any], section: dict[str, Any], message: str) -> None:
     settings = {"model_type": "mixtral", "num_local_experts": 4, **model}
     file = {"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 2, **section}}
-    plan: Any = SimpleNamespace(config=load(file), world=SimpleNamespace(size=4))
+    plan = SimpleNamespace(config=load(file), world=SimpleNamespace(size=4))
     with pytest.raises(EngineError, match=message):
-        experts.refuse_unsupported(plan, SimpleNamespace(config=SimpleNamespace(**settings)))  # type: ignore[arg-type]
+        experts.refuse_unsupported(plan, SimpleNamespace(config=SimpleNamespace(**settings)))
 
 
-def test_each_kind_is_measured() -> None:
+def test_each_kind_is_measured():
     kinds = {kind.removeprefix("balanced ").replace("qwen3 moe", "qwen3_moe") for kind, _ in CASES.values()}
     assert kinds == set(KINDS)

@@ -1,10 +1,7 @@
 """What was trained is what is exported, of each kind of model, trained on one process, by DDP and at ZeRO-3: every export gives
 the evaluation's loss in a fresh process that loads it with the library it is for, without dsframe (docs/checkpoints.md)."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +24,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "kind"), CASES)
-def test_every_export_is_the_model_that_was_trained(
-    engine: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_export_is_the_model_that_was_trained(engine, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name, sizes, adapter = exported.KINDS[kind]
-    cls: Any = getattr(transformers, name)
+    cls = getattr(transformers, name)
     torch.manual_seed(0)
     cls(cls.config_class(**sizes)).save_pretrained("base")
     task = {"name": "tests.engines.exported_task:Exported", "options": {"kind": kind}}

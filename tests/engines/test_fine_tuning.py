@@ -1,9 +1,6 @@
 """One file fine-tunes a model of a folder on conversations, offline: the same losses on every engine, and those of transformers'
 own Trainer on the same rows."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,14 +42,14 @@ FILE = ds_config(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """The file, the conversations, and a folder with a Llama and its tokenizer, as they are downloaded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     here = tmp_path_factory.mktemp("fine_tuning")
     torch.manual_seed(3)
     settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained(here / "llama")  # type: ignore[arg-type]
+    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained(here / "llama")
     tokenizer(here / "llama")
     jsonl(here / "chats.jsonl", conversations(120))
     jsonl(here / "held_out.jsonl", conversations(19, seed=1))
@@ -60,18 +57,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def trained(folder: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
+def trained(folder, name, processes, *more):
     words = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", name, *more]
     run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150).check()
     return losses(folder / name), read_summary(folder / name)["metrics"]
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> tuple[dict[int, float], dict[str, Any]]:
+def alone(folder):
     return trained(folder, "single", 1, "--engine", "single")
 
 
-def test_every_engine_has_the_same_losses(folder: Path, alone: tuple[dict[int, float], dict[str, Any]]) -> None:
+def test_every_engine_has_the_same_losses(folder, alone):
     expected, evaluated = alone
     assert len(expected) == STEPS
     assert expected[STEPS] < expected[1] - 0.1
@@ -81,7 +78,7 @@ def test_every_engine_has_the_same_losses(folder: Path, alone: tuple[dict[int, f
         assert metrics == pytest.approx(evaluated, abs=2e-5), engine
 
 
-def test_packed_conversations_have_the_same_losses_on_two_ranks(folder: Path) -> None:
+def test_packed_conversations_have_the_same_losses_on_two_ranks(folder):
     packed = "--set", 'dsframe.task.data.packing="documents"', "--set", "train_batch_size=4", "--set", "dsframe.steps=6"
     expected, _ = trained(folder, "packed-single", 1, "--engine", "single", *packed)
     found, _ = trained(folder, "packed", 2, "--engine", "deepspeed", *packed)
@@ -91,7 +88,7 @@ def test_packed_conversations_have_the_same_losses_on_two_ranks(folder: Path) ->
 class Rows(torch.utils.data.Dataset[Any]):
     """The rows of the run in their order, as the Trainer takes them: labels are not moved by one."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         monkeypatch.chdir(folder)
         config = load("my.json")
         task = build(config.settings.task, config.settings.seed)
@@ -104,25 +101,25 @@ class Rows(torch.utils.data.Dataset[Any]):
                 labels = torch.cat([torch.tensor([-100]), wanted[:length]])
                 self.rows.append({"input_ids": torch.cat([ids[:length], last]).tolist(), "labels": labels.tolist()})
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.rows[index]
 
 
-def by_the_trainer(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def by_the_trainer(folder, model, monkeypatch):
     """The losses of transformers' own Trainer on the same rows, which goes on training ``model``."""
     pytest.importorskip("accelerate", reason='transformers\' Trainer needs accelerate: pip install -e ".[bench]"')
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-    found: list[float] = []
+    found = []
 
     class Recording(Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
-        def training_step(self, *arguments: Any, **more: Any) -> Any:
+        def training_step(self, *arguments, **more):
             loss = super().training_step(*arguments, **more)
             found.append(float(loss))
             return loss
@@ -149,24 +146,20 @@ def by_the_trainer(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def base(folder: Path) -> Any:
+def base(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
 
 
-def test_the_trainer_of_transformers_has_the_same_losses(
-    folder: Path, alone: tuple[dict[int, float], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_of_transformers_has_the_same_losses(folder, alone, monkeypatch):
     found = by_the_trainer(folder, base(folder), monkeypatch)
     assert found == pytest.approx([alone[0][step] for step in range(1, STEPS + 1)], abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's own
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_peft_and_the_trainer_have_the_same_losses_and_folders(
-    engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peft_and_the_trainer_have_the_same_losses_and_folders(engine, folder, monkeypatch):
     """LoRA at ZeRO-3 and under FSDP begins with a folder of peft's, and ends with one that peft loads as its own training."""
     import peft
 

@@ -1,10 +1,6 @@
 """What programs do with weights that their engine does not see: the loop by hand, or refused with the reason."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,7 @@ from tests.engines import foreign_tasks
 from tests.files import read_rows, write_json
 from tests.processes import run_ranks, warm
 
-SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
+SETUPS = {
     "single": (1, {"dsframe": {"engine": "single"}}),
     "ddp": (2, {"dsframe": {"engine": "ddp"}}),
     "horovod": (2, {"dsframe": {"engine": "horovod"}}),
@@ -38,7 +34,7 @@ READ = "outside of its module's forward pass"
 MOVED = "in the memory that body.weight had when the model was built"
 WRITTEN = "only to a copy|was written|were written|writes to its weight"
 SHARDED = {"fsdp", "zero3"}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+CASES = {
     # name: (task, options, what is refused: set-up -> words of the message)
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
     "a layer of two names": ("TwoNames", {}, {}),
@@ -310,7 +306,7 @@ Case = str | tuple[str, dict[str, Any]]
 """One of CASES, or its task and options."""
 
 
-def file(case: Case, setup: str, **more: Any) -> dict[str, Any]:
+def file(case, setup, **more):
     name, options, *_ = CASES[case] if isinstance(case, str) else case
     ours = {
         "task": {"name": f"tests.engines.foreign_tasks:{name}", "options": options},
@@ -330,7 +326,7 @@ def file(case: Case, setup: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
+def run(tmp_path, document, processes):
     """Goes on from the run before, if there is one."""
     write_json(tmp_path / "file.json", document)
     words = ["-m", "dsframe.train", "--config", "file.json", "--resume", "auto"]
@@ -338,12 +334,12 @@ def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ranks() -> Iterator[None]:
+def ranks():
     yield
     kept.close()
 
 
-def by_hand(case: Case) -> list[float]:
+def by_hand(case):
     """The losses of a loop on one process."""
     name, options, *_ = CASES[case] if isinstance(case, str) else case
     task = getattr(foreign_tasks, name)(**options)
@@ -368,7 +364,7 @@ def by_hand(case: Case) -> list[float]:
     return found
 
 
-def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
+def each(setups_of):
     """Every case on the setup that shards most, on the others in the night; and so each of what one case has together."""
     return [
         pytest.param(case, setup, marks=[pytest.mark.long] * bool(place or case in BY_KIND))
@@ -378,7 +374,7 @@ def each(setups_of: Mapping[str, Iterable[str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused) in CASES.items()}))
-def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) -> None:
+def test_it_is_refused_with_the_reason(case, setup, tmp_path):
     more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
     train = run if case == "what backward needs is written" else kept.train  # who names it is dsframe.train
     finished = train(tmp_path, file(case, setup, **more), SETUPS[setup][0])
@@ -393,7 +389,7 @@ def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("case", "setup"), each(RIGHT))
-def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
+def test_it_is_the_loop_by_hand(case, setup, tmp_path):
     """Over a restart, where the task has no state of its own."""
     for steps in (4,) if case in STATEFUL else (2, 4):
         kept.train(tmp_path, file(case, setup, steps=steps), SETUPS[setup][0]).check()
@@ -402,7 +398,7 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["the model in the loss", "the model in what is kept", "masks in torch's encoder"])
-def test_ranks_call_the_same_where_an_evaluation_has_no_room_for_whole_weights(case: str, tmp_path: Path) -> None:
+def test_ranks_call_the_same_where_an_evaluation_has_no_room_for_whole_weights(case, tmp_path):
     write_json(tmp_path / "file.json", file(case, "zero3"))
     words = ["-m", "tests.engines.ungathered", "--config", "file.json"]
     run_ranks(warm(2, words), cwd=tmp_path, timeout_seconds=60).check()
@@ -414,12 +410,12 @@ def test_ranks_call_the_same_where_an_evaluation_has_no_room_for_whole_weights(c
     [("an equation", setup) for setup in ("single", "zero2", "zero3", "fsdp")]
     + [("max_norm", "ddp"), ("max_norm", "zero3")],
 )
-def test_it_does_not_depend_on_accumulation(case: str, setup: str, tmp_path: Path) -> None:
+def test_it_does_not_depend_on_accumulation(case, setup, tmp_path):
     kept.train(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
-def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path):
     document = file("a teacher that the task holds", "single", steps=2)
     kept.train(tmp_path, document, 1).check()
     document["dsframe"]["steps"] = 4
@@ -429,7 +425,7 @@ def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", [*COUNTS, "a count in a buffer that is not saved"])
-def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_path: Path) -> None:
+def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case, tmp_path):
     finished = kept.train(tmp_path, file(case, "single", steps=2), 1).check()
     where = (
         "this program keeps values in globals, classes or closures"
@@ -442,7 +438,7 @@ def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case: str, tmp_pa
     assert "its loss depends on them" in finished.stderr
 
 
-def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path):
     text = "its buffers depend on them (calls, norm.momentum)"
     assert text in kept.train(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
     finished = kept.train(tmp_path, file(("Slowing", {}), "single", steps=4), 1)
@@ -453,13 +449,13 @@ def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("what", "says"), [("always", {}), ("training", {}), ("branch", {}), ("always", {"batch_dependent": True})]
 )
-def test_rows_that_depend_on_other_rows_are_said(what: str, says: dict[str, bool], tmp_path: Path) -> None:
+def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
     finished = kept.train(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
     assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
-def test_limits_hold_in_several_models(tmp_path: Path) -> None:
+def test_limits_hold_in_several_models(tmp_path):
     found = []
     for setup in ("single", "ddp", "zero3"):
         (tmp_path / setup).mkdir()
@@ -469,7 +465,7 @@ def test_limits_hold_in_several_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
-def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path) -> None:
+def test_parts_of_a_model_stay_in_fp32(setup, tmp_path):
     document = file(("Routed", {}), setup, model={"keep_in_fp32": ["*norm*", "router.*"]}) | {"bf16": {"enabled": True}}
     finished = kept.train(tmp_path, document, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(("Routed", {})), rel=2e-2)
@@ -490,7 +486,7 @@ def test_parts_of_a_model_stay_in_fp32(setup: str, tmp_path: Path) -> None:
         ("scalars of all kinds", ("zero3", "ddp")),
     ],
 )
-def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path) -> None:
+def test_it_goes_on_elsewhere(case, setups, tmp_path):
     for setup, steps in zip(setups, (2, 4), strict=True):
         document = file(case, setup)
         document["dsframe"] |= {"steps": steps, "checkpoints": {"at_end": True}}
@@ -499,7 +495,7 @@ def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path
 
 
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])
-def test_recomputed_blocks_change_their_buffers_once(setup: str, tmp_path: Path) -> None:
+def test_recomputed_blocks_change_their_buffers_once(setup, tmp_path):
     found = {}
     for again in (False, True):
         folder = tmp_path / str(again)
@@ -524,7 +520,7 @@ def test_recomputed_blocks_change_their_buffers_once(setup: str, tmp_path: Path)
         ("straight through", ""),
     ],
 )
-def test_what_clips_gradients_in_the_backward_pass_is_said(what: str, said: str, tmp_path: Path) -> None:
+def test_what_clips_gradients_in_the_backward_pass_is_said(what, said, tmp_path):
     finished = kept.train(tmp_path, file(("Guarded", {"what": what}), "ddp"), 2).check()
     assert finished.stderr.count("and not linearly") == (1 if said else 0)
     assert f"{said}, and not linearly" in finished.stderr or not said
@@ -537,21 +533,21 @@ def test_what_clips_gradients_in_the_backward_pass_is_said(what: str, said: str,
         ("own", "buffer 0.running_mean follows the samples"),
     ],
 )
-def test_statistics_of_samples_are_said(what: str, said: str, tmp_path: Path) -> None:
+def test_statistics_of_samples_are_said(what, said, tmp_path):
     finished = kept.train(tmp_path, file(("Statistics", {"what": what}), "ddp"), 2).check()
     assert [line for line in finished.stderr.splitlines() if "this model's" in line and said in line]
     assert finished.stderr.count("this model's") == 1
 
 
 @pytest.mark.parametrize("where", ["loss", "hook"])
-def test_a_teacher_that_no_checkpoint_has_is_said(where: str, tmp_path: Path) -> None:
+def test_a_teacher_that_no_checkpoint_has_is_said(where, tmp_path):
     finished = kept.train(tmp_path, file(("HeldTeacher", {"where": where}), "single"), 1).check()
     (line,) = (line for line in finished.stderr.splitlines() if "which no checkpoint has" in line)
     assert "teacher.0.weight" in line
     assert ("a hook changes" in line) == (where == "hook")
 
 
-def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path) -> None:
+def test_a_loss_of_the_mean_gradient_is_said(tmp_path):
     finished = kept.train(tmp_path, file(("Balanced", {}), "ddp"), 2).check()
     assert (
         "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size" in finished.stderr
@@ -559,13 +555,13 @@ def test_a_loss_of_the_mean_gradient_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setup", ["ddp", "zero3"])
-def test_a_fault_of_the_model_is_the_models_on_every_engine(setup: str, tmp_path: Path) -> None:
+def test_a_fault_of_the_model_is_the_models_on_every_engine(setup, tmp_path):
     finished = run(tmp_path, file(("Narrow", {}), setup), SETUPS[setup][0])
     assert finished.returncode == 5, finished
     assert "error: the task's model raised RuntimeError: mat1 and mat2 shapes" in finished.stderr
 
 
-def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
+def test_rows_of_padding_do_not_count_in_a_class(tmp_path):
     values = set()
     for setup in ("single", "ddp"):
         folder = tmp_path / setup
@@ -578,7 +574,7 @@ def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setup", ["fsdp", pytest.param("ddp", marks=pytest.mark.long), pytest.param("zero3", marks=pytest.mark.long)]
 )
-def test_rows_of_padding_do_not_count_in_several_models(setup: str, tmp_path: Path) -> None:
+def test_rows_of_padding_do_not_count_in_several_models(setup, tmp_path):
     document = file("classes", setup)
     document["dsframe"] |= {"task": {"name": "tests.engines.foreign_tasks:Judged"}, "eval_every_steps": 2}
     kept.train(tmp_path, document, SETUPS[setup][0]).check()

@@ -1,10 +1,6 @@
 """Checkpoints of real engines, at once and in the background: what is in them, and what goes on from them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +13,11 @@ from tests.processes import run_ranks, warm
 TEXT = {"context": 32, "corpus": "synthetic", "samples": 200}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-TASKS: dict[str, dict[str, Any]] = {
+TASKS = {
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32, **TEXT},
     "llama": {"name": "causal-language-model", "model": LLAMA, **TEXT},
 }
-SETUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+SETUPS = {
     "zero1": (2, "deepspeed", zero(1)),
     "zero2-bf16": (2, "deepspeed", {**zero(2), **BF16}),
     "zero3": (3, "deepspeed", {**zero(3, sub_group_size=200), "train_batch_size": 6, "gradient_accumulation_steps": 1}),
@@ -43,17 +39,17 @@ LONG_SETUPS = {"zero2-bf16", "fsdp", "pipeline-bf16"}
 
 
 @pytest.mark.parametrize("case", also_long(SETUPS, LONG_SETUPS))
-def test_every_way_writes_the_same_files(case: str, tmp_path: Path) -> None:
+def test_every_way_writes_the_same_files(case, tmp_path):
     ranks, engine, changes = SETUPS[case]
     assert forms(ranks, configuration(engine, changes, 19), tmp_path)["same files"]
 
 
-def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: float = 150) -> dict[str, Any]:
+def forms(ranks, config, folder, timeout_seconds=150):
     """Runs tests.engines.forms; whatever the engine, each way holds the state and goes on from it."""
     write_json(folder / "config.json", config)
     command = warm(ranks, ["-m", "tests.engines.forms", "config.json"])
     run_ranks(command, timeout_seconds=timeout_seconds, cwd=folder).check()
-    report: dict[str, Any] = read_json(folder / "report.json")
+    report = read_json(folder / "report.json")
     assert report["differences"] == {name: [] for name in report["differences"]}
     assert report["damaged"] == []
     assert len(report["after"]) == 2
@@ -68,7 +64,7 @@ def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: flo
     return report
 
 
-def test_a_save_takes_a_window_and_a_load_its_own_pages(tmp_path: Path) -> None:
+def test_a_save_takes_a_window_and_a_load_its_own_pages(tmp_path):
     """Of a parameter that is far larger than the window."""
     config = configuration("deepspeed", zero(3), 4000)
     write_json(tmp_path / "config.json", config)
@@ -80,7 +76,7 @@ def test_a_save_takes_a_window_and_a_load_its_own_pages(tmp_path: Path) -> None:
     assert report["loaded"] < 1.1 * share + SLACK_BYTES
 
 
-def test_a_folder_of_training_is_one_of_transformers(tmp_path: Path) -> None:
+def test_a_folder_of_training_is_one_of_transformers(tmp_path):
     import transformers
 
     words = ["--config", "zero3.json", "--engine", "fsdp", "--run-dir", "run", "--set", "dsframe.steps=2"]

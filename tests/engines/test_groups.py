@@ -4,10 +4,6 @@ to and from one process.
 Beside torch's own groups: tests/engines/test_ports.py.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from tests.engines.groups import CASES
@@ -16,12 +12,12 @@ from tests.processes import reported
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(tmp_path_factory):
     return reported("groups", tmp_path_factory.mktemp("groups"), 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_groups_are_those_of_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_groups_are_those_of_one_process(case, reports):
     report = reports[case]
     noise = BF16_NOISE if "bf16" in case else NOISE
     assert report["before"] == 0.0

@@ -1,17 +1,13 @@
 """One checkpoint evaluated and predicted with on every engine and on 1, 2 and 3 processes: the same figures and rows."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dsframe.run_dir.record import read_summary
-from tests.processes import Finished, Running, horovodrun, run_ranks, torchrun, warm
+from tests.processes import horovodrun, run_ranks, torchrun, warm
 from tests.unit.test_inference import SAMPLES, Plane
 
 TASK = '{"name": "tests.unit.test_inference:Plane"}'
@@ -20,13 +16,13 @@ TASK = '{"name": "tests.unit.test_inference:Plane"}'
 class Slow(Plane):
     """Waits before each batch of predictions."""
 
-    def predictions(self, outputs: Any, targets: Any) -> Any:
+    def predictions(self, outputs, targets):
         time.sleep(20.0)
         return super().predictions(outputs, targets)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inference")
     words = ["--config", "zero3.json", "--engine", "ddp", "--run-dir", str(folder / "run")]
     words += ["--set", f"dsframe.task={TASK}", "--set", "dsframe.steps=5", "--set", "train_batch_size=16"]
@@ -34,19 +30,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def on(launcher: Any, processes: int, *words: str, **more: Any) -> Finished:
+def on(launcher, processes, *words, **more):
     return run_ranks(launcher(processes, ["-m", "dsframe.tools.evaluate", *words]), timeout_seconds=150, **more)
 
 
-def metrics(finished: Finished) -> dict[str, float]:
+def metrics(finished):
     finished.check()
     line = next(line for line in finished.output.splitlines() if '{"checkpoint"' in line)
     # mpirun's mark of an output may follow on the same line.
-    found: dict[str, float] = json.JSONDecoder().raw_decode(line[line.index("{") :])[0]["metrics"]
-    return found
+    return json.JSONDecoder().raw_decode(line[line.index("{") :])[0]["metrics"]
 
 
-def test_evaluations_are_those_of_the_run(trained: Path) -> None:
+def test_evaluations_are_those_of_the_run(trained):
     last = read_summary(trained)["metrics"]
     assert metrics(on(warm, 2, str(trained))) == last  # the same engine and size: to the bit
     for launcher, processes, *engine in (
@@ -59,7 +54,7 @@ def test_evaluations_are_those_of_the_run(trained: Path) -> None:
         assert found == pytest.approx(last, rel=1e-6), engine
 
 
-def test_predictions_are_the_same_on_any_number_of_processes(trained: Path, tmp_path: Path) -> None:
+def test_predictions_are_the_same_on_any_number_of_processes(trained, tmp_path):
     found = []
     for launcher, processes, *engine in (
         (warm, 1, "--engine", "single"),
@@ -83,10 +78,10 @@ def test_predictions_are_the_same_on_any_number_of_processes(trained: Path, tmp_
     assert all(text == found[0] for text in found)
 
 
-def test_a_killed_prediction_leaves_nothing_that_looks_complete(trained: Path, tmp_path: Path) -> None:
+def test_a_killed_prediction_leaves_nothing_that_looks_complete(trained, tmp_path):
     out = tmp_path / "rows.jsonl"
 
-    def kill(running: Running) -> None:
+    def kill(running):
         running.wait_for(lambda: any(tmp_path.glob(".rows.jsonl.*")), timeout_seconds=60, what="rows were written")
         for rank in running.ranks().values():
             rank.send_signal(signal.SIGKILL)

@@ -1,11 +1,6 @@
 """Initial weights are the same on every engine, to the bit: drawn in memory, in files, or read from a model folder."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +9,7 @@ from dsframe.tasks import _transformers
 from tests.engines.initial import FOLDER, LAYERED, TASKS
 from tests.processes import horovodrun, python, reported, warm
 
-LAUNCHES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+LAUNCHES = {
     "torch and ZeRO": (warm, ["ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4))]),
     "horovod": (horovodrun, ["horovod"]),
     "pipeline": (warm, ["deepspeed:pipeline"]),
@@ -22,23 +17,23 @@ LAUNCHES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("initial")
     torch.manual_seed(5)
     config = _transformers.configure("AutoModelForCausalLM", TASKS["llama"]["model"], {})
-    model: Any = _transformers.build("AutoModelForCausalLM", config, None)
+    model = _transformers.build("AutoModelForCausalLM", config, None)
     model.to(torch.bfloat16).save_pretrained(place / FOLDER, max_shard_size="1MB")
     assert len(list((place / FOLDER).glob("*.safetensors"))) > 2
     return place
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
+def expected(folder):
     return reported("initial", folder, python, ["single"])["single"]
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_initial_weights_are_those_of_one_process(name: str, folder: Path, expected: dict[str, Any]) -> None:
+def test_initial_weights_are_those_of_one_process(name, folder, expected):
     launch, cases = LAUNCHES[name]
     for case, models in reported("initial", folder, partial(launch, 2), cases).items():
         assert models.keys() == (set(LAYERED) if name == "pipeline" else expected.keys()), case

@@ -1,11 +1,7 @@
 """Any engine under any launcher, and the two lines of the README exactly as a person types them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +31,7 @@ MORE_CELLS = (
 """Horovod's own rendezvous under each of the others', and cells whose engine and launcher are in CELLS with another."""
 
 
-def short(directory: Path, steps: int) -> None:
+def short(directory, steps):
     """The default file in ``directory``, where it is found first, with few steps."""
     document = load("zero3.json").written()
     del document["dsframe"]["epochs"]
@@ -48,12 +44,12 @@ def short(directory: Path, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(tmp_path_factory):
     return launchers.expected(tmp_path_factory.mktemp("expected"))
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launchers.Cluster]:
+def cluster(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         try:
             found = stack.enter_context(launchers.slurm_cluster(tmp_path_factory.mktemp("slurm")))
@@ -65,9 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launchers.Clus
 @pytest.mark.parametrize(
     ("engine", "launcher"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in MORE_CELLS)]
 )
-def test_cells_have_the_same_losses(
-    engine: str, launcher: str, expected: list[float], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_cells_have_the_same_losses(engine, launcher, expected, tmp_path, request):
     if reason := launchers.missing(launcher):
         pytest.skip(reason)
     cluster = request.getfixturevalue("cluster") if launcher == "srun" else None
@@ -82,7 +76,7 @@ def test_cells_have_the_same_losses(
         pytest.param("horovodrun -np 8 python -m dsframe.train", "horovod", 8, marks=pytest.mark.long),
     ],
 )
-def test_the_two_lines_as_typed(line: str, engine: str, processes: int, tmp_path: Path) -> None:
+def test_the_two_lines_as_typed(line, engine, processes, tmp_path):
     short(tmp_path, 3)
     finished = run_ranks(line.split(), cwd=tmp_path, timeout_seconds=300).check()
     summary = read_summary(tmp_path / "runs" / f"zero3-{engine}")

@@ -1,14 +1,10 @@
 """TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine; and the
 run's directory says where it comes from."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +18,14 @@ from tests.processes import horovodrun, run_ranks, torchrun
 STEPS, BATCH = 4, 8
 SECRET = "the-key-of-an-account"
 PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "zero2": ("deepspeed", {"zero_optimization": {"stage": 2}}),
     "pipeline": ("deepspeed", {**PIPELINE, "gradient_clipping": 0.0}),
     "horovod": ("horovod", {}),
 }
 
 
-def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
+def file(folder, engine, more):
     task = {
         "name": "language",
         "layers": 2,
@@ -61,7 +57,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("case", [pytest.param("zero2", marks=pytest.mark.long), "pipeline", "horovod"])
-def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None:
+def test_every_logger_has_what_the_record_has(case, tmp_path):
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
@@ -112,7 +108,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert SECRET not in finished.output
 
 
-def check_traces(folder: Path, summary: dict[str, Any] | None) -> None:
+def check_traces(folder, summary):
     """What watched the same run: traces of every rank."""
     assert summary is not None
     run = folder / "run"
@@ -135,7 +131,7 @@ NAMES = {
 Curves = dict[str, list[tuple[float, Any]]]
 
 
-def from_tensorboard(folder: Path) -> Curves:
+def from_tensorboard(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -143,11 +139,11 @@ def from_tensorboard(folder: Path) -> Curves:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def from_wandb(directory: Path) -> Curves:
+def from_wandb(directory):
     from wandb.proto import wandb_internal_pb2
 
     (log,) = directory.glob("wandb/offline-run-*/*.wandb")
-    found: Curves = {}
+    found = {}
     for data in records_of(log.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
@@ -157,7 +153,7 @@ def from_wandb(directory: Path) -> Curves:
     return found
 
 
-def records_of(content: bytes) -> Iterator[bytes]:
+def records_of(content):
     """The records of LevelDB's log format (doc/log_format.md there), which wandb writes after 7 bytes of its own: blocks of
     32 KiB, of pieces with checksum (4 bytes), length (2) and kind (1: whole; 2, 3, 4: first, middle, last)."""
     assert content[:4] == b":W&B"

@@ -1,10 +1,5 @@
 """A data set that a hook renews from the running model is the same on every engine, and over a resume."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +9,7 @@ from tests.engines.model_data import REFRESH_STEPS, SelfLabelled, file
 from tests.files import write_json
 from tests.processes import run_ranks, warm
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "ddp": {},
     "fsdp": {},
     "deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
@@ -22,7 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(tmp_path_factory):
     run = tmp_path_factory.mktemp("alone")
     task = SelfLabelled()
     dsframe.fit(task, file(str(run), "single"))
@@ -31,7 +26,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", CASES)
-def test_two_ranks_renew_the_same_data(engine: str, alone: list[float], tmp_path: Path) -> None:
+def test_two_ranks_renew_the_same_data(engine, alone, tmp_path):
     """The first steps on two ranks, the others on one process."""
     steps = 2 * REFRESH_STEPS
     write_json(tmp_path / "file.json", file(str(tmp_path / "run"), engine, steps, **CASES[engine]))

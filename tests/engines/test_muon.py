@@ -4,12 +4,6 @@ that go from one to another.
 Nothing else trains with it, so one process at stage 0 is the reference. Clipping is off, which hides factors.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dsframe.tools.compare import losses
@@ -19,7 +13,7 @@ from tests.processes import run_ranks, warm
 STEPS, HALF = 10, 5
 BOUND = 1e-5
 _CPU = {"offload_optimizer": {"device": "cpu"}}
-CASES: Mapping[str, dict[str, Any]] = {
+CASES = {
     "zero0": {"stage": 0},
     "zero1 cpu": {"stage": 1, **_CPU},
     "zero2 cpu": {"stage": 2, **_CPU},
@@ -27,7 +21,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, ranks: int, zero: dict[str, Any], *words: str) -> Path:
+def train(folder, ranks, zero, *words):
     folder.mkdir()
     params = {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.01}
     task = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 32, "samples": 200}
@@ -51,14 +45,14 @@ def train(folder: Path, ranks: int, zero: dict[str, Any], *words: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory):
     return train(tmp_path_factory.mktemp("muon") / "alone", 1, CASES["zero0"])
 
 
 @pytest.mark.parametrize(
     "case", ["zero3", *(pytest.param(one, marks=pytest.mark.long) for one in ("zero0", "zero1 cpu", "zero2 cpu"))]
 )
-def test_two_ranks_are_one_process_and_go_on_from_it(case: str, alone: Path, tmp_path: Path) -> None:
+def test_two_ranks_are_one_process_and_go_on_from_it(case, alone, tmp_path):
     expected = losses(alone)
     assert expected[STEPS] < expected[1] - 0.5, "it has learned something"
     found = losses(train(tmp_path / "two", 2, CASES[case]))

@@ -1,12 +1,8 @@
 """Losses that are no number: every engine stops with the culprit's name, or leaves out the same updates."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +13,12 @@ from dsframe.errors import TrainingError
 from dsframe.run_dir.record import read_metrics, read_summary
 from tests.engines.nan_task import BROKEN, OneBrokenSample
 from tests.files import ds_config, read_json, write_json
-from tests.processes import Finished, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 STEPS = 20
 
 
-def configuration(folder: Path, engine: str = "single", stage: int = 0, **settings: Any) -> dict[str, Any]:
+def configuration(folder, engine="single", stage=0, **settings):
     return ds_config(
         8,
         "AdamW",
@@ -39,17 +35,17 @@ def configuration(folder: Path, engine: str = "single", stage: int = 0, **settin
     )
 
 
-def broken_step() -> int:
+def broken_step():
     """The first step, from 1, that meets the broken sample."""
     sampler = Sampler(64, 8, seed=0)
     return next(step + 1 for step in range(8) if any(BROKEN in rows for _, rows in sampler.global_batch(step)))
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder):
     return {one["step"]: one["loss"] for one in read_metrics(folder) if "loss" in one}
 
 
-def train(folder: Path, config: dict[str, Any], processes: int = 1) -> Finished:
+def train(folder, config, processes=1):
     """A run of its own: DeepSpeed is set up once in the life of a process."""
     config["dsframe"]["task"] = {"name": "tests.engines.nan_task:OneBrokenSample"}
     write_json(folder / "config.json", config)
@@ -66,7 +62,7 @@ LOOK_BY_THEMSELVES = {"deepspeed:2", "deepspeed:3"}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def jobs(tmp_path_factory):
     """Every engine, met by a broken sample: one job for each number of processes."""
     folder = tmp_path_factory.mktemp("nonfinite")
     for processes, cases in ENGINES.items():
@@ -76,7 +72,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_engine_leaves_out_the_same_updates(jobs: Path) -> None:
+def test_every_engine_leaves_out_the_same_updates(jobs):
     curves = {
         (processes, case): losses(jobs / f"{processes}" / case / "skip")
         for processes, cases in ENGINES.items()
@@ -92,7 +88,7 @@ def test_every_engine_leaves_out_the_same_updates(jobs: Path) -> None:
         assert read_summary(jobs / f"{processes}" / case / "skip")["skipped_steps"] == 3, (processes, case)
 
 
-def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs: Path) -> None:
+def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs):
     step = broken_step()
     for processes, cases in ENGINES.items():
         said = read_json(jobs / f"{processes}" / "said.json")
@@ -113,7 +109,7 @@ def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs: Path)
             assert max(curve) < step, case
 
 
-def holder(step: int) -> int:
+def holder(step):
     """Of two ranks that take two micro-batches a step the one that reads the broken sample in ``step``."""
     sampler = Sampler(64, 8, seed=0)
     return next(
@@ -125,7 +121,7 @@ def holder(step: int) -> int:
     )
 
 
-def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(tmp_path: Path) -> None:
+def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(tmp_path):
     """On two ranks, logged long after and with a checkpoint due in between."""
     late = {"log_every_steps": 1000, "checkpoints": {"every_steps": 1}}
     config = configuration(tmp_path, "ddp", 0, **late)
@@ -147,13 +143,11 @@ def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(t
 
 
 @pytest.mark.parametrize("settings", [{"steps": 3}, {"steps": 9}, {"steps": 9, "checkpoints": {"every_steps": 1}}])
-def test_gradients_alone_end_the_run_before_they_are_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
+def test_gradients_alone_end_the_run_before_they_are_saved(tmp_path, monkeypatch, settings):
     """sqrt at 0: the loss of the third step is a number, its gradients are none, nor is any loss after it."""
     calls = itertools.count(1)
 
-    def loss(self: OneBrokenSample, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs, targets):
         number = outputs.square().mean()
         trains = torch.is_grad_enabled()  # not the look at the kind of loss
         return number + (outputs * 0.0).sqrt().sum() if trains and next(calls) == 3 else number
@@ -166,7 +160,7 @@ def test_gradients_alone_end_the_run_before_they_are_saved(
     assert saved == (["step-00000001", "step-00000002"] if "checkpoints" in settings else [])
 
 
-def test_a_fixed_loss_scale_that_does_not_fit_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_loss_scale_that_does_not_fit_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(OneBrokenSample, "loss", lambda self, outputs, targets: outputs.float().sum() * math.nan)
     monkeypatch.setattr("dsframe.training.finite.SKIPS_IN_A_ROW", 3)
     config = configuration(tmp_path) | {"fp16": {"enabled": True, "loss_scale": 1024}}

@@ -1,10 +1,5 @@
 """Checkpoints of states on NVMe. What tests first may compile DeepSpeed's op, so these come first of all (tests/conftest.py)."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.engines.test_forms import forms
@@ -12,14 +7,14 @@ from tests.engines.test_round_trips import configuration, round_trip, zero
 from tests.processes import COMPILING_SECONDS
 
 
-def on_nvme(folder: Path) -> dict[str, Any]:
+def on_nvme(folder):
     """Large enough that shares are swapped out: below a megabyte DeepSpeed keeps them in memory."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     return zero(3, sub_group_size=330_000, offload_optimizer=nvme, offload_param={**nvme, "buffer_size": 1_000_000})
 
 
 @pytest.mark.timeout(COMPILING_SECONDS + 60)
-def test_state_on_nvme_goes_out_and_in_again(tmp_path: Path) -> None:
+def test_state_on_nvme_goes_out_and_in_again(tmp_path):
     report = round_trip("deepspeed", on_nvme(tmp_path), tmp_path, width=800, timeout_seconds=COMPILING_SECONDS)
     assert report["repeated"] == report["after"]
     assert report["from_the_start"] == report["first"]
@@ -28,6 +23,6 @@ def test_state_on_nvme_goes_out_and_in_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(COMPILING_SECONDS + 60)
-def test_sub_groups_on_nvme_are_saved_one_after_another(tmp_path: Path) -> None:
+def test_sub_groups_on_nvme_are_saved_one_after_another(tmp_path):
     report = forms(2, configuration("deepspeed", on_nvme(tmp_path), 800), tmp_path, COMPILING_SECONDS)
     assert report["same files"]

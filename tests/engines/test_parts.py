@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe import engines
@@ -51,7 +49,7 @@ HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "critic 2 horovod", "dino 1 h
     ],
     ids=["alone", "2", "horovod", "3"],
 )
-def test_a_loop_by_hand(launch: Any, processes: int, cases: list[str], tmp_path: Path) -> None:
+def test_a_loop_by_hand(launch, processes, cases, tmp_path):
     report = reported("parts", tmp_path, partial(launch, processes), cases, timeout_seconds=400)
     for case in cases:
         task, found = case.split()[0], report[case]
@@ -69,7 +67,7 @@ def test_a_loop_by_hand(launch: Any, processes: int, cases: list[str], tmp_path:
         assert found.get("share", 1.0) < 0.7 if shards else found.get("share", 1.0) == 1.0
 
 
-def like(value: Any, bound: float) -> Any:
+def like(value, bound):
     """Numbers of any nesting, to be compared within ``bound``."""
     if isinstance(value, dict):
         return {name: like(one, bound) for name, one in value.items()}
@@ -81,7 +79,7 @@ def like(value: Any, bound: float) -> Any:
 # A whole run.
 
 
-def run_file(tmp_path: Path, case: str, **more: Any) -> dict[str, Any]:
+def run_file(tmp_path, case, **more):
     given = file(case)
     given["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
     given["scheduler"]["params"] |= {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01}
@@ -91,7 +89,7 @@ def run_file(tmp_path: Path, case: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("task", ["gan", "distilled"])
-def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_elsewhere(task, tmp_path, monkeypatch):
     """Checkpoints have what is trained and name what is frozen; the metrics have each loss; the module comes out."""
     write_json(tmp_path / "file.json", run_file(tmp_path, f"{task} 1 fsdp", steps=3))
     first = run_ranks(
@@ -114,7 +112,7 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
         assert 0.0 <= logged[-1]["told"] <= 1.0
     checkpoint = store.locate(tmp_path / "run")[0]
     assert set(read_manifest(checkpoint)["training"]["models"]) == set(TASKS[task]().models())
-    model: Any = dsframe.load_model(tmp_path / "run", TASKS[task]())
+    model = dsframe.load_model(tmp_path / "run", TASKS[task]())
     trained = {"gan": ["generator", "discriminator"], "distilled": ["student"]}[task]
     assert list(model) == trained
     inputs, targets = TASKS[task]().eval_data().tensors
@@ -133,7 +131,7 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed:3"])
-def test_ranks_that_call_other_models(engine: str, tmp_path: Path) -> None:
+def test_ranks_that_call_other_models(engine, tmp_path):
     given = run_file(tmp_path, f"gan 1 {engine}", task={"name": "tests.engines.parts:Uneven"}, hang_timeout_seconds=2)
     write_json(tmp_path / "file.json", given)
     run = run_ranks(warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=100)
@@ -144,12 +142,12 @@ def test_ranks_that_call_other_models(engine: str, tmp_path: Path) -> None:
 class Drawing(Gan):
     """Its noise is drawn in the loss."""
 
-    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+    def fool(self, models, noise, real):
         return super().fool(models, torch.randn_like(noise), real)
 
 
 @pytest.mark.parametrize(("task", "said"), [(Gan, False), (Drawing, True)])
-def test_losses_that_draw(task: type[Gan], said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_that_draw(task, said, tmp_path, capsys):
     dsframe.fit(task(), run_file(tmp_path, "gan 1 single", steps=1))
     assert ("draws random numbers in training, others on each rank" in capsys.readouterr().err) == said
 
@@ -157,14 +155,14 @@ def test_losses_that_draw(task: type[Gan], said: bool, tmp_path: Path, capsys: p
 class Normed(Gan):
     """With statistics in what is saved."""
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self):
         return {**super().models(), "generator": lambda: nn.Sequential(nn.BatchNorm1d(4), net(4, 3))}
 
-    def parameter_groups(self, model: nn.Module) -> Any:
+    def parameter_groups(self, model):
         return [{"match": ["generator.*.bias"], "freeze": True}, {"match": ["discriminator.0.*"], "lr_scale": 0.5}]
 
 
-def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
+def test_statistics_and_groups_of_the_task(tmp_path):
     """A run that goes on is the whole one to the bit, evaluation included; frozen parameters stay."""
     given = [run_file(tmp_path / place, "gan 1 single", steps=5, eval_every_steps=5) for place in ("whole", "parts")]
     for one in given:
@@ -173,7 +171,7 @@ def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
     dsframe.fit(Normed(), {**given[1], "dsframe": {**given[1]["dsframe"], "steps": 3}})
     again = dsframe.fit(Normed(), given[1], resume="auto")
     assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
-    model: Any = dsframe.load_model(tmp_path / "parts" / "run", Normed())
+    model = dsframe.load_model(tmp_path / "parts" / "run", Normed())
     assert model["generator"][0].num_batches_tracked == 10, "each loss has seen the batch"
     fresh = Normed().model_of("generator")
     moved = {
@@ -219,17 +217,17 @@ def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], pat
     assert "is not possible with several models" in problem.message
 
 
-def test_a_plan_has_no_prediction() -> None:
+def test_a_plan_has_no_prediction():
     with pytest.raises(TaskError, match=r"several models .*, whose steps have no prediction"):
         model_of(Gan(), torch.float32)
 
 
-def test_another_engine_trains_one_model(tmp_path: Path) -> None:
+def test_another_engine_trains_one_model(tmp_path):
     with pytest.raises(EngineError, match="trains one model, and the task has several"):
         dsframe.fit(Gan(), run_file(tmp_path, "gan 1 reference-allreduce"))
 
 
-def test_optimizers_are_of_models(tmp_path: Path) -> None:
+def test_optimizers_are_of_models(tmp_path):
     given = run_file(tmp_path, "distilled 1 single", optimizers={"teacher": {"type": "SGD", "params": {"lr": 0.1}}})
     with pytest.raises(
         TaskError, match=r"dsframe\.optimizers: no loss trains a model 'teacher'; those that are trained are student"
@@ -252,17 +250,17 @@ def test_optimizers_are_of_models(tmp_path: Path) -> None:
 class Models(Gan):
     """Whatever a test gives it."""
 
-    def __init__(self, models: Mapping[str, Any], losses: Mapping[str, Any]) -> None:
+    def __init__(self, models, losses):
         self._models, self._losses = models, losses
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self):
         return self._models
 
-    def losses(self) -> Mapping[str, Any]:
+    def losses(self):
         return self._losses
 
 
-def both(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
+def both(models, inputs, targets):
     return models["one"](inputs, targets=targets).sum()
 
 
@@ -300,33 +298,33 @@ def both(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
         ),
     ],
 )
-def test_bad_tasks(models: Mapping[str, Any], losses: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_tasks(models, losses, message, tmp_path):
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Models(models, losses), run_file(tmp_path, "rounded 1 single"))
 
 
 class TwoInputs(nn.Linear):
-    def forward(self, inputs: Tensor, *, scale: Tensor) -> Tensor:
+    def forward(self, inputs, *, scale):
         return super().forward(inputs) * scale.mean()
 
 
 class Unevaluated(Models):
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return None
 
 
-def called(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
+def called(models, inputs, targets):
     return models["one"](inputs, scale=targets).square().mean()
 
 
-def test_positional_arguments_and_keywords(tmp_path: Path) -> None:
+def test_positional_arguments_and_keywords(tmp_path):
     given = run_file(tmp_path, "rounded 1 single")
     del given["dsframe"]["eval_every_steps"]
     assert dsframe.fit(Unevaluated({"one": lambda: TwoInputs(4, 3)}, {"one": called}), given).steps == STEPS
 
 
 class ModelAndModels(Gan):
-    def model(self) -> nn.Module:
+    def model(self):
         return net(4, 3)
 
 
@@ -342,12 +340,12 @@ class ModelAndModels(Gan):
         ),
     ],
 )
-def test_what_contradicts_itself(task: Gan, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_contradicts_itself(task, more, message, tmp_path):
     with pytest.raises(TaskError, match=message):
         dsframe.fit(task, run_file(tmp_path, "gan 1 single", **more))
 
 
-def test_statistics_of_the_one_that_has_some(tmp_path: Path) -> None:
+def test_statistics_of_the_one_that_has_some(tmp_path):
     given = run_file(tmp_path, "gan 1 single", parameter_groups=[], model={"sync_batch_norm": True})
     assert dsframe.fit(Normed(), given).steps == STEPS
 
@@ -355,11 +353,11 @@ def test_statistics_of_the_one_that_has_some(tmp_path: Path) -> None:
 class Summed(Gan):
     """Its generator's loss is a sum."""
 
-    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+    def fool(self, models, noise, real):
         return super().fool(models, noise, real) * len(noise)
 
 
-def test_a_sum_among_several_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sum_among_several_losses(tmp_path, capsys):
     with pytest.raises(TaskError, match=r"Summed\.loss gives a sum over the rows of a micro-batch"):
         dsframe.fit(Summed(), run_file(tmp_path, "gan 2 single"))
     capsys.readouterr()
@@ -367,8 +365,8 @@ def test_a_sum_among_several_losses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "this task's" not in capsys.readouterr().err
 
 
-def test_another_rhythm_is_another_training(tmp_path: Path) -> None:
-    def every(steps: int) -> dict[str, Any]:
+def test_another_rhythm_is_another_training(tmp_path):
+    def every(steps):
         given = run_file(tmp_path, "gan 1 single")
         given["dsframe"]["optimizers"] |= {"generator": {**SGD, "every_steps": steps}}
         return given
@@ -378,7 +376,7 @@ def test_another_rhythm_is_another_training(tmp_path: Path) -> None:
         dsframe.fit(Gan(), every(3), resume="auto")
 
 
-def test_what_has_been_drawn_is_known() -> None:
+def test_what_has_been_drawn_is_known():
     """Also where it has been copied, and no longer where a file's numbers have been copied over it."""
     with parts._Drawn() as drawn:
         fresh, copied, loaded = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)

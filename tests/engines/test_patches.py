@@ -1,11 +1,8 @@
 """Each patch of DeepSpeed: the fault is there without it, and dsframe patches DeepSpeed in one file only."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,21 +13,20 @@ from tests.processes import REPOSITORY, run_ranks, torchrun
 
 
 @pytest.fixture(scope="module")
-def findings() -> dict[str, str]:
+def findings():
     command = torchrun(2, ["-m", "tests.engines.unpatched"])
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     output = run_ranks(command, timeout_seconds=200, env=environment).check().stdout
     line = next(line for line in output.splitlines() if line.startswith('{"mlflow"'))
-    found: dict[str, str] = json.loads(line)
-    return found
+    return json.loads(line)
 
 
 @pytest.mark.parametrize("name", patches.PATCHES)
-def test_the_fault_is_there_without_the_patch(name: str, findings: dict[str, str]) -> None:
+def test_the_fault_is_there_without_the_patch(name, findings):
     assert findings[name] == ""
 
 
-def test_the_reports_for_deepspeed_show_their_faults(tmp_path: Path) -> None:
+def test_the_reports_for_deepspeed_show_their_faults(tmp_path):
     """With DeepSpeed alone, but for an op that it would compile first. In one process: its import takes long."""
     runner = ["import runpy", "from dsframe.engines.deepspeed import patches", "patches.leave_out_shm_comm()"]
     expected = []
@@ -46,11 +42,11 @@ def test_the_reports_for_deepspeed_show_their_faults(tmp_path: Path) -> None:
     assert "gradient: 0.0\n" not in output
 
 
-def test_each_check_has_its_patch() -> None:
+def test_each_check_has_its_patch():
     assert {check.__name__ for check in (*unpatched.EARLY, *unpatched.LATER)} == set(patches.PATCHES)
 
 
-def test_a_patch_whose_place_has_gone_is_named() -> None:
+def test_a_patch_whose_place_has_gone_is_named():
     with pytest.raises(EngineError) as caught:
         patches._upstream("gathers", "runtime.zero.partition_parameters", "Gone")
     version = patches.version()
@@ -61,7 +57,7 @@ def test_a_patch_whose_place_has_gone_is_named() -> None:
         patches._upstream("norm", "gone")
 
 
-def test_a_release_that_nobody_tried_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_that_nobody_tried_is_warned_of_once(capsys):
     versions.check("0.19.9", speaks=True)
     versions.check("0.19.9", speaks=False)
     said = capsys.readouterr().err
@@ -72,7 +68,7 @@ def test_a_release_that_nobody_tried_is_warned_of_once(capsys: pytest.CaptureFix
     assert patches.version() in versions.HOLDS
 
 
-def test_what_is_called_late_is_looked_for_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_called_late_is_looked_for_at_start(monkeypatch):
     monkeypatch.setattr(patches, "_LATER", (("groups", "utils.groups", ("gone",)),))
     with pytest.raises(EngineError, match=r'has no deepspeed\.utils\.groups\.gone, which the patch "groups" changes'):
         patches.check_later_ones()

@@ -1,10 +1,5 @@
 """The textbook engines train as they say they do: the same as DDP, or not the same where theory says that they cannot."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.engines.ports import moved
@@ -13,12 +8,12 @@ from tests.processes import reported, run_ranks, warm
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory):
     """One job for all of them: tests/engines/references.py, which also checks that each keeps the engines' contract."""
     return reported("references", tmp_path_factory.mktemp("references"), 2)
 
 
-def largest(left: list[float], right: list[float]) -> float:
+def largest(left, right):
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
@@ -33,7 +28,7 @@ def largest(left: list[float], right: list[float]) -> float:
         ("averaging sgd", "ddp sgd", 1e-6),
     ],
 )
-def test_the_same_training(report: dict[str, Any], case: str, other: str, bound: float) -> None:
+def test_the_same_training(report, case, other, bound):
     mine, theirs = report[case], report[other]
     assert largest(mine["losses"], theirs["losses"]) <= bound
     assert mine["names"] == theirs["names"]
@@ -42,7 +37,7 @@ def test_the_same_training(report: dict[str, Any], case: str, other: str, bound:
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
 
 
-def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any]) -> None:
+def test_the_asynchronous_server_trains_in_its_own_way(report):
     mine, theirs = report["async server"], report["ddp"]
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
     assert largest(mine["losses"], theirs["losses"]) > 1e-3
@@ -53,19 +48,19 @@ def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any]) -
     assert mine["read_back"] == 0.0
 
 
-def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path: Path) -> None:
+def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path):
     """One worker waits for nobody, and is one process."""
     assert moved("nanogpt", "reference-async-parameter-server", tmp_path) == moved("nanogpt", "single", tmp_path)
 
 
-def test_ranks_part_between_two_averages(report: dict[str, Any]) -> None:
+def test_ranks_part_between_two_averages(report):
     every_2 = report["averaging every 2"]
     assert every_2["apart_after_5"] > 1e-3
     assert every_2["apart_after_10"] == 0.0
     assert report["averaging"]["apart_after_5"] == 0.0
 
 
-def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> None:
+def test_the_server_alone_keeps_the_optimizers_state(report):
     assert report["server"]["optimizer_tensors"] == 4
     assert report["all-reduce"]["optimizer_tensors"] == 8
 
@@ -81,13 +76,13 @@ def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> 
         ("averaging sgd", 1e-6),
     ],
 )
-def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: float) -> None:
+def test_state_goes_out_and_in_again(report, case, bound):
     assert report[case]["read_back"] == 0.0
     assert largest(report[case]["repeated"], report[case]["losses"][5:]) <= bound
 
 
 @pytest.mark.parametrize("engine", ["reference-parameter-averaging", "reference-async-parameter-server"])
-def test_ranks_with_other_weights_are_not_compared(engine: str, tmp_path: Path) -> None:
+def test_ranks_with_other_weights_are_not_compared(engine, tmp_path):
     document = ds_config(
         8, "SGD", 0.1, engine=engine, steps=3, task={"name": "tests.engines.foreign_tasks:Rows"}, run_dir="run"
     )

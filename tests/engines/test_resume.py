@@ -1,9 +1,5 @@
 """A run that goes on: from every engine to every other within rounding, on the same engine to the last bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests import portability
@@ -41,12 +37,12 @@ NOISE = 2e-5
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("portable")
 
 
 @pytest.mark.parametrize("pair", also_long(map("-to-".join, PAIRS + LONG_PAIRS), [*map("-to-".join, LONG_PAIRS)]))
-def test_any_engine_goes_on_where_any_other_stopped(pair: str, runs: Path) -> None:
+def test_any_engine_goes_on_where_any_other_stopped(pair, runs):
     saved, then = pair.split("-to-")
     assert portability.difference(saved, then, runs) < NOISE
 
@@ -57,21 +53,19 @@ def test_any_engine_goes_on_where_any_other_stopped(pair: str, runs: Path) -> No
         ["zero3@2", "zero3+background@2", "horovod@2", "fsdp@2", "single@1", "ddp@3"], ["zero3@2", "single@1", "ddp@3"]
     ),
 )
-def test_the_same_engine_goes_on_to_the_last_bit(setup: str, runs: Path) -> None:
+def test_the_same_engine_goes_on_to_the_last_bit(setup, runs):
     assert portability.difference(setup, setup, runs) == 0.0
 
 
 @pytest.mark.parametrize("engine", also_long(["horovod", "ddp"], ["ddp"]))
-def test_several_buckets_on_three_ranks_go_on_to_the_last_bit(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_buckets_on_three_ranks_go_on_to_the_last_bit(engine, tmp_path, monkeypatch):
     """From three ranks on, the order of a sum depends on where a gradient lies in the message: the same in every run."""
     deep = portability.Setup(engine, 3, ("dsframe.task.layers=6", "dsframe.task.width=128"))
     monkeypatch.setitem(portability.SETUPS, "deep", deep)
     assert portability.difference("deep", "deep", tmp_path) == 0.0
 
 
-def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_dropout_goes_on_to_the_last_bit(tmp_path):
     config = configuration("ddp", {}, 19)
     config["dsframe"] |= {"steps": 20, "log_every_steps": 1, "checkpoints": {"every_steps": 7}}
     write_json(tmp_path / "config.json", config)

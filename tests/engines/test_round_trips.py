@@ -1,26 +1,20 @@
 """Every engine's state out and in again: five steps, a snapshot, five steps, the snapshot back, the same five again."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.files import ds_config, read_json, write_json
 from tests.processes import run_ranks, warm
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-PIPELINE: dict[str, Any] = {"pipeline": {"stages": 2}}
-CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+BF16 = {"bf16": {"enabled": True}}
+PIPELINE = {"pipeline": {"stages": 2}}
+CPU = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
-ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
+ROUND_TRIPS = {
     "single": ("single", {}),
     "ddp-bf16": ("ddp", BF16),
     "fsdp": ("fsdp", {}),
@@ -43,13 +37,13 @@ LONG_ROUND_TRIPS = {"fsdp", "zero0", "zero1", "pipeline-zero1-cpu"}
 """Whose engine and number format others have, one by one."""
 
 
-def also_long(names: Iterable[str], long: Collection[str]) -> list[object]:
+def also_long(names, long):
     """The names as parameters, of which ``make test`` leaves some out."""
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
 
 
 @pytest.mark.parametrize("case", also_long(ROUND_TRIPS, LONG_ROUND_TRIPS))
-def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
+def test_state_goes_out_and_in_again(case, tmp_path):
     engine, changes = ROUND_TRIPS[case]
     report = round_trip(engine, changes, tmp_path)
     assert report["repeated"] == report["after"]
@@ -73,14 +67,14 @@ def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
     assert {one.get("step") for name, one in report["scalars"].items() if name != "scale"} == {5.0}
 
 
-OTHER_OPTIMIZERS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+OTHER_OPTIMIZERS = {
     "SGD": (3, {"lr": 0.01, "momentum": 0.9}, ["momentum_buffer"]),
     "Adagrad": (1, {"lr": 0.01}, ["sum"]),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_other_optimizers_keep_other_things(kind: str, tmp_path: Path) -> None:
+def test_other_optimizers_keep_other_things(kind, tmp_path):
     stage, params, moments = OTHER_OPTIMIZERS[kind]
     changes = {**zero(stage), "optimizer": {"type": kind, "params": params}, "zero_allow_untested_optimizer": True}
     report = round_trip("deepspeed", changes, tmp_path)
@@ -90,18 +84,15 @@ def test_other_optimizers_keep_other_things(kind: str, tmp_path: Path) -> None:
     assert report["moments"]["middle.weight"] == moments
 
 
-def round_trip(
-    engine: str, changes: dict[str, Any], folder: Path, width: int = 19, timeout_seconds: float = 150
-) -> dict[str, Any]:
+def round_trip(engine, changes, folder, width=19, timeout_seconds=150):
     file = folder / "config.json"
     write_json(file, configuration(engine, changes, width))
     arguments = ["-m", "tests.engines.round_trip", str(file)]
     run_ranks(warm(1 if engine == "single" else 2, arguments), timeout_seconds=timeout_seconds, cwd=folder).check()
-    report: dict[str, Any] = read_json(folder / "report.json")
-    return report
+    return read_json(folder / "report.json")
 
 
-def configuration(engine: str, changes: dict[str, Any], width: int) -> dict[str, Any]:
+def configuration(engine, changes, width):
     return ds_config(
         8,
         {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},

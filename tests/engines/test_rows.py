@@ -1,10 +1,5 @@
 """Rows of different lengths, padded by the task's collate: the same training on one process and on two ranks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dsframe.run_dir.record import read_summary
@@ -18,13 +13,13 @@ FILE = (
 )
 
 
-def trained(tmp_path: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
+def trained(tmp_path, name, processes, *more):
     words = ["-m", "dsframe.train", "--config", "zero3.json", "--run-dir", name, *FILE, *more]
     run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150).check()
     return losses(tmp_path / name), read_summary(tmp_path / name)["metrics"]
 
 
-def test_padded_rows_are_the_same_training(tmp_path: Path) -> None:
+def test_padded_rows_are_the_same_training(tmp_path):
     alone, evaluated = trained(tmp_path, "single", 1, "--engine", "single")
     assert len(alone) == 6
     for engine in ("deepspeed", "fsdp"):

@@ -1,10 +1,6 @@
 """Keys that could mean different things on different engines, and do not: real runs, compared step by step."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
 STEPS = 12
-BASE: dict[str, Any] = ds_config(
+BASE = ds_config(
     32,
     "AdamW",
     2e-3,
@@ -38,7 +34,7 @@ BASE: dict[str, Any] = ds_config(
     seed=3,
 )
 # No gradient_clipping anywhere: DeepSpeed's default of 1.0 must hold on every engine. The learning rates make it bite.
-FILES: dict[str, dict[str, Any]] = {
+FILES = {
     "sgd, torch schedule, predivided": {
         "optimizer": {"type": "SGD", "params": {"lr": 2.0, "momentum": 0.9}},
         "scheduler": {"type": "StepLR", "params": {"step_size": 4, "gamma": 0.5}},
@@ -57,7 +53,7 @@ FILES: dict[str, dict[str, Any]] = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 BOUNDS = {"bf16": 5e-3, "autocast": 5e-3}
-ENGINES: dict[str, dict[str, Any]] = {
+ENGINES = {
     "zero0": {"zero_optimization": {"stage": 0}},
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2}},
@@ -66,7 +62,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def curve(directory: Path, name: str, engine: str) -> list[float]:
+def curve(directory, name, engine):
     changes = ENGINES[engine]
     document = {**BASE, **FILES[name], **changes, "dsframe": {**BASE["dsframe"], **changes.get("dsframe", {})}}
     write_json(directory / "file.json", document)
@@ -79,7 +75,7 @@ def curve(directory: Path, name: str, engine: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_meaning(name: str, tmp_path: Path) -> None:
+def test_one_meaning(name, tmp_path):
     chosen = ["ddp", "horovod", "zero1"] if name not in BOUNDS else ["ddp", "horovod", "zero2"]
     if name == "bf16":
         chosen.append("zero0")
@@ -89,7 +85,7 @@ def test_one_meaning(name: str, tmp_path: Path) -> None:
     assert min(curves["ddp"]) < curves["ddp"][0] - 0.01, "it moves"
 
 
-def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> None:
+def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path):
     """BatchNorm's statistics differ between ranks, and DDP by itself has other ones than the rest."""
     file = ds_config(
         16,
@@ -102,7 +98,7 @@ def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> N
         checkpoints={"at_end": True},
     )
     write_json(tmp_path / "file.json", file)
-    found: dict[str, dict[int, float]] = {}
+    found = {}
     for engine in ("ddp", "horovod", "fsdp", "deepspeed"):
         command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", engine]
         run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=200).check()
@@ -118,13 +114,13 @@ def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> N
         assert found[engine] == pytest.approx(found["ddp"], rel=1e-5), engine
 
 
-def evaluations(directory: Path) -> dict[int, float]:
+def evaluations(directory):
     rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["evaluation"]["loss"] for row in rows if "evaluation" in row}
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
-def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine: str, tmp_path: Path) -> None:
+def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine, tmp_path):
     file = ds_config(16, "AdamW", 0.01, task={"name": "tests.engines.norm_task:Scaled"}, steps=8)
     write_json(tmp_path / "file.json", file)
     command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
@@ -134,7 +130,7 @@ def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine: str, tmp_p
     assert "step" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-WEIGHTED: dict[str, tuple[int, dict[str, Any]]] = {
+WEIGHTED = {
     "alone in 8": (1, {"gradient_accumulation_steps": 8, "dsframe": {"engine": "single"}}),
     "zero1": (2, {"zero_optimization": {"stage": 1}}),
     "zero2": (2, {"zero_optimization": {"stage": 2}}),
@@ -146,10 +142,10 @@ WEIGHTED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path: Path) -> None:
+def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path):
     """However the global batch is cut, and where a micro-batch is all padding; without the weights it is another training."""
 
-    def curve(name: str, task: str, ranks: int, changes: dict[str, Any]) -> list[float]:
+    def curve(name, task, ranks, changes):
         section = {"task": {"name": f"tests.engines.padded_task:{task}"}, "steps": 6, "log_every_steps": 1}
         optimizer = {"type": "AdamW", "params": {"lr": 0.02}}
         file = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "optimizer": optimizer, **changes}

@@ -1,13 +1,8 @@
 """Sequences cut along time among ranks: the same losses, norms and evaluation as one process. (Weights: tests/equivalence.py.)"""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +20,7 @@ from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA
 
 
-def records(
-    folder: Path, case: Case, file: Mapping[str, Any] | None = None, section: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def records(folder, case, file=None, section=None):
     """metrics.jsonl of four steps and an evaluation, whose last batch is not full."""
     file = {**equivalence.document("gpt", case), **(file or {})}
     file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7, **(section or {})}
@@ -38,7 +31,7 @@ def records(
     return read_rows(run_dir / "metrics.jsonl")
 
 
-def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
+def test_slices_are_the_whole_sequence(tmp_path):
     """At the stage that shares everything, with blocks that exchange once more when they are recomputed."""
     cut = {"sequence_parallel_size": 2, "data_parallel_size": 1, **zero(3), **switched(activation_checkpointing=True)}
     alone, shared = records(tmp_path, SINGLE), records(tmp_path, Case("deepspeed", cut))
@@ -58,7 +51,7 @@ SGD = {
 """Which hides no factor, as clipping and AdamW do."""
 
 
-def lines_of(folder: Path, packing: str, key_heads: int) -> dict[str, Any]:
+def lines_of(folder, packing, key_heads):
     """A task of documents of 3 to 60 letters: one a row, padded, or as many as fit, which do not see each other."""
     numbers = random.Random(0)
     lines = ("".join(numbers.choice("abcdef gh") for _ in range(numbers.randrange(3, 60))) for _ in range(200))
@@ -73,7 +66,7 @@ def lines_of(folder: Path, packing: str, key_heads: int) -> dict[str, Any]:
     }
 
 
-def compared(folder: Path, size: int, stage: int, packing: str, steps: int, bound: float) -> None:
+def compared(folder, size, stage, packing, steps, bound):
     """Sequences of each row shared among ``size`` ranks, beside one process: fewer key heads than ranks."""
     task = lines_of(folder, packing, key_heads=1 if size == 2 else 2)
     cut = {"sequence_parallel_size": size, **zero(stage)}
@@ -90,27 +83,27 @@ def compared(folder: Path, size: int, stage: int, packing: str, steps: int, boun
         assert two == pytest.approx(one, abs=1e-5)
 
 
-def test_packed_documents_of_a_transformers_model(tmp_path: Path) -> None:
+def test_packed_documents_of_a_transformers_model(tmp_path):
     """Targets that do not count, and the stage that shares everything."""
     compared(tmp_path, 2, 3, "documents", 4, 5e-6)
 
 
-def test_padded_rows_of_a_transformers_model(tmp_path: Path) -> None:
+def test_padded_rows_of_a_transformers_model(tmp_path):
     """Slices of which some, or all of a rank's, are padding."""
     compared(tmp_path, 2, 1, "rows", 4, 5e-6)
 
 
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> Slices:
+def slices(monkeypatch):
     """Those of rank 3 of 4, in groups of 2."""
     monkeypatch.setattr("torch.distributed.new_subgroups", lambda size: (None, []))
     task = SimpleNamespace(share_sequences=lambda *_: None, before_slicing=lambda inputs: inputs)
     batch = load({"train_batch_size": 8, "sequence_parallel_size": 2}).batch(4)
     plan = SimpleNamespace(batch=batch, world=SimpleNamespace(rank=3), task=task)
-    return Slices(plan, nn.Identity())  # type: ignore[arg-type]
+    return Slices(plan, nn.Identity())
 
 
-def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
+def test_a_rank_takes_its_slice_of_everything(slices):
     tokens = torch.arange(12).view(2, 6)
     inputs, targets = slices.cut(({"tokens": tokens, "options": "kept"}, tokens[..., None]))
     assert inputs["tokens"].tolist() == [[3, 4, 5], [9, 10, 11]]
@@ -122,7 +115,7 @@ def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])
-def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, ...]) -> None:
+def test_what_has_no_equal_slices_is_refused(slices, shape):
     with pytest.raises(EngineError, match="2 ranks cannot slice a tensor of shape"):
         slices.cut((torch.zeros(4, 6), torch.zeros(shape)))
 
@@ -135,7 +128,7 @@ def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, .
         ({"name": "vision"}, r"VisionTask has no share_sequences\(\)"),
     ],
 )
-def test_models_that_cannot(section: dict[str, Any], message: str) -> None:
+def test_models_that_cannot(section, message):
     """What the check says of a file, the task says to a program."""
     task = tasks.build(load(ds_config(8, task=section)).settings.task, 1)
     with pytest.raises(TaskError, match=message):

@@ -1,11 +1,7 @@
 """Memory of a rank whose model is sharded: it never holds the model whole, and what a step frees goes back."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from benchmarks.sharded_memory import llama
 from dsframe import tasks
 from dsframe.config import load
 from dsframe.tools.plan.device import Device
-from dsframe.tools.plan.footprint import Memory, predict
+from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import traced
 from tests.files import ds_config
 from tests.processes import run_ranks, warm
@@ -33,12 +29,12 @@ OFF = 0.15
         pytest.param("deepspeed", "fp32", marks=pytest.mark.long),
     ],
 )
-def test_peaks_are_as_planned(engine: str, precision: str, tmp_path: Path) -> None:
+def test_peaks_are_as_planned(engine, precision, tmp_path):
     """And far from what a whole model takes: FSDP's share is 2 copies of the fp32 weights, ZeRO-3's 2.5; whole they are 4 and 5."""
     assert check_peaks(tmp_path, planned(engine, precision), engine, precision) < 3.7 * 4 * MILLIONS * 1e6
 
 
-def check_peaks(folder: Path, memory: Memory, engine: str, precision: str, *more: str, off: float = OFF) -> float:
+def check_peaks(folder, memory, engine, precision, *more, off=OFF):
     """Set-up and steps of both ranks take what is planned; returns the most that steps take."""
     options = ["--engine", engine, "--precision", precision, "--millions", str(MILLIONS), *more]
     finished = run_ranks(
@@ -54,7 +50,7 @@ def check_peaks(folder: Path, memory: Memory, engine: str, precision: str, *more
     return max(steps for _, _, steps in rows)
 
 
-def test_peaks_of_an_adapter_are_as_planned(tmp_path: Path) -> None:
+def test_peaks_of_an_adapter_are_as_planned(tmp_path):
     """And far from what its base takes where that is trained: of the base a rank holds its share in bf16, and no state.
 
     Some 60 to 80 MiB more than planned stay from the build, whatever the model's size: what is trained would use them again.
@@ -65,10 +61,10 @@ def test_peaks_of_an_adapter_are_as_planned(tmp_path: Path) -> None:
     check_peaks(tmp_path, memory, "deepspeed", "bf16", "--set", adapted, off=0.2)
 
 
-def planned(engine: str, precision: str, **settings: Any) -> Memory:
+def planned(engine, precision, **settings):
     """What ``dsframe plan`` says of the same training. ``settings``: more of the section "dsframe"."""
     task = {"name": "causal-language-model", "model": llama(MILLIONS), "context": 32, "corpus": "synthetic"}
-    file: dict[str, Any] = ds_config(
+    file = ds_config(
         2,
         "AdamW",
         1e-4,

@@ -1,18 +1,11 @@
 """Joined data sets in a training: the samples of each step on two ranks, a worker killed, and on with one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from dsframe.data import Loader
 from tests.engines.sources_task import Sources
 from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
-FILE: dict[str, Any] = ds_config(
+FILE = ds_config(
     12,
     "SGD",
     0.01,
@@ -26,9 +19,7 @@ FILE: dict[str, Any] = ds_config(
 )
 
 
-def test_joined_data_sets_go_on_with_the_same_samples_on_another_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_data_sets_go_on_with_the_same_samples_on_another_number_of_ranks(tmp_path, monkeypatch):
     write_json(tmp_path / "my.json", FILE)
     train = ["-m", "dsframe.train", "--config", "my.json"]
     killed = run_ranks(warm(2, train), cwd=tmp_path, timeout_seconds=100, env={"FAULT": "worker"})

@@ -1,9 +1,6 @@
 """``dsframe.fit(task, file, processes=2)`` from a program that is one process, as a notebook is."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from tests.processes import python, run_ranks
 
@@ -64,7 +61,7 @@ if __name__ == "__main__":
 """
 
 
-def test_from_one_program(tmp_path: Path) -> None:
+def test_from_one_program(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     finished = run_ranks(python([str(tmp_path / "program.py")]), cwd=tmp_path, timeout_seconds=240).check()
     found = json.loads(finished.stdout.splitlines()[-1])

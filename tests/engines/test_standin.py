@@ -45,7 +45,7 @@ _CPU = {"device": "cpu", "pin_memory": True}
 _BF16 = {"bf16": {"enabled": True}}
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
 
 
@@ -64,7 +64,7 @@ class Case:
     """Gradients and weights pass through the host by the file's wish: copies and waits are DeepSpeed's."""
 
     @property
-    def bound(self) -> float:
+    def bound(self):
         return BF16_BOUND if "bf16" in self.file else BOUND
 
 
@@ -77,7 +77,7 @@ _OVERFLOW = "runtime/zero/stage_1_and_2.py"
 _TWO_STEPS_AGO = "dsframe/engines/call_order.py"
 """Engines whose ranks must call the same compare what they called two steps ago: that has long arrived."""
 
-CASES: dict[str, Case] = {
+CASES = {
     "single": Case("single", {}, ranks=1),
     "ddp": Case("ddp", {}),
     "fsdp": Case("fsdp", {}),
@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
 ALWAYS = ("ddp", "fsdp", "zero1", "zero3", "pipeline")
 
 
-def document(case: Case, **section: Any) -> dict[str, Any]:
+def document(case, **section):
     return {
         "train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -130,15 +130,15 @@ class Run:
     """Each rank's events and bytes."""
 
     @property
-    def losses(self) -> dict[int, float]:
+    def losses(self):
         return losses(self.folder / "run")
 
     @property
-    def norm(self) -> float:
+    def norm(self):
         """The gradient's norm at the first step, which clipping and AdamW hide from the losses."""
         return first_norm(self.folder / "run")
 
-    def events(self, *phases: str) -> set[tuple[str, str, str]]:
+    def events(self, *phases):
         """What happened in these phases on any rank: what, how, where."""
         return {
             (what, detail, where)
@@ -147,7 +147,7 @@ class Run:
             if phase in phases
         }
 
-    def readers(self) -> set[str]:
+    def readers(self):
         """The threads that send batches to the device."""
         events = (event for record in self.records for event in record["events"])
         sent = ((where, thread) for what, _, where, _, thread in events if what == "to device")
@@ -156,21 +156,19 @@ class Run:
 
 
 @functools.cache
-def scratch() -> Path:
+def scratch():
     """A folder for this module's runs, which share them."""
     return Path(tempfile.mkdtemp(prefix="dsframe-standin-"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _remove_runs() -> Any:
+def _remove_runs():
     yield
     shutil.rmtree(scratch(), ignore_errors=True)
     scratch.cache_clear()
 
 
-def train(
-    case: Case, *words: str, resume: Path | None = None, file: Mapping[str, Any] | None = None, **section: Any
-) -> Run:
+def train(case, *words, resume=None, file=None, **section):
     """``words``: as ``tests.standin.train`` takes them."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     path = folder / "file.json"
@@ -183,18 +181,18 @@ def train(
 
 
 @functools.cache
-def trained(name: str) -> Run:
+def trained(name):
     run = train(CASES[name])
     run.finished.check()
     return run
 
 
-def first_norm(directory: Path) -> float:
+def first_norm(directory):
     return next(float(line["gradient_norm"]) for line in read_metrics(directory) if line.get("loss") is not None)
 
 
 @functools.cache
-def reference(name: str = "single") -> tuple[dict[int, float], float]:
+def reference(name="single"):
     """On the CPU: one process, or a case whose training is another one. Its losses, and the first gradient's norm."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     path = folder / "file.json"
@@ -204,7 +202,7 @@ def reference(name: str = "single") -> tuple[dict[int, float], float]:
     return losses(folder / "run"), first_norm(folder / "run")
 
 
-def assert_same(found: Mapping[int, float], bound: float = BOUND, of: str = "single") -> None:
+def assert_same(found, bound=BOUND, of="single"):
     expected, _ = reference(of)
     assert STEPS in found
     assert {step: loss for step, loss in found.items() if abs(loss - expected[step]) > bound} == {}, expected
@@ -213,7 +211,7 @@ def assert_same(found: Mapping[int, float], bound: float = BOUND, of: str = "sin
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in CASES]
 )
-def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
+def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name):
     """Two ranks, with an evaluation and a save; the losses are those of one process on the CPU."""
     case, run = CASES[name], trained(name)
     assert " x cuda under " in run.finished.stderr
@@ -242,7 +240,7 @@ def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
     assert any(what == "wait" for what, _, _ in run.events("log 3")), "a step that logs waits: the record works"
 
 
-def test_zero_3_never_holds_the_model_whole() -> None:
+def test_zero_3_never_holds_the_model_whole():
     """A rank's device has its share and one parameter when DeepSpeed starts its engine."""
     case = CASES["zero3"]
     task = load(document(case)).settings.task
@@ -253,7 +251,7 @@ def test_zero_3_never_holds_the_model_whole() -> None:
     assert max(record["usage"]["before initialize"][1] for record in wrong.records) >= whole
 
 
-def test_the_peak_of_training_is_its_own() -> None:
+def test_the_peak_of_training_is_its_own():
     """What the set-up took for a moment is not in the record."""
     run = trained("ddp")
     live, peak = run.records[0]["usage"]["before fit"]
@@ -263,7 +261,7 @@ def test_the_peak_of_training_is_its_own() -> None:
     assert summary["peak_memory_bytes"] == [record["usage"]["training"][1] for record in run.records]
 
 
-def test_a_run_that_is_started_again_goes_on_to_the_last_bit() -> None:
+def test_a_run_that_is_started_again_goes_on_to_the_last_bit():
     straight = trained("ddp")
     again = train(CASES["ddp"], resume=straight.folder / "run")
     again.finished.check()
@@ -276,7 +274,7 @@ PEAKS = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "zero3 bf1
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in PEAKS]
 )
-def test_bytes_are_near_the_plans(name: str) -> None:
+def test_bytes_are_near_the_plans(name):
     """The model has 118,528 parameters: one layer's weights, and buckets, count for more here than in a
     model that fills a GPU."""
     run = trained(name)
@@ -291,7 +289,7 @@ def test_bytes_are_near_the_plans(name: str) -> None:
     assert 0.85 < held / guess < (1.5 if name == "pipeline" else 1.4)
 
 
-def test_a_rank_that_sleeps_is_named() -> None:
+def test_a_rank_that_sleeps_is_named():
     """The others wait on their device, as under NCCL, or in a collective."""
     run = train(CASES["zero1"], "sleeping-rank", hang_timeout_seconds=3)
     assert run.finished.returncode != 0
@@ -301,7 +299,7 @@ def test_a_rank_that_sleeps_is_named() -> None:
     assert re.search(where, run.finished.stderr), run.finished
 
 
-def test_a_checkpoint_goes_on_under_other_engines() -> None:
+def test_a_checkpoint_goes_on_under_other_engines():
     """DDP's on ZeRO-3, and that one's on FSDP."""
     first = train(
         CASES["zero3"], resume=trained("ddp").folder / "run", checkpoints={"every_steps": 20, "at_end": False}
@@ -314,7 +312,7 @@ def test_a_checkpoint_goes_on_under_other_engines() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_every_task_may_see_one_gpu_alone(launcher: str) -> None:
+def test_every_task_may_see_one_gpu_alone(launcher):
     """DeepSpeed takes LOCAL_RANK for a device number (and asserts that Open MPI says the same): rank 1's was 1 of one device."""
     run = train(
         CASES["zero1"], launcher, steps=2, log_every_steps=2, eval_every_steps=50, checkpoints={"at_end": False}
@@ -323,7 +321,7 @@ def test_every_task_may_see_one_gpu_alone(launcher: str) -> None:
     assert abs(run.losses[2] - reference()[0][2]) < BOUND
 
 
-def test_a_horovod_without_nccl_is_refused() -> None:
+def test_a_horovod_without_nccl_is_refused():
     pytest.importorskip("horovod.torch")
     run = train(Case("horovod", {}))
     assert run.finished.returncode == 4
@@ -344,7 +342,7 @@ def test_a_horovod_without_nccl_is_refused() -> None:
         ("reads-before-it-arrived", "single", "leave such updates out"),
     ],
 )
-def test_a_mistake_is_refused(mistake: str, engine: str, message: str) -> None:
+def test_a_mistake_is_refused(mistake, engine, message):
     run = train(CASES[engine], mistake, steps=2, log_every_steps=1, eval_every_steps=50, checkpoints={"at_end": False})
     assert run.finished.returncode != 0
     assert re.search(message, run.finished.output), run.finished
@@ -357,7 +355,7 @@ def test_a_mistake_is_refused(mistake: str, engine: str, message: str) -> None:
         ("pageable-batch", "to device", "pageable", "data/loader.py"),
     ],
 )
-def test_a_mistake_is_recorded(mistake: str, what: str, detail: str, where: str) -> None:
+def test_a_mistake_is_recorded(mistake, what, detail, where):
     run = train(CASES["single"], mistake, eval_every_steps=50, checkpoints={"at_end": False})
     found = run.events(*(f"step {step}" for step in QUIET))
     assert any(event[0] == what and detail in event[1] and where in event[2] for event in found), found

@@ -12,18 +12,17 @@ from tests.processes import run_ranks, warm
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     """One job of two ranks for all of them."""
     report = tmp_path_factory.mktemp("switched") / "report.json"
     run_ranks(warm(2, ["-m", "tests.engines.switched", str(report)]), timeout_seconds=400).check()
-    read: dict[str, Any] = read_json(Path(report))
-    return read
+    return read_json(Path(report))
 
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("how", ["recomputed", "some recomputed"])
 @pytest.mark.parametrize("engine", ["zero3", "ddp", "fsdp", "pipeline"])
-def test_recomputation_is_the_same_training_to_the_last_bit(found: dict[str, Any], engine: str, how: str) -> None:
+def test_recomputation_is_the_same_training_to_the_last_bit(found, engine, how):
     plain, recomputed = found[engine], found[f"{engine}, {how}"]
     assert recomputed["losses"] == plain["losses"]
     assert (recomputed["distance"], recomputed["names"]) == (0.0, True)
@@ -43,27 +42,27 @@ def test_other_kernels_sum_in_another_order(found: dict[str, Any], name: str) ->
     assert switched["distance"] < 1e-5
 
 
-def test_gradients_in_16_bits_are_rounded(found: dict[str, Any]) -> None:
+def test_gradients_in_16_bits_are_rounded(found):
     plain, short = found["ddp"], found["ddp, sent in bf16"]
     assert 1e-8 < short["distance"] < 2e-3
     assert short["losses"] == pytest.approx(plain["losses"], abs=2e-3)
     assert short["collectives"] == plain["collectives"]
 
 
-def test_horovod_takes_channels_last(found: dict[str, Any]) -> None:
+def test_horovod_takes_channels_last(found):
     name = "horovod of images, channels last"
     assert found[name]["losses"] == pytest.approx(found["ddp of images"]["losses"], abs=5e-6)
     assert found[name]["collectives"] == {"all-reduce": 1}, "one bucket, once with two micro-batches"
 
 
 @pytest.mark.parametrize("engine", ["zero0", "zero1", "ddp"])
-def test_accumulation_reduces_once_in_a_step(found: dict[str, Any], engine: str) -> None:
+def test_accumulation_reduces_once_in_a_step(found, engine):
     assert found[f"{engine} x 1"]["collectives"]["all-reduce"] >= 1
     assert found[f"{engine} x 3"]["collectives"] == found[f"{engine} x 1"]["collectives"]
 
 
-def test_deepspeed_reduces_sharded_gradients_each_time_and_fsdp_once_a_step(found: dict[str, Any]) -> None:
-    def counts(name: str, kind: str) -> int:
+def test_deepspeed_reduces_sharded_gradients_each_time_and_fsdp_once_a_step(found):
+    def counts(name, kind):
         return int(found[name]["collectives"].get(kind, 0))
 
     assert counts("zero2 x 3", "all-reduce") - counts("zero2 x 1", "all-reduce") == 2

@@ -1,10 +1,6 @@
 """BatchNorm over the global batch: two and three ranks of every engine train as one process does, statistics included."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ TORCHS = ["ddp", "fsdp", "deepspeed:0", "deepspeed:1", "deepspeed:2", "deepspeed
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(tmp_path_factory):
     found = reported("synced", tmp_path_factory.mktemp("alone"), python, ["single"])
     assert found["single"]["losses"] == found["own"]["losses"]  # torch's own layer, where there are no other ranks
     return found["single"]
@@ -30,9 +26,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [(warm, 2, TORCHS), (warm, 3, ["ddp", "deepspeed:3"]), (horovodrun, 2, ["horovod"])],
     ids=["2", "3", "horovod"],
 )
-def test_statistics_are_of_the_global_batch(
-    launch: Any, processes: int, cases: list[str], alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_statistics_are_of_the_global_batch(launch, processes, cases, alone, tmp_path):
     found = reported("synced", tmp_path, partial(launch, processes), cases)
     own = found.pop("own")
     assert max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True)) > 100 * BOUND
@@ -45,7 +39,7 @@ def test_statistics_are_of_the_global_batch(
         assert not one["depends"]
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path):
     given = file("single", True)
     with pytest.raises(ConfigError, match="sync_batch_norm: not possible with several micro-batches in a step"):
         load({**given, "gradient_accumulation_steps": 2})

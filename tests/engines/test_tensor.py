@@ -1,11 +1,7 @@
 """Layers cut among ranks train as one process does; their state goes anywhere."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +24,12 @@ BF16_NOISE = {"loss": 2e-3, "norm": 1e-2, "state": 0.2}
 """Measured: 3e-4, 2e-3, 6e-2."""
 
 
-def distance(left: list[list[Any]], right: list[list[Any]], part: int) -> float:
+def distance(left, right, part):
     assert len(left) == len(right) > 0
     return max(abs(a[part] - b[part]) for a, b in zip(left, right, strict=True))
 
 
-def check_round_trips(report: dict[str, Any], noise: dict[str, float]) -> None:
+def check_round_trips(report, noise):
     """The state is one process's, goes on there and from there, and its evaluation is the same."""
     assert report["state"] < noise["state"]
     assert report["read_back"] == 0.0
@@ -44,12 +40,12 @@ def check_round_trips(report: dict[str, Any], noise: dict[str, float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(tmp_path_factory):
     return reported("tensor", tmp_path_factory.mktemp("tensor"), 4)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_several_ranks_are_one_process(case, reports):
     report = reports[case]
     noise = BF16_NOISE if "bf16" in case else NOISE
     assert "tensor parallel, 2 ranks" in report["description"]
@@ -64,7 +60,7 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     assert held < (0.95 if "moe" in case else 0.7) * whole, "experts are whole on each rank"
 
 
-def test_what_would_train_otherwise_is_refused(tmp_path: Path) -> None:
+def test_what_would_train_otherwise_is_refused(tmp_path):
     report = reported("refused_cuts", tmp_path, 2)
     wrong = {case: said for case, said in report.items() if CUTS[case] not in said or bool(said) != bool(CUTS[case])}
     assert not wrong
@@ -78,7 +74,7 @@ EXPERTS = Cut((8, 3), (2, 4, 3), 1, ((3, 1),))
 
 
 @pytest.mark.parametrize("cut", [PACKED, ROW, EXPERTS, Cut((5,), (5,), 0, ((3, 2),))])
-def test_shares_make_the_whole_again(cut: Cut) -> None:
+def test_shares_make_the_whole_again(cut):
     whole = torch.arange(math.prod(cut.shape), dtype=torch.float32).view(cut.shape)
     shares = [cut.share(whole, rank, (-1,)) for rank in range(2)]
     assert [share.numel() for share in shares] == [cut.numel(rank) for rank in range(2)]
@@ -86,38 +82,38 @@ def test_shares_make_the_whole_again(cut: Cut) -> None:
     assert torch.equal(cut.whole(shares), whole)
 
 
-def test_query_key_and_value_are_each_cut() -> None:
+def test_query_key_and_value_are_each_cut():
     whole = torch.arange(12)[:, None].expand(12, 3)
     assert PACKED.share(whole, 1, (6, 3))[:, 0].tolist() == [2, 3, 6, 7, 10, 11]
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_a_state_of_another_model_is_refused():
     one = ParameterState("a", torch.zeros(2, 6), {"sum": torch.zeros(1)}, {})
     saved = Snapshot(EngineState(3, None, {}, {}, [one]))
     with pytest.raises(CheckpointError, match=r"a has shape \[2, 5\], saved \[2, 6\]"):
         Shares(saved, {"a": (2, 3)}, {"a": ROW}, 0)
 
 
-def test_state_that_is_no_share_cannot_be_made_whole() -> None:
+def test_state_that_is_no_share_cannot_be_made_whole():
     one = ParameterState("a", torch.zeros(2, 3), {"row_var": torch.zeros(2, 1)}, {})
-    group: Any = None
+    group = None
     with pytest.raises(
         CheckpointError, match=r"a: .* share has shape \[2, 3\], but the optimizer's row_var for it has shape \[2, 1\]"
     ):
         list(state_tensor.whole(EngineState(3, None, {}, {}, [one]), {"a": ROW}, group).parameters)
 
 
-def told(model: nn.Module, size: int, **section: Any) -> dict[str, Any]:
+def told(model, size, **section):
     batch, task = SimpleNamespace(tensor_parallel_size=size), SimpleNamespace(partition_config=None)
-    return completed({"autotp_size": size, **section}, model, SimpleNamespace(batch=batch, task=task))  # type: ignore[arg-type]
+    return completed({"autotp_size": size, **section}, model, SimpleNamespace(batch=batch, task=task))
 
 
-def transformer(**settings: Any) -> nn.Module:
+def transformer(**settings):
     config = _transformers.configure("AutoModelForCausalLM", {**LLAMA, **settings}, {"vocab_size": 256})
     return _transformers.build("AutoModelForCausalLM", config, None)
 
 
-def test_who_says_how_a_model_is_cut() -> None:
+def test_who_says_how_a_model_is_cut():
     assert told(transformer(), 2) == {"autotp_size": 2, "vocab_parallel_lm_head": False}
     plain = nn.Sequential(nn.Linear(2, 2))
     assert "partition_config" in told(plain, 2, partition_config={"layer_specs": []})
@@ -135,7 +131,7 @@ def test_who_says_how_a_model_is_cut() -> None:
         told(transformer(), 4)
 
 
-def test_nothing_that_is_cut_is_a_mistake() -> None:
+def test_nothing_that_is_cut_is_a_mistake():
     with pytest.raises(
         EngineError, match="no layer matches partition_config, so nothing is sharded; correct its patterns"
     ):

@@ -1,9 +1,5 @@
 """Jobs of tests/warm.py end as jobs of a launcher do."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.processes import HAS_GPUS, WARM, run_ranks, warm
@@ -21,20 +17,20 @@ time.sleep(1000)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
+def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return str(path)
 
 
-def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others(script, tmp_path):
     finished = run_ranks(warm(2, [script, "--more"]), cwd=tmp_path, timeout_seconds=60)
     assert finished.returncode == 1
     assert sorted(finished.stdout.splitlines()) == [f"rank {rank} of 2 in {tmp_path} ['--more']" for rank in (0, 1)]
     assert "ValueError: a mistake" in finished.stderr
 
 
-def test_what_hangs_is_ended_and_seen(script: str, tmp_path: Path) -> None:
+def test_what_hangs_is_ended_and_seen(script, tmp_path):
     with pytest.raises(
         AssertionError,
         match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*rank 0: [\s\S]*<module> \(.*script\.py:7",
@@ -51,14 +47,14 @@ if os.fork() == 0:
 """
 
 
-def test_what_ranks_leave_behind_is_seen_and_ended(tmp_path: Path) -> None:
+def test_what_ranks_leave_behind_is_seen_and_ended(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FORKS)
     with pytest.raises(AssertionError, match=r"left over 1 s after the end: \d+ \(.*; \d+ \("):
         run_ranks(warm(1, [str(script)]), cwd=tmp_path, timeout_seconds=20, settle_seconds=1)
 
 
-def test_imports_warn_of_nothing(script: str, tmp_path: Path) -> None:
+def test_imports_warn_of_nothing(script, tmp_path):
     """What libraries say when they are imported is the server's to hear, and no job's."""
     run_ranks(warm(2, [script]), cwd=tmp_path, timeout_seconds=60)
     assert "arning" not in (WARM / "said-plain").read_text()

@@ -1,7 +1,5 @@
 """``dsframe.train`` where no evaluation has memory for whole weights: they are gathered as modules are called."""
 
-from __future__ import annotations
-
 from dsframe import train
 from dsframe.engines import evaluating
 

@@ -5,8 +5,6 @@ torchrun --nproc-per-node=2 -m tests.engines.unpatched    # rank 0 prints {patch
 Each function is called like its patch, shows the fault in DeepSpeed alone, and then, where it can, that the patch mends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -16,16 +14,14 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 NOT_NEEDED = "no longer needed: DeepSpeed does right by itself"
 
 
-def mlflow() -> None:
+def mlflow():
     folder = Path(tempfile.mkdtemp())
     (folder / "mlflow").mkdir()
     (folder / "mlflow" / "__init__.py").write_text("")
@@ -37,7 +33,7 @@ def mlflow() -> None:
     assert deepspeed.autotuning.autotuner.has_mlflow, NOT_NEEDED
 
 
-def shm_comm() -> None:
+def shm_comm():
     import deepspeed
 
     from dsframe.engines.deepspeed import patches
@@ -48,7 +44,7 @@ def shm_comm() -> None:
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"], NOT_NEEDED
 
 
-def debug_symbols() -> None:
+def debug_symbols():
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
     from dsframe.engines.deepspeed import patches
@@ -61,7 +57,7 @@ def debug_symbols() -> None:
     assert after == [[one for one in options if one != "-g"] for options in before]
 
 
-def started(model: Any, zero: dict[str, Any], optimizer: str = "SGD", **changes: Any) -> Any:
+def started(model, zero, optimizer="SGD", **changes):
     import deepspeed
 
     params = {"lr": 1.0} if optimizer == "SGD" else {"lr": 1.0, "torch_adam": True}
@@ -78,14 +74,14 @@ def started(model: Any, zero: dict[str, Any], optimizer: str = "SGD", **changes:
     return engine
 
 
-def linear_model() -> Any:
+def linear_model():
     import torch
 
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
 
 
-def step(engine: Any, factor: float = 1.0) -> None:
+def step(engine, factor=1.0):
     import torch
 
     dtype = next(engine.module.parameters()).dtype
@@ -93,17 +89,17 @@ def step(engine: Any, factor: float = 1.0) -> None:
     engine.step()
 
 
-def scalars() -> None:
+def scalars():
     import torch
 
     from dsframe.engines.deepspeed import patches
 
     class Scaled(torch.nn.Linear):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(4, 4)
             self.scale = torch.nn.Parameter(torch.tensor(2.0))
 
-        def forward(self, rows: Any) -> Any:
+        def forward(self, rows):
             return super().forward(rows) * self.scale
 
     for stage in (1, 3):
@@ -125,10 +121,10 @@ def scalars() -> None:
         assert engine.module.scale != 2
 
 
-def torch_warnings() -> None:
+def torch_warnings():
     from dsframe.engines.deepspeed import patches
 
-    def deprecated() -> list[str]:
+    def deprecated():
         with warnings.catch_warnings(record=True) as caught:
             warnings.resetwarnings()
             warnings.simplefilter("always")
@@ -143,7 +139,7 @@ def torch_warnings() -> None:
     assert deprecated() == []
 
 
-def norm() -> None:
+def norm():
     from dsframe.engines.deepspeed import patches
 
     engine = started(linear_model(), {"stage": 0})
@@ -155,20 +151,20 @@ def norm() -> None:
     assert engine.get_global_grad_norm() > 0
 
 
-def loss_scale() -> None:
+def loss_scale():
     import torch
 
     from dsframe.engines.deepspeed import patches
 
     class One(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(4))
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def forward(self, inputs):
             return (self.weight * inputs).sum()
 
-    def updates(patch: Callable[[Any], None]) -> set[float]:
+    def updates(patch):
         fp16 = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}
         engine = started(One(), {"stage": 1}, fp16=fp16)
         patch(engine.optimizer)
@@ -182,7 +178,7 @@ def loss_scale() -> None:
     assert updates(patches.scale_until_updated) == {1.0}
 
 
-def nonfinite() -> None:
+def nonfinite():
     import torch
 
     from dsframe.engines.deepspeed import patches
@@ -198,7 +194,7 @@ def nonfinite() -> None:
     assert torch.isfinite(engine.module[0].weight).all()
 
 
-def order() -> None:
+def order():
     import torch
 
     from dsframe.engines.deepspeed import patches
@@ -206,18 +202,18 @@ def order() -> None:
     class First(torch.nn.Module):
         """Layers of which one is called."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = linear_model()
 
-        def forward(self, inputs: Any) -> Any:
+        def forward(self, inputs):
             return self.layers[0](inputs)
 
-    def reduced(patch: Callable[[Any], None]) -> list[int]:
+    def reduced(patch):
         engine, came = started(First(), {"stage": 2}), []
         original = engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
 
-        def reduce(parameter: Any, group: int) -> None:
+        def reduce(parameter, group):
             came.append(places[parameter])
             original(parameter, group)
 
@@ -231,7 +227,7 @@ def order() -> None:
     assert reduced(patches.reduce_in_order) == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-def unused() -> None:
+def unused():
     import torch
 
     from dsframe.engines.deepspeed import patches
@@ -239,15 +235,15 @@ def unused() -> None:
     class Shorter(torch.nn.Module):
         """In its second pass it leaves out its last layer."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers, self.passes = linear_model(), 0
 
-        def forward(self, inputs: Any) -> Any:
+        def forward(self, inputs):
             self.passes += 1
             return self.layers[: 5 - self.passes](inputs)
 
-    def moved(patch: Callable[[Any], None]) -> float:
+    def moved(patch):
         engine = started(Shorter(), {"stage": 3})
         patch(engine)
         step(engine)
@@ -260,7 +256,7 @@ def unused() -> None:
     assert moved(patches.zero_unused) == 0
 
 
-def hidden_step() -> None:
+def hidden_step():
     from dsframe.engines.deepspeed import patches
 
     engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})
@@ -270,16 +266,16 @@ def hidden_step() -> None:
 
 
 @contextlib.contextmanager
-def gathers_counted() -> Iterator[list[str]]:
+def gathers_counted():
     """One entry for each collective by which ZeRO-3 gathers parameters."""
     from deepspeed.runtime.zero import partition_parameters
 
-    called: list[str] = []
+    called = []
 
-    def counted(name: str) -> Callable[..., Any]:
+    def counted(name):
         original = getattr(partition_parameters.dist, name)
 
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             called.append(name)
             return original(*arguments, **options)
 
@@ -290,10 +286,10 @@ def gathers_counted() -> Iterator[list[str]]:
         yield called
 
 
-def gathers() -> None:
+def gathers():
     from dsframe.engines.deepspeed import patches
 
-    def collectives(patch: Callable[[Any], None]) -> int:
+    def collectives(patch):
         engine = started(linear_model(), {"stage": 3})
         patch(engine)
         step(engine)
@@ -309,12 +305,12 @@ def gathers() -> None:
     assert collectives(patches.coalesce_gathers) == 1
 
 
-def evaluation() -> None:
+def evaluation():
     import torch
 
     from dsframe.engines.deepspeed import patches
 
-    def sent(patch: Callable[[Any], None]) -> int:
+    def sent(patch):
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
         engine = started(linear_model(), zero)
         engine.eval()
@@ -331,7 +327,7 @@ def evaluation() -> None:
     assert sent(lambda _: None) > sent(patches.forget_evaluation), NOT_NEEDED
 
 
-def muon_dtype() -> None:
+def muon_dtype():
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.muon import original_muon
@@ -348,25 +344,25 @@ def muon_dtype() -> None:
         assert {original_muon.ns_compute_dtype(method) for method in ("gram", "standard")} == {torch.float32}
 
 
-def hooks_set_aside() -> None:
+def hooks_set_aside():
     import torch
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
 
     from dsframe.engines.deepspeed import patches
 
-    called: list[torch.nn.Module] = []
+    called = []
     original = Offload.pre_sub_module_forward_function
 
-    def counted(self: Any, module: torch.nn.Module) -> None:
+    def counted(self, module):
         called.append(module)
         original(self, module)
 
-    def registers(module: torch.nn.Module) -> list[list[int]]:
+    def registers(module):
         return [list(hooks) for one in module.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks)]
 
-    def evaluated(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> tuple[int, torch.Tensor]:
+    def evaluated(around):
         engine = started(linear_model(), {"stage": 3})
-        users: list[str] = []
+        users = []
         users_hook = engine.module[0].register_forward_hook(lambda *_: users.append("called"))
         step(engine)
         assert {parameter.ds_status.name for parameter in engine.module.parameters()} == {"AVAILABLE"}
@@ -402,7 +398,7 @@ def hooks_set_aside() -> None:
     assert torch.equal(expected, found)
 
 
-def pipeline_bounds() -> None:
+def pipeline_bounds():
     from deepspeed.runtime.pipe.module import PipelineModule
 
     topology = SimpleNamespace(get_dim=lambda _: 2, get_coord=lambda _: SimpleNamespace(pipe=0))
@@ -414,7 +410,7 @@ def pipeline_bounds() -> None:
     raise AssertionError(NOT_NEEDED)
 
 
-def pipeline_recompute() -> None:
+def pipeline_recompute():
     import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -422,13 +418,13 @@ def pipeline_recompute() -> None:
 
     stage = torch.nn.Sequential(torch.nn.Linear(2, 2))
     engine = SimpleNamespace(module=stage)
-    stage.activation_checkpoint_interval = 1  # type: ignore[assignment]
+    stage.activation_checkpoint_interval = 1
     patches.recompute_once(engine, stage)  # torch's function, which is not reentrant
     assert PipelineEngine._reentrant_activation_checkpointing(engine), NOT_NEEDED
     assert not engine._reentrant_activation_checkpointing()
 
 
-def pipeline_clipping() -> None:
+def pipeline_clipping():
     import torch
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -436,20 +432,20 @@ def pipeline_clipping() -> None:
 
     stage = torch.nn.Linear(2, 2)
     assert not is_model_parallel_parameter(stage.weight), NOT_NEEDED
-    stage.weight.ds_pipe_replicated = stage.bias.ds_pipe_replicated = False  # type: ignore[union-attr]
+    stage.weight.ds_pipe_replicated = stage.bias.ds_pipe_replicated = False
     patches.count_for_clipping(stage)
     assert is_model_parallel_parameter(stage.weight)
 
 
-def pipeline_groups() -> None:
+def pipeline_groups():
     """test_pipeline.py shows that the norm is that of all stages."""
     import torch
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from dsframe.engines.deepspeed import patches
 
-    def norms(*, patched: bool) -> tuple[Any, list[str]]:
-        sent: list[str] = []
+    def norms(*, patched):
+        sent = []
         optimizer = SimpleNamespace(
             bit16_groups=[0, 1],
             averaged_gradients=[torch.tensor(3.0), torch.tensor(4.0)],
@@ -460,7 +456,7 @@ def pipeline_groups() -> None:
             _model_parallel_all_reduce=lambda tensor, op: sent.append("stages"),
         )
 
-        def of_group(gradient: torch.Tensor, _: None) -> torch.Tensor:
+        def of_group(gradient, _):
             optimizer._model_parallel_all_reduce(tensor=gradient, op="sum")
             return gradient
 
@@ -476,13 +472,13 @@ def pipeline_groups() -> None:
     assert norms(patched=True) == (5.0, ["stages"])
 
 
-def pipeline_evaluation() -> None:
+def pipeline_evaluation():
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     assert "reset_activation_shape" not in inspect.getsource(PipelineEngine.eval_batch), NOT_NEEDED
 
 
-def pipeline_sizes() -> None:
+def pipeline_sizes():
     """test_pipeline.py shows when stages announce, and that losses are the same."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -490,7 +486,7 @@ def pipeline_sizes() -> None:
 
     for name in ("_exec_send_activations", "_exec_recv_activations", "_exec_recv_grads"):
         assert "self.dynamic_shape" in inspect.getsource(getattr(PipelineEngine, name)), NOT_NEEDED
-    asked: list[str] = []
+    asked = []
     engine = SimpleNamespace(reset_activation_shape=lambda: asked.append("reset"))
     patches.announce_sizes(engine, each=False, anew=False)
     assert (engine.dynamic_shape, asked) == (False, [])
@@ -498,7 +494,7 @@ def pipeline_sizes() -> None:
     assert (engine.dynamic_shape, asked) == (True, ["reset"])
 
 
-def mixture() -> Any:
+def mixture():
     """A small Mixtral, its experts spread over both ranks."""
     import torch
 
@@ -518,7 +514,7 @@ def mixture() -> Any:
     return started(_transformers.build("AutoModelForCausalLM", config, None), {"stage": 0}, expert_parallel=experts)
 
 
-def recorded_routers() -> None:
+def recorded_routers():
     import torch
 
     from dsframe.engines.deepspeed import patches
@@ -535,7 +531,7 @@ def recorded_routers() -> None:
     assert [tuple(one.shape) for one in logits] == [(8, 4)] * 2
 
 
-def expert_norm() -> None:
+def expert_norm():
     import torch
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.runtime.utils import clip_grad_norm_
@@ -561,12 +557,12 @@ def expert_norm() -> None:
     assert abs(float(engine.get_global_grad_norm()) - right) < 1e-5 * right
 
 
-def prologue() -> None:
+def prologue():
     import torch
 
     from dsframe.engines.deepspeed import patches
 
-    def slope(*, patched: bool) -> float:
+    def slope(*, patched):
         engine = started(linear_model(), {"stage": 1}, gradient_accumulation_steps=2)
         begin = patches.prologue_of_loss(engine) if patched else None
         inputs = torch.ones(1, 4, requires_grad=True)
@@ -585,7 +581,7 @@ def prologue() -> None:
     assert abs(slope(patched=True) - slopes.sum().item()) < 1e-6
 
 
-def groups() -> None:
+def groups():
     from deepspeed.utils import groups as module
     from torch import distributed as dist
 
@@ -613,7 +609,7 @@ LATER = (
 """``groups`` last: it ends the process group."""
 
 
-def main() -> None:
+def main():
     found = {}
     for check in (*EARLY, *LATER):
         if check is LATER[0]:
@@ -629,7 +625,7 @@ def main() -> None:
     os._exit(0)
 
 
-def meet() -> None:
+def meet():
     """The ranks meet; and fp16 where this processor would refuse it."""
     import deepspeed
     import torch.distributed as dist

@@ -1,12 +1,10 @@
 """A user's own task whose ranks call other modules than each other, in the way HOW says, from step FROM on; "changing": all ranks
 call others in each step."""
 
-from __future__ import annotations
-
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
@@ -17,7 +15,7 @@ WIDTH = 16
 
 
 class Branching(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.how, self.begins = os.environ["HOW"], int(os.environ.get("FROM", "1"))
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -25,7 +23,7 @@ class Branching(nn.Module):
         self.large = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH))
         self.last = nn.Linear(WIDTH, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = torch.tanh(self.first(inputs))
         rank = world.here().rank if reporter().step >= self.begins - 1 else 0
         if self.how == "sizes" and rank:
@@ -41,22 +39,21 @@ class Branching(nn.Module):
             hidden = self.branches[0 if self.training else rank](hidden)
         else:
             hidden = self.branches[rank](hidden)
-        output: Tensor = self.last(hidden)
-        return output
+        return self.last(hidden)
 
 
 class BranchingTask(Task):
     """Trains a line."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Branching()
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         points = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
         return TensorDataset(points, points.sum(1, keepdim=True))
 
-    def eval_data(self) -> TensorDataset | None:
+    def eval_data(self):
         return self.train_data() if os.environ["HOW"] == "evaluation" else None
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)

@@ -1,12 +1,10 @@
 """A user's own task that goes wrong in the way FAULT says."""
 
-from __future__ import annotations
-
 import os
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
@@ -20,19 +18,19 @@ class BrokenTask(Task):
 
     calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         if os.environ["FAULT"] == "build":
             watchdog.SETUP_SECONDS = 5.0
 
-    def model(self) -> nn.Module:
+    def model(self):
         if os.environ["FAULT"] == "build" and self._rank() == "1":
             time.sleep(1000)
         return nn.Linear(4, 1)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         return TensorDataset(torch.ones(512, 4), torch.ones(512, 1))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         self.calls += torch.is_grad_enabled()  # the look at the kind of loss does not count
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
         if self.calls == 5 and (self._rank() == "1" or os.environ["FAULT"] == "all"):
@@ -45,5 +43,5 @@ class BrokenTask(Task):
         return nn.functional.mse_loss(outputs, targets)
 
     @staticmethod
-    def _rank() -> str:
+    def _rank():
         return next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)

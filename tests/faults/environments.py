@@ -1,18 +1,15 @@
 """Virtual environments that really lack a package: every other distribution of this one, by symbolic links."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 
-def environment_without(missing: Collection[str], folder: Path) -> Path:
+def environment_without(missing, folder):
     """Makes a virtual environment at `folder` with all of this one but the distributions `missing`; returns its bin."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     site = Path(sysconfig.get_path("purelib"))
@@ -31,6 +28,6 @@ def environment_without(missing: Collection[str], folder: Path) -> Path:
     return folder / "bin"
 
 
-def top_level(distribution: Distribution) -> set[str]:
+def top_level(distribution):
     """What a distribution put right into site-packages."""
     return {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}

@@ -1,30 +1,27 @@
 """A user's own task that writes its data in prepare(), and fails there as FAULT says: "raise", "sleep", or not at all."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
 from dsframe.data.files import data_root, replacing
-from dsframe.tasks.task import Say
 
 
 class Preparing(Task):
     """Trains a line on what prepare() wrote."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(4, 1)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def prepare(self, say: Say) -> None:
+    def prepare(self, say):
         path = data_root(None) / "numbers.pt"
         with (data_root(None) / "calls").open("a") as calls:
             calls.write(f"{os.getpid()}\n")
@@ -42,6 +39,6 @@ class Preparing(Task):
             out.seek(0)
             torch.save(torch.ones(64, 4), out)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         numbers = torch.load(Path(data_root(None), "numbers.pt"))
         return TensorDataset(numbers, numbers[:, :1])

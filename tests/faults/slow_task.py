@@ -1,13 +1,11 @@
 """Tasks whose steps take a while, so that something can happen to them."""
 
-from __future__ import annotations
-
 import os
 import time
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from dsframe import Task
 from dsframe.run_dir.outcome import reporter
@@ -19,14 +17,14 @@ class SlowTask(Task):
     A step takes ``STEP_SECONDS``, from the third one on: around the first one, dsframe looks at the loss some times more.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(4, 1)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         points = torch.randn(512, 4, generator=torch.Generator().manual_seed(1))
         return TensorDataset(points, points.sum(1, keepdim=True))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         seconds = float(os.environ.get("STEP_SECONDS", "0.05"))
         time.sleep(seconds if reporter().step > 1 else min(seconds, 0.05))
         return nn.functional.mse_loss(outputs, targets)
@@ -35,7 +33,7 @@ class SlowTask(Task):
 class RaisingTask(SlowTask):
     """The 14th step's data raise, however often it is tried."""
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         if reporter().step == 13:
             raise ValueError("the data of step 14 are odd")
         return super().loss(outputs, targets)
@@ -46,16 +44,16 @@ class ReadingTask(SlowTask):
 
     workers = 2
 
-    def train_data(self) -> Dataset[tuple[Tensor, ...]]:
+    def train_data(self):
         return Subset(super().train_data(), range(512))
 
 
 class GrowingTask(SlowTask):
     """Keeps 16 MiB more in each step."""
 
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+    def __init__(self):
+        self.kept = []
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         self.kept.append(torch.ones(1 << 22))
         return super().loss(outputs, targets)

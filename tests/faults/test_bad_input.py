@@ -1,33 +1,29 @@
 """What a user sees who makes a mistake: one message that names the place and the remedy, and a non-zero exit code."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.faults.environments import environment_without
-from tests.processes import Finished, Running, deepspeed, horovodrun, python, run_ranks, torchrun
+from tests.processes import deepspeed, horovodrun, python, run_ranks, torchrun
 
 TRAIN = ["-m", "dsframe.train", "--set", "dsframe.steps=2"]
 SYNTHETIC = ["--set", "dsframe.task.dataset=synthetic", "--set", "dsframe.task.samples=256"]
 OWN_TASK = '{"name": "tests.faults.broken_task:BrokenTask"}'
 
 
-def train(folder: Path, *arguments: str, **variables: str) -> Finished:
+def train(folder, *arguments, **variables):
     return run_ranks(python([*TRAIN, *arguments]), cwd=folder, timeout_seconds=120, env=variables)
 
 
-def said(finished: Finished) -> str:
+def said(finished):
     """The one message of a refused run."""
     assert "Traceback" not in finished.output, str(finished)
     assert finished.stdout == ""
     return finished.stderr.removeprefix("dsframe: error: ").rstrip("\n")
 
 
-def test_a_wrong_file_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_line(tmp_path):
     (tmp_path / "my.json").write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 1}}')
     finished = train(tmp_path, "--config", "my.json")
     assert said(finished).startswith("my.json:1:25: error: zero_optimisation: unknown key;")
@@ -35,9 +31,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launch", [deepspeed, horovodrun, torchrun])
-def test_world_size_that_does_not_divide_the_batch_is_said_once(
-    tmp_path: Path, launch: Callable[[int, list[str]], list[str]]
-) -> None:
+def test_world_size_that_does_not_divide_the_batch_is_said_once(tmp_path, launch):
     command = launch(3, [*TRAIN, "--config", "zero1.json"])
     finished = run_ranks(command, cwd=tmp_path, timeout_seconds=120)
     message = (
@@ -49,7 +43,7 @@ def test_world_size_that_does_not_divide_the_batch_is_said_once(
     assert finished.returncode in passed_on[launch]
 
 
-def test_data_folder_missing(tmp_path: Path) -> None:
+def test_data_folder_missing(tmp_path):
     folder = tmp_path / "nothing"
     finished = train(tmp_path, "--config", "single.json", "--set", f"dsframe.task.data_dir={folder}")
     assert said(finished) == (
@@ -59,12 +53,12 @@ def test_data_folder_missing(tmp_path: Path) -> None:
     assert finished.returncode == 6
 
 
-def test_two_jobs_on_one_port(tmp_path: Path) -> None:
+def test_two_jobs_on_one_port(tmp_path):
     first = deepspeed(2, ["-m", "dsframe.train", "--config", "zero1.json", "--set", f"dsframe.task={OWN_TASK}"])
     port = first[2].rpartition("=")[2]
-    second: list[Finished] = []
+    second = []
 
-    def start_second(running: Running) -> None:
+    def start_second(running):
         running.wait_for(lambda: re.search(r"step +10/", running.output), timeout_seconds=90, what="it trained")
         command = deepspeed(2, [*TRAIN, "--config", "zero1.json", "--run-dir", "second"], port=int(port))
         second.append(run_ranks(command, cwd=tmp_path, timeout_seconds=90))
@@ -82,7 +76,7 @@ def test_two_jobs_on_one_port(tmp_path: Path) -> None:
     assert second[0].returncode == 3
 
 
-def test_without_deepspeed(tmp_path: Path) -> None:
+def test_without_deepspeed(tmp_path):
     path = f"{environment_without({'deepspeed'}, tmp_path / 'venv')}:/usr/bin:/bin"
     arguments = ["--config", "zero3.json", "--run-dir", "run", *SYNTHETIC]
     fallback = train(tmp_path, *arguments, PATH=path)

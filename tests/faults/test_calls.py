@@ -1,20 +1,17 @@
 """Ranks that call other modules than each other, on engines that gather weights when a module is called: named, and soon."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
 from dsframe.checkpoint.store import Store
 from tests import portability
 from tests.files import ds_config, write_json
-from tests.processes import Finished, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 LONG = pytest.mark.long
-ZERO: dict[str, object] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-KEPT: dict[str, object] = {"zero_optimization": {"stage": 3}}
+ZERO = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+KEPT = {"zero_optimization": {"stage": 3}}
 FILES = {
     "gathered": ZERO,
     "kept": KEPT,
@@ -23,7 +20,7 @@ FILES = {
 }
 
 
-def trained(folder: Path, kind: str, how: str, begins: int = 1, **more: object) -> Finished:
+def trained(folder, kind, how, begins=1, **more):
     extra = dict(FILES[kind])
     dsframe = {
         "engine": "deepspeed",
@@ -32,7 +29,7 @@ def trained(folder: Path, kind: str, how: str, begins: int = 1, **more: object) 
         "log_every_steps": 1,
         "checkpoints": {"every_steps": 1},
         "task": {"name": "tests.faults.branching_task:BranchingTask"},
-        **extra.pop("dsframe", {}),  # type: ignore[dict-item]
+        **extra.pop("dsframe", {}),
         **more,
     }
     file = ds_config(8, "AdamW", 0.01, sections=extra, **dsframe)
@@ -61,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "how", "begins", "first"), CASES)
-def test_ranks_that_call_other_modules_are_named(kind: str, how: str, begins: int, first: str, tmp_path: Path) -> None:
+def test_ranks_that_call_other_modules_are_named(kind, how, begins, first, tmp_path):
     """Before a step of which they do is saved."""
     finished = trained(tmp_path, kind, how, begins)
     assert finished.returncode == 5, finished
@@ -73,13 +70,13 @@ def test_ranks_that_call_other_modules_are_named(kind: str, how: str, begins: in
     assert (saved[:1] or ["step-00000000"]) == [f"step-{begins - (how != 'evaluation'):08}"]
 
 
-def test_ranks_may_call_other_modules_in_an_evaluation_that_gathers_nothing(tmp_path: Path) -> None:
+def test_ranks_may_call_other_modules_in_an_evaluation_that_gathers_nothing(tmp_path):
     """From the first update on ZeRO-3 keeps all weights of a small model gathered. Comparing calls took 6 % of an evaluation."""
     trained(tmp_path, "kept", "evaluation", 6).check()
 
 
 @LONG
-def test_ranks_whose_losses_depend_on_other_modules_later_on(tmp_path: Path) -> None:
+def test_ranks_whose_losses_depend_on_other_modules_later_on(tmp_path):
     """They call the same ones, and wait in their backward passes."""
     finished = trained(tmp_path, "gathered", "unused", 4)
     assert finished.returncode == 9, finished
@@ -87,7 +84,7 @@ def test_ranks_whose_losses_depend_on_other_modules_later_on(tmp_path: Path) -> 
     assert len(re.findall(r"^  rank \d (?:waits|IS MISSING)", finished.stderr, re.MULTILINE)) == 2
 
 
-def test_all_ranks_may_call_others_in_each_step(tmp_path: Path) -> None:
+def test_all_ranks_may_call_others_in_each_step(tmp_path):
     """A layer that had a gradient in the step before has a zero one now: ZeRO-3 by itself takes the earlier one again."""
     losses = {}
     for kind in FILES:

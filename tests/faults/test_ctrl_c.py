@@ -1,11 +1,8 @@
 """Ctrl-C saves and says how to go on; a second one ends at once."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +19,12 @@ COMMANDS = [
 NOTE = "note: stopping after this step, then saving; Ctrl-C again ends at once, without saving"
 
 
-def interrupted(words: list[str], folder: Path, *, times: int, step_seconds: str) -> tuple[int, list[str]]:
+def interrupted(words, folder, *, times, step_seconds):
     """The exit code and the lines of a training that gets so many SIGINTs, a second apart."""
     jobs.write(folder, steps=500, task={"name": "tests.faults.slow_task:SlowTask"}, run_dir="run")
     command = python([*words, "--config", "small.json"])
     variables = environment("", {"STEP_SECONDS": step_seconds})
-    lines: list[str] = []
+    lines = []
     with subprocess.Popen(command, cwd=folder, env=variables, stdout=-1, stderr=-2, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -40,7 +37,7 @@ def interrupted(words: list[str], folder: Path, *, times: int, step_seconds: str
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_it_saves_and_says_how_to_go_on(words: list[str], tmp_path: Path) -> None:
+def test_it_saves_and_says_how_to_go_on(words, tmp_path):
     code, lines = interrupted(words, tmp_path, times=1, step_seconds="0.05")
     assert code == 75, "\n".join(lines)
     assert f"dsframe: {NOTE}" in lines
@@ -50,7 +47,7 @@ def test_it_saves_and_says_how_to_go_on(words: list[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_second_one_ends_at_once(words: list[str], tmp_path: Path) -> None:
+def test_a_second_one_ends_at_once(words, tmp_path):
     began = time.monotonic()
     code, lines = interrupted(words, tmp_path, times=2, step_seconds="3")
     assert code in (130, 128 + signal.SIGUSR1, 1), "\n".join(lines)

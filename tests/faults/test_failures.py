@@ -1,17 +1,13 @@
 """A process of a run that fails: the others end soon, the exit code says so, and nothing is left running."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
 from dsframe.errors import TaskError
-from tests.processes import Finished, Running, deepspeed, horovodrun, run_ranks, torchrun
+from tests.processes import deepspeed, horovodrun, run_ranks, torchrun
 
 LAUNCHERS = {
     "deepspeed": (deepspeed, "deepspeed"),
@@ -32,12 +28,12 @@ LONG = pytest.mark.long
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
+def run(request, tmp_path):
     """Trains the broken task on two ranks, under the launcher and on the engine that belong together."""
     launch, engine = LAUNCHERS[request.param]
 
-    def start(fault: str, steps: int, during: Callable[[Running], None] | None = None, *more: str) -> Finished:
-        command: Sequence[str] = launch(
+    def start(fault, steps, during=None, *more):
+        command = launch(
             2,
             [
                 *("-m", "dsframe.train", "--config", "zero1.json", "--engine", engine, "--run-dir", "run"),
@@ -57,12 +53,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finishe
     return start
 
 
-def after_ten_steps(running: Running) -> None:
+def after_ten_steps(running):
     running.wait_for(lambda: re.search(r"step +10/", running.output), timeout_seconds=90, what="ten steps were done")
 
 
 @EVERY
-def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
+def test_a_worker_that_raises(run):
     finished = run("raise", 1_000_000)
     assert finished.returncode in (TaskError.exit_code, 1)  # horovodrun's and torchrun's own is 1
     assert "[rank 1] error: the task's code raised ValueError: a mistake of the task's own" in finished.output
@@ -70,9 +66,7 @@ def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
 
 
 @pytest.mark.parametrize("run", ["deepspeed", "ddp", pytest.param("horovod", marks=LONG)], indirect=True)
-def test_a_mistake_of_all_workers_is_said_once_and_last(
-    run: Callable[..., Finished], request: pytest.FixtureRequest
-) -> None:
+def test_a_mistake_of_all_workers_is_said_once_and_last(run, request):
     finished = run("all", 1_000_000)
     assert finished.output.count("raised ValueError") == 1, str(finished)
     if "horovod" not in request.node.name:  # whose launcher has words of its own
@@ -83,7 +77,7 @@ def test_a_mistake_of_all_workers_is_said_once_and_last(
 @pytest.mark.parametrize(
     "run", ["deepspeed", pytest.param("horovod", marks=LONG), pytest.param("ddp", marks=LONG)], indirect=True
 )
-def test_a_rank_that_sleeps_is_named(run: Callable[..., Finished], request: pytest.FixtureRequest) -> None:
+def test_a_rank_that_sleeps_is_named(run, request):
     finished = run("sleep", 1_000_000, None, "--set", "dsframe.hang_timeout_seconds=4")
     assert finished.returncode != 0
     assert "dsframe: error: the run hangs in step 5: no progress for" in finished.output
@@ -102,7 +96,7 @@ def test_a_rank_that_sleeps_is_named(run: Callable[..., Finished], request: pyte
 
 @LONG
 @pytest.mark.parametrize("run", ["deepspeed"], indirect=True)
-def test_a_worker_that_leaves(run: Callable[..., Finished]) -> None:
+def test_a_worker_that_leaves(run):
     assert run("exit", 1_000_000).returncode not in (0, None)
 
 
@@ -111,10 +105,10 @@ def test_a_worker_that_leaves(run: Callable[..., Finished]) -> None:
     [pytest.param("deepspeed", 0, marks=LONG), ("deepspeed", 1), ("horovod", 0), ("ddp", 0)],
     indirect=["run"],
 )
-def test_a_killed_worker_ends_all(run: Callable[..., Finished], rank: int) -> None:
-    killed: list[float] = []
+def test_a_killed_worker_ends_all(run, rank):
+    killed = []
 
-    def kill(running: Running) -> None:
+    def kill(running):
         after_ten_steps(running)
         running.ranks()[rank].kill()
         killed.append(time.monotonic())
@@ -136,10 +130,10 @@ def test_a_killed_worker_ends_all(run: Callable[..., Finished], rank: int) -> No
     ],
     indirect=["run"],
 )
-def test_a_signal_to_the_launcher_ends_all(run: Callable[..., Finished], number: signal.Signals) -> None:
-    sent: list[float] = []
+def test_a_signal_to_the_launcher_ends_all(run, number):
+    sent = []
 
-    def send(running: Running) -> None:
+    def send(running):
         after_ten_steps(running)
         running.process.send_signal(number)
         sent.append(time.monotonic())
@@ -150,8 +144,8 @@ def test_a_signal_to_the_launcher_ends_all(run: Callable[..., Finished], number:
 
 
 @EVERY
-def test_a_killed_launcher_ends_all(run: Callable[..., Finished]) -> None:
-    def kill(running: Running) -> None:
+def test_a_killed_launcher_ends_all(run):
+    def kill(running):
         after_ten_steps(running)
         running.process.kill()
         running.wait_for_end(timeout_seconds=15)

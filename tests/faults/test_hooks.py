@@ -1,19 +1,16 @@
 """Hooks on two ranks: called together, and named where one raises or hangs; all ranks stop early together."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
 from dsframe.run_dir.record import read_summary
-from tests.processes import Finished, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 STOP = '{"metric": "loss:min", "patience": 1, "min_delta": 100.0}'
 
 
-def run(tmp_path: Path, fault: str, engine: str, *more: str) -> Finished:
+def run(tmp_path, fault, engine, *more):
     command = warm(
         2,
         [
@@ -25,14 +22,14 @@ def run(tmp_path: Path, fault: str, engine: str, *more: str) -> Finished:
     return run_ranks(command, cwd=tmp_path, timeout_seconds=150, env={"FAULT": fault}, settle_seconds=1.0)
 
 
-def test_a_hook_that_raises_is_named(tmp_path: Path) -> None:
+def test_a_hook_that_raises_is_named(tmp_path):
     finished = run(tmp_path, "raise", "ddp", "--set", "dsframe.steps=100000")
     assert finished.returncode != 0
     assert "[rank 1] error: the task's code raised ValueError: a mistake in a hook" in finished.output
     assert re.search(r"broken_hooks\.py.*on_step", finished.output)
 
 
-def test_a_hook_that_hangs_is_named(tmp_path: Path) -> None:
+def test_a_hook_that_hangs_is_named(tmp_path):
     more = ("--set", "dsframe.steps=100000", "--set", "dsframe.hang_timeout_seconds=4")
     finished = run(tmp_path, "sleep", "ddp", *more)
     assert finished.returncode != 0
@@ -40,7 +37,7 @@ def test_a_hook_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed"])
-def test_all_ranks_stop_early_together(engine: str, tmp_path: Path) -> None:
+def test_all_ranks_stop_early_together(engine, tmp_path):
     more = ("--set", "dsframe.steps=100", "--set", "dsframe.eval_every_steps=3", "--set", f"dsframe.stop={STOP}")
     finished = run(tmp_path, "", engine, *more)
     finished.check()

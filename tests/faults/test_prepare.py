@@ -1,17 +1,14 @@
 """Task.prepare(): one process does it before anybody reads, under every launcher; a failure ends all ranks with one message."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.files import ds_config, write_json
-from tests.processes import Finished, Running, deepspeed, free_port, horovodrun, python, run_ranks, torchrun, warm
+from tests.processes import deepspeed, free_port, horovodrun, python, run_ranks, torchrun, warm
 
 TASK = {"name": "tests.faults.preparing_task:Preparing"}
 FILE = ds_config(8, "SGD", 0.1)
@@ -26,17 +23,17 @@ LAUNCHERS = {
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "mpirun")]
 
 
-def write(folder: Path) -> None:
+def write(folder):
     settings = {"task": TASK, "steps": 2, "engine": "ddp", "threads_per_rank": 1}
     write_json(folder / "my.json", FILE | {"dsframe": settings})
     (folder / "data").mkdir(exist_ok=True)
 
 
-def data(folder: Path, fault: str = "") -> dict[str, str]:
+def data(folder, fault=""):
     return {"DSFRAME_DATA": str(folder / "data"), "FAULT": fault}
 
 
-def processes(hosts: tuple[int, ...], folders: tuple[str, ...] = ("data", "data")) -> list[str]:
+def processes(hosts, folders=("data", "data")):
     """Two ranks as torchrun would start them, each on a host of its own, or both on one; ``folders``: of each rank's data."""
     port, one = free_port(), len(set(hosts)) == 1
     lines = []
@@ -49,12 +46,12 @@ def processes(hosts: tuple[int, ...], folders: tuple[str, ...] = ("data", "data"
     return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
 
 
-def calls(folder: Path, name: str = "data") -> int:
+def calls(folder, name="data"):
     return len((folder / name / "calls").read_text().splitlines())
 
 
 @pytest.mark.parametrize("launcher", ["warm", "horovodrun", "torchrun", *LONG])
-def test_one_process_prepares(launcher: str, tmp_path: Path) -> None:
+def test_one_process_prepares(launcher, tmp_path):
     if launcher == "mpirun" and not shutil.which("mpirun"):
         pytest.skip("no mpirun: apt-get install openmpi-bin")
     write(tmp_path)
@@ -64,7 +61,7 @@ def test_one_process_prepares(launcher: str, tmp_path: Path) -> None:
     assert finished.stderr.count("dsframe: preparing numbers") == 1
 
 
-def test_one_process_of_each_host_prepares(tmp_path: Path) -> None:
+def test_one_process_of_each_host_prepares(tmp_path):
     """In a folder that hosts share one after the other."""
     write(tmp_path)
     run_ranks(processes((0, 1)), cwd=tmp_path, timeout_seconds=120).check()
@@ -74,13 +71,13 @@ def test_one_process_of_each_host_prepares(tmp_path: Path) -> None:
     assert (calls(tmp_path), calls(tmp_path, "other")) == (3, 1)
 
 
-def errors(finished: Finished) -> set[str]:
+def errors(finished):
     """The messages, without who said them."""
     return {line[line.index("error: ") :] for line in finished.stderr.splitlines() if "error: " in line}
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), pytest.param((0, 1), marks=pytest.mark.long)])
-def test_a_mistake_ends_all_ranks_with_one_message(hosts: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_mistake_ends_all_ranks_with_one_message(hosts, tmp_path):
     write(tmp_path)
     finished = run_ranks(processes(hosts), cwd=tmp_path, env=data(tmp_path, "raise"), timeout_seconds=120)
     assert finished.returncode == 6, finished
@@ -91,18 +88,18 @@ def test_a_mistake_ends_all_ranks_with_one_message(hosts: tuple[int, ...], tmp_p
     assert "Traceback" not in finished.output
 
 
-def kill(run: Running, folder: Path) -> None:
+def kill(run, folder):
     at = folder / "data" / "sleeps"
     run.wait_for(lambda: at.exists() and at.read_text(), timeout_seconds=60, what="it sleeps")
     os.kill(int(at.read_text()), signal.SIGKILL)
 
 
-def test_a_killed_process_ends_all_ranks_and_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+def test_a_killed_process_ends_all_ranks_and_leaves_nothing_that_is_taken_for_whole(tmp_path):
     write(tmp_path)
 
     at = []
 
-    def killed(run: Running) -> None:
+    def killed(run):
         kill(run, tmp_path)
         at.append(time.monotonic())
 

@@ -1,10 +1,6 @@
 """A mistake in the user's code has the same exit code and the same message on each engine."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +8,7 @@ from dsframe.errors import TaskError
 from tests.files import write_json
 from tests.processes import run_ranks, warm
 
-ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+ENGINES = {
     "ddp": (2, {"dsframe": {"engine": "ddp"}}),
     "zero3": (2, {"zero_optimization": {"stage": 3}}),
     "horovod": (2, {"dsframe": {"engine": "horovod"}}),
@@ -35,7 +31,7 @@ SHORT = {("forward", "zero3"), ("vector", "ddp"), ("after_step", "zero3"), ("met
 """The others in the night."""
 
 
-def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> str:
+def said(fault, processes, document, folder):
     ours = {"task": {"name": "tests.faults.faulty_task:FaultyTask"}, "steps": 3, "run_dir": "run"}
     document = {
         "train_batch_size": 8,
@@ -59,7 +55,7 @@ def said(fault: str, processes: int, document: dict[str, Any], folder: Path) -> 
         for engine in ENGINES
     ],
 )
-def test_it_is_the_same_on_each_engine(fault: str, engine: str, tmp_path: Path) -> None:
+def test_it_is_the_same_on_each_engine(fault, engine, tmp_path):
     (tmp_path / "single").mkdir()
     (tmp_path / engine).mkdir()
     expected = said(fault, 1, {"dsframe": {"engine": "single"}}, tmp_path / "single")

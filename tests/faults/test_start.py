@@ -1,23 +1,20 @@
 """Processes that do not come together, or are not alike: every one of them says which and why."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from tests.cluster import jobs
 from tests.files import ds_config, write_json
-from tests.processes import Finished, free_port, run_ranks, torchrun, warm
+from tests.processes import free_port, run_ranks, torchrun, warm
 
 ALL = "for pid in $pids; do wait $pid || code=$?; done"
 FIRST = "wait -n; code=$?; kill $pids; wait"
 """How the shell ends: when every rank has left, or the others with the first, as launchers do."""
 
 
-def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str], ends: str = ALL) -> list[str]:
+def ranks(numbers, size, changes, ends=ALL):
     """A shell that starts these of ``size`` ranks as torchrun would; ``changes`` are options of some of them."""
     port = free_port()
     lines = []
@@ -30,7 +27,7 @@ def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str], ends: st
     return ["bash", "-c", "\n".join([*lines, ends, "exit $code"])]
 
 
-def test_a_rank_that_never_arrives(tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives(tmp_path):
     jobs.write(tmp_path)
     finished = run_ranks(ranks((0, 2), 4, {}), cwd=tmp_path, env={"DSFRAME_MEETING_SECONDS": "3"}, timeout_seconds=90)
     assert finished.returncode == 3, finished
@@ -46,7 +43,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_rank_that_was_told_something_else(other: str, tmp_path: Path) -> None:
+def test_a_rank_that_was_told_something_else(other, tmp_path):
     """Before any library starts: ranks with other engines waited for each other, or aborted."""
     jobs.write(tmp_path)
     finished = run_ranks(ranks((0, 1), 2, {1: other}, FIRST), cwd=tmp_path, timeout_seconds=90)
@@ -56,7 +53,7 @@ def test_a_rank_that_was_told_something_else(other: str, tmp_path: Path) -> None
     assert "Traceback" not in finished.output
 
 
-def test_a_rank_that_hangs_while_it_is_set_up_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_while_it_is_set_up_is_named(tmp_path):
     jobs.write(tmp_path)
     task = shlex.quote('dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}')
     options = f"--set {task} --set dsframe.hang_timeout_seconds=1"
@@ -72,7 +69,7 @@ STAGE_1 = {"zero_optimization": {"stage": 1}}
 ENGINES = {"ddp": {}, "horovod": {}, "deepspeed": STAGE_1, "fsdp": {}}
 
 
-def differing(folder: Path, how: str, engine: str, *, starts: bool = False, **more: object) -> Finished:
+def differing(folder, how, engine, *, starts=False, **more):
     """Two ranks with a task that is another one on rank 1. ``starts``: as users do, with a hash seed of its own for each."""
     dsframe = {"engine": engine, "steps": 2, "task": {"name": "tests.faults.differing_task:DifferingTask"}}
     file = ds_config(8, "AdamW", 0.1, **dsframe)
@@ -82,7 +79,7 @@ def differing(folder: Path, how: str, engine: str, *, starts: bool = False, **mo
     return run_ranks(command, cwd=folder, env={"DIFFERS": how, "PYTHONHASHSEED": None}, timeout_seconds=120)
 
 
-def refused(finished: Finished, code: str) -> str:
+def refused(finished, code):
     """The one message."""
     assert finished.returncode != 0, finished
     assert "] Traceback" not in finished.output  # torchrun has its own
@@ -110,7 +107,7 @@ OFTEN = [("shape", "horovod"), ("shape", "ddp"), ("frozen", "deepspeed"), ("froz
         for engine in ENGINES
     ],
 )
-def test_ranks_with_another_model_are_named(tmp_path: Path, how: str, engine: str) -> None:
+def test_ranks_with_another_model_are_named(tmp_path, how, engine):
     finished = differing(tmp_path, how, engine)
     message = refused(finished, "task")
     assert "DifferingTask: the model differs between ranks. The first difference: " in message
@@ -121,13 +118,13 @@ def test_ranks_with_another_model_are_named(tmp_path: Path, how: str, engine: st
 @pytest.mark.parametrize(
     "engine", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ENGINES if one != "ddp")]
 )
-def test_names_from_a_set_are_another_model(tmp_path: Path, engine: str) -> None:
+def test_names_from_a_set_are_another_model(tmp_path, engine):
     """The optimizers of ZeRO and Horovod would take one parameter's moments for another's, in silence."""
     message = refused(differing(tmp_path, "names from a set", engine, starts=True), "task")
     assert "The first difference: parameter 1.heads.head" in message
 
 
-def test_a_stage_with_another_model_is_named(tmp_path: Path) -> None:
+def test_a_stage_with_another_model_is_named(tmp_path):
     """A pipeline's ranks hold different layers, but know all of them."""
     finished = differing(tmp_path, "frozen", "deepspeed", zero_optimization={"stage": 0}, pipeline={"stages": 2})
     assert "head2.weight [1, 4] float32 frozen on rank 1" in refused(finished, "task")
@@ -137,7 +134,7 @@ def test_a_stage_with_another_model_is_named(tmp_path: Path) -> None:
     "engine", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ENGINES if one != "ddp")]
 )
 @pytest.mark.parametrize("how", ["last sample", "types"])
-def test_ranks_with_other_data_are_named(tmp_path: Path, how: str, engine: str) -> None:
+def test_ranks_with_other_data_are_named(tmp_path, how, engine):
     finished = differing(tmp_path, how, engine)
     where = "sample 63, " if how == "last sample" else "sample 0, "
     said = refused(finished, "data")
@@ -149,7 +146,7 @@ def test_ranks_with_other_data_are_named(tmp_path: Path, how: str, engine: str) 
     assert finished.returncode == 6
 
 
-def test_ranks_with_other_evaluation_data_are_named(tmp_path: Path) -> None:
+def test_ranks_with_other_evaluation_data_are_named(tmp_path):
     said = refused(differing(tmp_path, "evaluation sample", "ddp"), "data")
     assert (
         "the evaluation data differ between ranks: sample 63, counted from 0, is another one on rank 1 than on rank 0"
@@ -157,11 +154,11 @@ def test_ranks_with_other_evaluation_data_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_samples_from_a_set_are_other_data(tmp_path: Path) -> None:
+def test_samples_from_a_set_are_other_data(tmp_path):
     refused(differing(tmp_path, "samples from a set", "ddp", starts=True), "data")
 
 
-def test_samples_that_are_drawn_anew_at_each_reading_are_no_difference(tmp_path: Path) -> None:
+def test_samples_that_are_drawn_anew_at_each_reading_are_no_difference(tmp_path):
     assert "2 steps in" in differing(tmp_path, "augmented", "ddp").check().stderr
     manifest = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_bytes())["manifest"]
     assert manifest["data"] == {}

@@ -1,25 +1,22 @@
 """``dsframe launch`` with real processes: a killed rank, a stop, and an error that would come again."""
 
-from __future__ import annotations
-
 import re
 import signal
-from pathlib import Path
 
 from dsframe.run_dir.record import read_summary
 from tests.files import ds_config, write_json
-from tests.processes import Running, run_ranks
+from tests.processes import run_ranks
 
 DSFRAME = ["python", "-m", "dsframe.cli"]
 STEPS = 60
 QUICK = {"STEP_SECONDS": "0"}
 
 
-def launch(*options: str) -> list[str]:
+def launch(*options):
     return [*DSFRAME, "launch", "--config", "short.json", "--run-dir", "run", "--restart-wait", "0.1", *options]
 
 
-def short(directory: Path, task: str = "tests.faults.slow_task:SlowTask") -> None:
+def short(directory, task="tests.faults.slow_task:SlowTask"):
     document = ds_config(
         8,
         {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
@@ -31,11 +28,11 @@ def short(directory: Path, task: str = "tests.faults.slow_task:SlowTask") -> Non
     write_json(directory / "short.json", document)
 
 
-def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -> None:
+def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path):
     """The first start is killed, the second told to stop; a third command goes on to where an undisturbed run ends."""
     short(tmp_path)
 
-    def disturb(running: Running) -> None:
+    def disturb(running):
         running.wait_for(lambda: "step-00000010" in running.output, timeout_seconds=90, what="the first checkpoint")
         running.ranks()[1].kill()
         running.wait_for(lambda: "going on after step" in running.output, timeout_seconds=90, what="the second start")
@@ -58,7 +55,7 @@ def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -
     assert abs(disturbed - read_summary(tmp_path / "run")["loss"]) < 1e-5
 
 
-def test_the_same_error_at_the_same_step_ends_it(tmp_path: Path) -> None:
+def test_the_same_error_at_the_same_step_ends_it(tmp_path):
     short(tmp_path, "tests.faults.slow_task:RaisingTask")
     finished = run_ranks(launch("-np", "1", "--restarts", "5"), cwd=tmp_path, timeout_seconds=90)
     assert finished.returncode == 5, finished

@@ -1,7 +1,5 @@
 """Builds the extension once and keeps it, by torch's version and its source's digest."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -16,7 +14,7 @@ TORCH = "2.13"
 """The release of torch whose headers and Python modules the stand-in was written for."""
 
 
-def reason_against() -> str:
+def reason_against():
     """Why the stand-in cannot be used here; empty where it can."""
     import torch
 
@@ -29,7 +27,7 @@ def reason_against() -> str:
     return ""
 
 
-def folder() -> Path:
+def folder():
     """Where the built extension lies: beside the other builds of this repository, or in ``DSFRAME_STANDIN_CACHE``."""
     import torch
 
@@ -41,7 +39,7 @@ def folder() -> Path:
     return root / f"torch-{torch.__version__}-{digest.hexdigest()[:16]}"
 
 
-def build() -> Path:
+def build():
     """The extension's file; compiled on the first call. Other processes wait meanwhile."""
     made = folder()
     library = made / f"{NAME}.so"
@@ -59,7 +57,7 @@ def build() -> Path:
     return library
 
 
-def _compile(made: Path) -> None:
+def _compile(made):
     from torch.utils.cpp_extension import load
 
     work = made / "work"

@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.cuda
@@ -17,7 +17,7 @@ _path = os.environ["DSFRAME_STANDIN"]
 NAME = Path(_path).stem
 
 
-def _load() -> Any:
+def _load():
     from importlib.util import module_from_spec, spec_from_file_location
 
     spec = spec_from_file_location(NAME, _path)
@@ -44,35 +44,35 @@ class Event(NamedTuple):
     """The name of the thread."""
 
 
-events: list[Event] = []
+events = []
 phase = ""
 _OWN = (f"{os.sep}torch{os.sep}", f"{os.sep}contextlib.py", __file__)
 
 
-def _where() -> str:
+def _where():
     frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _OWN):
             return f"{'/'.join(Path(name).parts[-3:])}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "(a thread of torch)"
 
 
-def _event_of(what: str, detail: str) -> Event:
+def _event_of(what, detail):
     return Event(what, detail, _where(), phase, threading.current_thread().name)
 
 
 device.observe(lambda what, detail: events.append(_event_of(what, detail)))
 
 
-def usage(index: int | None = None) -> tuple[int, int]:
+def usage(index=None):
     """Bytes that are live on a device, and the most that were at once since the last reset."""
     live, peak, _ = device.usage(_index(index))
     return live, peak
 
 
-def _index(given: Any = None) -> int:
+def _index(given=None):
     if isinstance(given, int):
         return given
     index = None if given is None else torch.device(given).index
@@ -80,50 +80,50 @@ def _index(given: Any = None) -> int:
 
 
 class _Stream(torch.Stream):
-    def __new__(cls, device: Any = None, priority: int = 0, **of_stream: Any) -> Any:
+    def __new__(cls, device=None, priority=0, **of_stream):
         if of_stream:
             return torch.Stream.__new__(cls, **of_stream)
         return torch.Stream.__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
 
 
-def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> Any:
+def _event(enable_timing=False, blocking=False, interprocess=False, **_):
     return torch.Event(device="cuda", enable_timing=enable_timing)
 
 
 class _OfCurrentDevice:
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given):
         self._wanted, self._before = _index(given), -1
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._before = device.current_device()
         if self._wanted >= 0:
             device.set_device(self._wanted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         device.set_device(self._before)
 
 
 class _OfCurrentStream:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream):
         self._wanted, self._before = stream, None
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._before = torch.cuda.current_stream()
         if self._wanted is not None:
             torch.accelerator.set_stream(self._wanted)
 
-    def __exit__(self, *_: object) -> None:
-        torch.accelerator.set_stream(self._before)  # type: ignore[arg-type]
+    def __exit__(self, *_):
+        torch.accelerator.set_stream(self._before)
 
 
 MEMORY_BYTES = 80 << 30
 
 
-def _stream_of(given: Any = None) -> Any:
+def _stream_of(given=None):
     return torch.accelerator.current_stream(torch.device("cuda", _index(given)))
 
 
-def _properties(given: Any = None) -> Any:
+def _properties(given=None):
     return types.SimpleNamespace(
         name="Stand-in", total_memory=MEMORY_BYTES, major=9, minor=0, multi_processor_count=132, uuid="0", is_integrated=False,
         warp_size=32, gcnArchName="", L2_cache_size=1 << 25, max_threads_per_multi_processor=2048,
@@ -131,7 +131,7 @@ def _properties(given: Any = None) -> Any:
     )  # fmt: skip
 
 
-def _statistics(given: Any = None) -> dict[str, int]:
+def _statistics(given=None):
     live, peak, allocations = device.usage(_index(given))
     return {
         "num_alloc_retries": 0,
@@ -141,21 +141,21 @@ def _statistics(given: Any = None) -> dict[str, int]:
     }
 
 
-def _generator(given: Any = None) -> Any:
+def _generator(given=None):
     return device.default_generator(_index(given))
 
 
-def _functions() -> dict[str, Any]:
-    def live(given: Any = None) -> int:
+def _functions():
+    def live(given=None):
         return int(device.usage(_index(given))[0])
 
-    def peak(given: Any = None) -> int:
+    def peak(given=None):
         return int(device.usage(_index(given))[1])
 
-    def reset(given: Any = None) -> None:
+    def reset(given=None):
         device.reset_peak(_index(given))
 
-    def every() -> range:
+    def every():
         return range(device.device_count())
 
     return {
@@ -210,7 +210,7 @@ def _functions() -> dict[str, Any]:
     }
 
 
-def _patch_cuda() -> None:
+def _patch_cuda():
     for name, function in _functions().items():
         setattr(torch.cuda, name, function)
         if hasattr(torch.cuda.memory, name):
@@ -218,27 +218,27 @@ def _patch_cuda() -> None:
         if hasattr(torch.cuda.random, name):
             setattr(torch.cuda.random, name, function)
     torch.cuda.default_generators = tuple(device.default_generator(index) for index in range(device.device_count()))
-    core: Any = torch._C
+    core = torch._C
     core._cuda_isCurrentStreamCapturing = lambda: False
     core._cuda_getDeviceCount = device.device_count
     core._cuda_getCurrentRawStream = lambda index: 0
-    torch.cuda.nccl.version = lambda: (2, 27, 5)  # type: ignore[assignment]
+    torch.cuda.nccl.version = lambda: (2, 27, 5)
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *_, **__: 0)
     torch.version.cuda = "12.8"  # hooks of DistributedDataParallel for bfloat16 ask for it
 
 
-def _patch_storages() -> None:
+def _patch_storages():
     """Python's storages are made and resized without the dispatcher."""
-    storage: Any = torch.UntypedStorage
+    storage = torch.UntypedStorage
     make, resize = storage.__new__, storage.resize_
 
-    def made(cls: Any, *size: Any, device: Any = None, **more: Any) -> Any:
+    def made(cls, *size, device=None, **more):
         if device is not None and torch.device(device).type == "cuda":
             return torch.empty(size[0] if size else 0, dtype=torch.uint8, device=device).untyped_storage()
         return make(cls, *size, **({} if device is None else {"device": device}), **more)
 
-    def resized(self: Any, size: int) -> Any:
+    def resized(self, size):
         if self.device.type != "cuda":
             return resize(self, size)
         device.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), size)
@@ -248,10 +248,10 @@ def _patch_storages() -> None:
 
 
 class _IsNccl(type):
-    def __call__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+    def __call__(cls, store, rank, size, options):
         return device.over_gloo(dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout), "nccl")
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance):
         return getattr(instance, "name", lambda: "")() == "nccl"
 
 
@@ -261,19 +261,19 @@ class ProcessGroupNCCL(metaclass=_IsNccl):
     class Options(types.SimpleNamespace):
         """What torch sets of the true one's."""
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **given):
             super().__init__(is_high_priority_stream=False, config=types.SimpleNamespace(), **given)
 
 
-def _patch_distributed() -> None:
-    ours: Any = dist
+def _patch_distributed():
+    ours = dist
     ours.ProcessGroupNCCL = ours.distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
     ours.distributed_c10d._NCCL_AVAILABLE = True
     ours.distributed_c10d.is_nccl_available = ours.is_nccl_available = lambda: True
-    backend: Any = torch._C._distributed_c10d.Backend
+    backend = torch._C._distributed_c10d.Backend
     backend._set_sequence_number_for_group = lambda self: None
     backend._set_default_timeout = lambda self, limit: device.set_timeout(self, limit.total_seconds())
-    core: Any = torch._C
+    core = torch._C
     core._nccl_version = lambda: (2 << 32) | (27 << 16) | 5
     core._nccl_version_suffix = lambda: b""
 

@@ -5,31 +5,27 @@ It leaves ``FOLDER/rank-N.json``: each event with the phase in which it happened
 imitate (``srun``, ``mpirun``), or a mistake to make (``MISTAKES``), of which the tests show that the stand-in sees it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.standin import switch_on
 
-peaks: dict[str, tuple[int, int]] = {}
+peaks = {}
 """Bytes live and at peak when a phase ended."""
 
 
-def in_phase(owner: Any, name: str, phase: Callable[..., str]) -> None:
+def in_phase(owner, name, phase):
     """Has ``owner.name`` note its phase while it runs."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def noting(*arguments: Any, **named: Any) -> Any:
+    def noting(*arguments, **named):
         peaks[f"before {name}"] = switch_on.usage()
         before, switch_on.phase = switch_on.phase, phase(*arguments)
         try:
@@ -41,7 +37,7 @@ def in_phase(owner: Any, name: str, phase: Callable[..., str]) -> None:
     setattr(owner, name, noting)
 
 
-def record(folder: Path) -> None:
+def record(folder):
     """Notes phases, and writes everything when the process ends."""
     from dsframe import job
     from dsframe.data.loader import EvaluationLoader, as_source
@@ -54,7 +50,7 @@ def record(folder: Path) -> None:
     from tests.engines.briefly import First
 
     full = EvaluationLoader.__init__
-    EvaluationLoader.__init__ = lambda self, data, *, seed, **more: full(  # type: ignore[method-assign]
+    EvaluationLoader.__init__ = lambda self, data, *, seed, **more: full(
         self, First(as_source(data, seed)), seed=seed, **more
     )
     switch_on.phase = "set-up"
@@ -69,17 +65,17 @@ def record(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rank, leave = os.environ.get("RANK", "0"), os._exit
 
-    def write(code: int) -> None:
+    def write(code):
         (folder / f"rank-{rank}.json").write_text(json.dumps({"events": switch_on.events, "usage": peaks}))
         leave(code)
 
-    os._exit = write  # type: ignore[assignment]
+    os._exit = write
 
 
 # What a launcher says.
 
 
-def forget_torchrun() -> tuple[str, str]:
+def forget_torchrun():
     """Takes torchrun's variables away; returns rank and size."""
     switch_on.device.set_device_count(1)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
@@ -87,7 +83,7 @@ def forget_torchrun() -> tuple[str, str]:
     return os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
 
 
-def srun() -> None:
+def srun():
     """As ``srun --gpus-per-task=1``: a task sees one GPU."""
     rank, size = forget_torchrun()
     os.environ.update(
@@ -96,7 +92,7 @@ def srun() -> None:
     )  # fmt: skip
 
 
-def mpirun() -> None:
+def mpirun():
     """As Open MPI where a process sees one GPU."""
     rank, size = forget_torchrun()
     os.environ.update(
@@ -108,7 +104,7 @@ def mpirun() -> None:
 # Mistakes that a change of dsframe could make.
 
 
-def host_tensor_in_a_collective() -> None:
+def host_tensor_in_a_collective():
     """Sums over ranks are made on the host."""
     from dsframe.cluster import process_group
 
@@ -116,34 +112,34 @@ def host_tensor_in_a_collective() -> None:
     process_group.sum_over_ranks = lambda values: original(values.cpu())
 
 
-def item_in_every_step() -> None:
+def item_in_every_step():
     """A step reads its loss."""
     from dsframe.guard.nonfinite import FirstNonFinite
 
     original = FirstNonFinite.look
 
-    def reads(self: FirstNonFinite, step: int, loss: torch.Tensor, norm: Any) -> None:
+    def reads(self, step, loss, norm):
         float(loss)
         original(self, step, loss, norm)
 
-    FirstNonFinite.look = reads  # type: ignore[method-assign]
+    FirstNonFinite.look = reads
 
 
-def batch_on_the_host() -> None:
+def batch_on_the_host():
     """The loader forgets the device."""
     from dsframe.data.loader import _Fetcher
 
-    _Fetcher._to_device = lambda self, batches: batches  # type: ignore[method-assign]
+    _Fetcher._to_device = lambda self, batches: batches
 
 
-def model_on_the_host() -> None:
+def model_on_the_host():
     """The model is not moved."""
     from dsframe.model import build
 
     build._place = lambda *_: ""
 
 
-def device_of_another_host() -> None:
+def device_of_another_host():
     """A rank takes the GPU of its rank, not of its local rank."""
     from dsframe import job
 
@@ -151,26 +147,26 @@ def device_of_another_host() -> None:
     job.device_of = lambda world: torch.device("cuda", world.rank)
 
 
-def whole_model_at_stage_3() -> None:
+def whole_model_at_stage_3():
     """The model is moved before it is sharded."""
     from dsframe.engines.deepspeed import engine
 
     engine.on_disk = lambda *_: None
 
 
-def pageable_batch() -> None:
+def pageable_batch():
     """Batches are not pinned."""
     from dsframe.data import loader
 
     loader._dense = lambda leaf: leaf.contiguous()
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self
 
 
-def reads_before_it_arrived() -> None:
+def reads_before_it_arrived():
     """A number is fetched without waiting for the device, and then read."""
     from dsframe.training import step_log
 
-    def means(engine: Any, result: Any) -> tuple[float, dict[str, float]]:
+    def means(engine, result):
         host = torch.empty(1, dtype=torch.float64).pin_memory()
         host.copy_(engine.sum_over_ranks(result.loss.detach().reshape(1).double()), non_blocking=True)
         return float(host) / engine.plan.world.size, {}
@@ -178,18 +174,18 @@ def reads_before_it_arrived() -> None:
     step_log._means = means
 
 
-def sleeping_rank() -> None:
+def sleeping_rank():
     """Rank 1 stands still in step 3."""
     from dsframe.trainer import Trainer
 
     original = Trainer._train_step
 
-    def slow(self: Any, step: int, *more: Any) -> Any:
+    def slow(self, step, *more):
         if step == 3 and os.environ["RANK"] == "1":
             time.sleep(1000)
         return original(self, step, *more)
 
-    Trainer._train_step = slow  # type: ignore[method-assign]
+    Trainer._train_step = slow
 
 
 MISTAKES = {
@@ -203,7 +199,7 @@ MISTAKES = {
     "reads-before-it-arrived": reads_before_it_arrived,
     "sleeping-rank": sleeping_rank,
 }
-CHANGES: dict[str, Callable[[], None]] = {"srun": srun, "mpirun": mpirun, **MISTAKES}
+CHANGES = {"srun": srun, "mpirun": mpirun, **MISTAKES}
 
 
 if __name__ == "__main__":

@@ -3,12 +3,8 @@
 On other engines: tests/engines/test_groups.py.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -36,35 +32,35 @@ STEPS = 20
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft 0.21.2 asks transformers 5.23
 
 
-def file(run: Path, adapter: Any = LORA, model: Any = LLAMA, **more: Any) -> dict[str, Any]:
+def file(run, adapter=LORA, model=LLAMA, **more):
     task = {"name": "causal-language-model", "corpus": "synthetic", "context": 16, "samples": 256, "model": model}
     settings = {"engine": "single", "steps": STEPS, "run_dir": str(run), "inherit": "torch", "log_every_steps": 1}
     settings |= {"task": task, "adapter": adapter, "eval_samples": 64, **more}
     return ds_config(8, {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, **settings)
 
 
-def fit(given: dict[str, Any], **more: Any) -> Any:
+def fit(given, **more):
     config = load(given)
     return dsframe.fit(tasks.build(config.settings.task, 0), given, **more)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     run = tmp_path_factory.mktemp("trained") / "run"
     fit(file(run, checkpoints={"every_steps": 10, "keep_last": 9}))
     return run
 
 
-def test_losses_are_those_of_peft_by_hand(trained: Path) -> None:
+def test_losses_are_those_of_peft_by_hand(trained):
     config = load(trained / "config.json")
     task = tasks.build(config.settings.task, 0)
     generators.seed(0)
-    found = by_hand(peft.get_peft_model(task.model(), peft.LoraConfig(**LORA)), task)  # type: ignore[arg-type]
+    found = by_hand(peft.get_peft_model(task.model(), peft.LoraConfig(**LORA)), task)
     assert list(losses(trained).values()) == pytest.approx(found, rel=1e-6)
     assert found[-1] < found[0]
 
 
-def by_hand(model: torch.nn.Module, task: Any) -> list[float]:
+def by_hand(model, task):
     """The losses of a plain loop."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
     loader = Loader(as_source(task.train_data(), 0), seed=0, micro_batch_size=8)
@@ -73,14 +69,14 @@ def by_hand(model: torch.nn.Module, task: Any) -> list[float]:
         inputs, targets = next(iter(loader.micro_batches(step)))
         loss = task.loss(model(inputs), targets)
         assert isinstance(loss, torch.Tensor)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     return found
 
 
-def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None:
+def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path):
     """Beside peft and torch by hand, with the weights that bitsandbytes rounds to in fp32."""
     from bitsandbytes import functional
 
@@ -90,19 +86,19 @@ def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None
     task = tasks.build(config.settings.task, 0)
     generators.seed(0)
     plain = task.model()
-    logits = plain.get_output_embeddings()  # type: ignore[operator]
+    logits = plain.get_output_embeddings()
     for module in plain.modules():
         if isinstance(module, torch.nn.Linear) and module is not logits:
             module.weight.data = functional.dequantize_4bit(
                 *functional.quantize_4bit(module.weight.data, quant_type="nf4", compress_statistics=True)
             )
-    expected = by_hand(peft.get_peft_model(plain, peft.LoraConfig(**LORA)), task)  # type: ignore[arg-type]
+    expected = by_hand(peft.get_peft_model(plain, peft.LoraConfig(**LORA)), task)
     assert list(losses(run).values()) == pytest.approx(expected, rel=1e-5)
     manifest = store.read_manifest(store.locate(run)[0])
     assert all(".lora_" in name for name in manifest["parameters"])
 
 
-def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
+def test_a_checkpoint_has_the_adapter_alone(trained):
     (path,) = store.locate(trained)[:1]
     manifest = store.read_manifest(path)
     names = list(manifest["parameters"])
@@ -111,14 +107,14 @@ def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
     assert manifest["aliases"] == {}
 
 
-def test_a_restart_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None:
+def test_a_restart_goes_on_to_the_bit(trained, tmp_path):
     half = trained / "checkpoints" / "step-00000010"
     fit(file(tmp_path / "on"), resume=str(half))
     first, on = losses(trained), losses(tmp_path / "on")
     assert on == {step: first[step] for step in range(11, STEPS + 1)}
 
 
-def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_another_base_is_refused(trained, tmp_path):
     half = str(trained / "checkpoints" / "step-00000010")
     other = {**LLAMA, "intermediate_size": 96}
     with pytest.raises(CheckpointError, match="task settings"):
@@ -140,7 +136,7 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
         dsframe.load_model(tmp_path / "run")
 
 
-def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, here: Path) -> None:
+def test_an_adapter_that_counts_otherwise_is_refused(trained, here):
     """The same names and shapes: only peft's settings show it."""
     run = here / "run"
     shutil.copytree(trained, run)
@@ -161,7 +157,7 @@ def test_an_adapter_that_counts_otherwise_is_refused(trained: Path, here: Path) 
         fit(file(here / "other", {"folder": "peft"}, steps=1))
 
 
-def test_to_peft_and_merged(trained: Path, here: Path) -> None:
+def test_to_peft_and_merged(trained, here):
     model = dsframe.load_model(trained)
     tokens = torch.arange(32).reshape(2, 16)
     with torch.no_grad():
@@ -179,7 +175,7 @@ def test_to_peft_and_merged(trained: Path, here: Path) -> None:
         export.main([str(trained), "--out", "weights"])
 
 
-def test_training_goes_on_from_pefts_folder(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_from_pefts_folder(trained, here, capsys):
     assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
     summary = fit(file(here / "run", {"folder": "peft"}, steps=1))
     first = store.read_manifest(trained / "checkpoints" / "step-00000020")["evaluation"]["loss"]
@@ -212,19 +208,19 @@ def test_training_goes_on_from_pefts_folder(trained: Path, here: Path, capsys: p
         ({"target_modules": ["act_fn"]}, "peft refuses it"),
     ],
 )
-def test_mistakes(adapter: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_mistakes(adapter, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         fit(file(tmp_path / "run", adapter))
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"needs the library peft.*pip install 'dsframe\[adapters\]'"):
         fit(file(tmp_path / "run"))
 
 
-def test_4_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bits_are_refused_where_they_cannot_be(tmp_path, monkeypatch):
     given = file(tmp_path / "run", adapter={**LORA, "base_format": "nf4"})
     with pytest.raises(ConfigError, match=r"adapter\.base_format: not possible with ZeRO stage 3"):
         load({**given, "zero_optimization": {"stage": 3}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
@@ -238,7 +234,7 @@ def test_4_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch: py
         fit(given)
 
 
-def test_a_new_head_is_trained_whole(here: Path) -> None:
+def test_a_new_head_is_trained_whole(here):
     """``modules_to_save``; and the file's engine has a pipeline, whose layers have other names."""
     given = file(here / "run", {**LORA, "modules_to_save": ["model.norm"]}, steps=3)
     fit(given)
@@ -252,7 +248,7 @@ def test_a_new_head_is_trained_whole(here: Path) -> None:
         load({**given, "pipeline": {"stages": 2}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
 
 
-def test_what_a_group_freezes_of_the_adapter_is_saved(here: Path) -> None:
+def test_what_a_group_freezes_of_the_adapter_is_saved(here):
     """It was taken for the base: an export for peft had half of the matrices."""
     groups = [{"match": ["*.lora_A.*"], "freeze": True}]
     fit(file(here / "run", parameter_groups=groups, steps=2))
@@ -261,7 +257,7 @@ def test_what_a_group_freezes_of_the_adapter_is_saved(here: Path) -> None:
     assert dsframe.load_model(here / "run")
 
 
-def test_the_new_heads_of_any_classifier_are_trained_whole() -> None:
+def test_the_new_heads_of_any_classifier_are_trained_whole():
     sizes = {"depths": [1, 1, 1, 1], "embed_dims": [8, 8, 8, 16], "num_labels": 16}
     swift = transformers.SwiftFormerForImageClassification(transformers.SwiftFormerConfig(**sizes))
     assert model_adapter._heads(swift) == ["head", "dist_head"]

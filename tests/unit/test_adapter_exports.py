@@ -1,17 +1,12 @@
 """An adapter's model is the same model beside dsframe, merged as a folder of transformers, and as a folder of peft, both ways."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 
 from dsframe.config import load
 from dsframe.errors import CheckpointError
@@ -22,7 +17,7 @@ from tests.files import ds_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own, of tied weights and of embeddings that it saves
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 48,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -34,8 +29,8 @@ LLAMA = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_
 VIT = {**SIZES, "image_size": 16, "patch_size": 8, "num_labels": 3}
 BERT = {**SIZES, "max_position_embeddings": 32, "num_labels": 3}
 LM, TIED, BIASED = "LlamaForCausalLM", {"tie_word_embeddings": True}, {"attention_bias": True}
-Q: dict[str, Any] = {"target_modules": ["q_proj"]}
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+Q = {"target_modules": ["q_proj"]}
+MODELS = {
     "plain": (LM, {}, {}),
     "tied, embeddings whole": (LM, TIED, {**Q, "modules_to_save": ["embed_tokens"]}),
     "tied, factors of both": (LM, TIED, {"target_modules": ["lm_head", "embed_tokens"]}),
@@ -47,13 +42,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def build(name: str, sizes: dict[str, Any], seed: int = 0) -> Any:
+def build(name, sizes, seed=0):
     cls = getattr(transformers, name)
     torch.manual_seed(seed)
     return cls(cls.config_class(**(LLAMA if name.startswith("Llama") else {}) | sizes)).eval()
 
 
-def with_adapter(model: nn.Module, section: dict[str, Any]) -> Any:
+def with_adapter(model, section):
     """The model with the file's adapter, and weights as a training leaves them."""
     task = {"name": "causal-language-model", "model": {"model_type": "llama"}, "context": 16, "corpus": "synthetic"}
     config = load(ds_config(1, task=task, steps=1, engine="single", adapter=section))
@@ -61,7 +56,7 @@ def with_adapter(model: nn.Module, section: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def trained(model: Any) -> Any:
+def trained(model):
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -69,14 +64,14 @@ def trained(model: Any) -> Any:
     return model
 
 
-def outputs(model: nn.Module) -> Tensor:
+def outputs(model):
     given = adapter_export.outputs_of(model)
     assert given is not None
     return given
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_merged_and_by_peft(kind: str, here: Path) -> None:
+def test_merged_and_by_peft(kind, here):
     name, sizes, section = MODELS[kind]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
     expected = outputs(model)
@@ -94,7 +89,7 @@ def test_merged_and_by_peft(kind: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classifier of sequences", "classifier of images"])
-def test_a_classifiers_head_is_trained_and_saved(kind: str, here: Path) -> None:
+def test_a_classifiers_head_is_trained_and_saved(kind, here):
     """It was frozen as it was drawn; and the folder fits a base whose head was drawn otherwise."""
     name, sizes, _ = MODELS[kind]
     model = trained(with_adapter(build(name, sizes), {"r": 2}))
@@ -110,7 +105,7 @@ def test_a_classifiers_head_is_trained_and_saved(kind: str, here: Path) -> None:
     torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)
 
 
-BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+BY_PEFT = {
     "tied embeddings": (TIED, {"target_modules": ["embed_tokens", "q_proj"]}),
     "ranks": ({}, {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 1}}),
     "DoRA": ({}, {**Q, "use_dora": True}),
@@ -120,7 +115,7 @@ BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BY_PEFT)
-def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, here: Path) -> None:
+def test_a_folder_of_peft_goes_on_and_comes_back(kind, here):
     sizes, settings = BY_PEFT[kind]
     given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
     theirs = trained(peft.get_peft_model(build(LM, sizes), given)).eval()
@@ -138,7 +133,7 @@ def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, here: Path) -> None:
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_several_parameters_of_a_module_are_merged(here: Path) -> None:
+def test_several_parameters_of_a_module_are_merged(here):
     """Experts in two stacks of matrices, which peft wraps one in the other: a merge ended in a RecursionError."""
     sizes = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -150,14 +145,14 @@ def test_several_parameters_of_a_module_are_merged(here: Path) -> None:
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_names_of_the_base_are_not_the_adapters() -> None:
+def test_names_of_the_base_are_not_the_adapters():
     assert adapter.is_adapters("model.embed_tokens.lora_embedding_A.default")
     assert adapter.is_adapters("score.modules_to_save.default.weight")
     assert not adapter.is_adapters("heads.default.weight")
 
 
 @pytest.mark.parametrize("differ", [True, False])
-def test_a_config_that_says_tied_has_one_matrix_or_two(differ: bool, tmp_path: Path) -> None:
+def test_a_config_that_says_tied_has_one_matrix_or_two(differ, tmp_path):
     """Full fine-tuning: the folder was written as tied, and lost one of two matrices."""
     model = build(LM, TIED)
     config = {**json.loads(model.config.to_json_string()), "architectures": [LM]}
@@ -169,7 +164,7 @@ def test_a_config_that_says_tied_has_one_matrix_or_two(differ: bool, tmp_path: P
     assert found.config.tie_word_embeddings is not differ
 
 
-def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_loaded_as_something_else_is_not_kept(tmp_path, monkeypatch):
     model = trained(with_adapter(build(LM, TIED), {"r": 2, "target_modules": ["embed_tokens"]}))
     base = build(LM, {**TIED, "initializer_range": 0.2})
     with pytest.raises(CheckpointError, match=r"peft has loaded the written folder, the model's outputs .* off by"):
@@ -186,7 +181,7 @@ def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatc
         adapter_export.merge(model)
 
 
-def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(here: Path) -> None:
+def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(here):
     name, sizes, section = MODELS["tied, embeddings whole"]
     model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
     adapter_export.write(model, build(name, sizes), torch.bfloat16, here / "peft")

@@ -1,9 +1,6 @@
 """A loss over the rows of all ranks: the gradients of one process, and where it is refused. (Engines: test_ports.py, "metric".)"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +13,20 @@ from tests.unit.test_checkpoint_files import Room
 WHOLE = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def loss(rows: torch.Tensor) -> torch.Tensor:
+def loss(rows):
     return torch.cdist(rows, rows + 1.0).logsumexp(1).mean()
 
 
-def engine(ranks: Any, readers: int = 3, accumulation: int = 1) -> Any:
+def engine(ranks, readers=3, accumulation=1):
     ranks.plan.batch = SimpleNamespace(data_parallel_size=readers, accumulation_steps=accumulation)
     return ranks
 
 
-def test_the_mean_of_the_ranks_gradients_is_that_of_one_process() -> None:
+def test_the_mean_of_the_ranks_gradients_is_that_of_one_process():
     alone = WHOLE.clone().requires_grad_()
     loss(alone).backward()
 
-    def one(ranks: Any) -> Any:
+    def one(ranks):
         own = WHOLE[2 * ranks.plan.world.rank :][:2].clone().requires_grad_()
         found = loss(all_rows(engine(ranks), own))
         found.backward()
@@ -41,14 +38,14 @@ def test_the_mean_of_the_ranks_gradients_is_that_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.bfloat16])
-def test_dtypes_stay(dtype: torch.dtype) -> None:
+def test_dtypes_stay(dtype):
     rows = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
     for found in Room(3).run(lambda ranks: all_rows(engine(ranks), rows[ranks.plan.world.rank][None])):
         assert found.dtype == dtype
         assert torch.equal(found, rows)
 
 
-def test_where_it_cannot_be() -> None:
+def test_where_it_cannot_be():
     ranks = SimpleNamespace(plan=SimpleNamespace(world=SimpleNamespace(size=3, rank=0)))
     with pytest.raises(TaskError, match=r"a step has 2; write \"gradient_accumulation_steps\": 1"):
         all_rows(engine(ranks, accumulation=2), WHOLE)
@@ -56,13 +53,13 @@ def test_where_it_cannot_be() -> None:
         all_rows(engine(ranks, readers=1), WHOLE)
 
 
-def test_an_evaluation_sees_its_own_rows() -> None:
+def test_an_evaluation_sees_its_own_rows():
     task = Task()
     with torch.no_grad():
         assert task.all_rows(WHOLE) is WHOLE
 
 
-def test_a_sum_over_all_rows_is_no_sum_over_a_ranks_rows() -> None:
+def test_a_sum_over_all_rows_is_no_sum_over_a_ranks_rows():
     """Which would count each row once for every rank."""
 
     class Summed(Task):

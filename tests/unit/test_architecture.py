@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,25 +96,25 @@ class Import:
     line: int
     module: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"dsframe/{self.file}:{self.line} imports {self.module}"
 
 
 @cache
-def sources() -> dict[str, ast.Module]:
+def sources():
     found = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert len(found) > 20
     return found
 
 
 @cache
-def imports() -> tuple[Import, ...]:
+def imports():
     found = tuple(entry for file, tree in sources().items() for entry in in_file(file, tree))
     assert len(found) > 200
     return found
 
 
-def in_file(file: str, tree: ast.Module) -> Iterator[Import]:
+def in_file(file, tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -130,18 +129,18 @@ def in_file(file: str, tree: ast.Module) -> Iterator[Import]:
                 yield Import(file, node.lineno, str(node.args[0].value))
 
 
-def layer(unit: str) -> int:
+def layer(unit):
     assert unit in LAYERS, f"dsframe/{unit} has no place among the layers: give it one in {Path(__file__).name}"
     return LAYERS.index(unit)
 
 
-def unit_of(file: str) -> str:
+def unit_of(file):
     """The file or folder right below dsframe/, or one of the files that stand for themselves."""
     alone = next((name for name in ALONE if file.startswith(name)), None)
     return alone or Path(file).parts[0].removesuffix(".py")
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way():
     checked, wrong = 0, []
     for entry in imports():
         target = entry.module.split(".")
@@ -155,10 +154,10 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def imported_by_file() -> dict[str, set[str]]:
+def imported_by_file():
     """The files that each imports; late imports and those for type checkers count."""
     files = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources()}
-    imported: dict[str, set[str]] = {file: set() for file in sources()}
+    imported = {file: set() for file in sources()}
     for entry in imports():
         name = entry.module.removeprefix("dsframe.")
         target = files.get(name) or files.get(name.rpartition(".")[0])
@@ -168,7 +167,7 @@ def imported_by_file() -> dict[str, set[str]]:
     return imported
 
 
-def test_files_import_each_other_in_no_circle() -> None:
+def test_files_import_each_other_in_no_circle():
     """Within a folder too."""
     imported = imported_by_file()
     while free := {file for file, targets in imported.items() if not targets}:
@@ -177,7 +176,7 @@ def test_files_import_each_other_in_no_circle() -> None:
 
 
 @pytest.mark.parametrize(("file", "most"), [("engine.py", 7_480), ("job.py", 20_090)])
-def test_what_a_reader_must_know_does_not_grow(file: str, most: int) -> None:
+def test_what_a_reader_must_know_does_not_grow(file, most):
     """Lines of a file and of all that it imports, directly or not."""
     imported, reached, ahead = imported_by_file(), set[str](), [file]
     while ahead:
@@ -186,7 +185,7 @@ def test_what_a_reader_must_know_does_not_grow(file: str, most: int) -> None:
     assert sum(len((PACKAGE / name).read_text().splitlines()) for name in reached) < most
 
 
-def test_data_and_tasks_read_the_settings_and_nothing_else_of_the_configuration() -> None:
+def test_data_and_tasks_read_the_settings_and_nothing_else_of_the_configuration():
     wrong = [
         str(entry)
         for entry in imports()
@@ -198,7 +197,7 @@ def test_data_and_tasks_read_the_settings_and_nothing_else_of_the_configuration(
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_each_library_has_its_own_file(package: str) -> None:
+def test_each_library_has_its_own_file(package):
     users = {entry.file: entry for entry in imports() if entry.module.split(".")[0] == package}
     assert set(users) & MAY_IMPORT[package], f"nobody imports {package} any more: this test looks at nothing"
     assert [str(entry) for file, entry in users.items() if file not in MAY_IMPORT[package]] == []
@@ -229,7 +228,7 @@ STATE = {
 """A public switch of torch's; and numbers, which a checkpoint brings: how far the engine is, whether its views are made again."""
 
 
-def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
+def assigned(node):
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     for target in targets:
         for one in ast.walk(target):
@@ -237,7 +236,7 @@ def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
                 yield one
 
 
-def test_libraries_are_patched_in_their_files_only() -> None:
+def test_libraries_are_patched_in_their_files_only():
     """An attribute of a library's object or module that is assigned, mock.patch, or an entry of sys.modules."""
     wrong, seen = [], 0
     for file, tree in sources().items():
@@ -259,11 +258,11 @@ def test_libraries_are_patched_in_their_files_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def light_files() -> list[str]:
+def light_files():
     return [file for file in sources() if any(file == light or file.startswith(f"{light}/") for light in LIGHT)]
 
 
-def test_importing_them_imports_no_torch() -> None:
+def test_importing_them_imports_no_torch():
     modules = sorted("dsframe." + file.removesuffix(".py").replace("/", ".") for file in light_files())
     modules = [module.removesuffix(".__init__") for module in modules]
     code = f"""
@@ -290,12 +289,12 @@ MAY_NAME_ENGINES = {
 """Files outside engines/ with a string that is also an engine's name, and what it is there."""
 
 
-def test_no_engine_is_named_outside_the_engines() -> None:
+def test_no_engine_is_named_outside_the_engines():
     """What dsframe needs to know of one stands in its entry: an engine from outside is planned and checked like its own."""
     from dsframe.engines import TABLE
 
     assert {"deepspeed", "horovod", "reference-ring"} <= set(TABLE)
-    found: dict[str, list[str]] = {}
+    found = {}
     for file, tree in sources().items():
         if file.startswith("engines/"):
             continue
@@ -303,19 +302,19 @@ def test_no_engine_is_named_outside_the_engines() -> None:
         for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) and id(node) not in keys else None
             if isinstance(text, str) and (text in TABLE or "reference-" in text):
-                found.setdefault(file, []).append(f"dsframe/{file}:{node.lineno}: {text[:60]!r}")  # type: ignore[attr-defined]
+                found.setdefault(file, []).append(f"dsframe/{file}:{node.lineno}: {text[:60]!r}")
     assert [place for file, places in found.items() if file not in MAY_NAME_ENGINES for place in places] == []
     assert set(found) == set(MAY_NAME_ENGINES), "a file names none any more: take it off the list"
 
 
-def _key_path(node: ast.AST) -> list[ast.expr]:
+def _key_path(node):
     """The parts of a key's place in the file, ``("dsframe", "ddp", ...)``: options of an engine have its name."""
     parts = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
     first = parts[0] if parts else None
     return parts if isinstance(first, ast.Constant) and first.value == "dsframe" else []
 
 
-def committed() -> list[Path]:
+def committed():
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -344,7 +343,7 @@ FORBIDDEN = {
 }
 
 
-def test_nothing_of_one_machine_is_committed() -> None:
+def test_nothing_of_one_machine_is_committed():
     wrong, read = [], 0
     for path in committed():
         if path == Path(__file__):
@@ -364,7 +363,7 @@ def test_nothing_of_one_machine_is_committed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_link_is_committed() -> None:
+def test_no_link_is_committed():
     """One to somebody's environment has once taken that environment's place: git replaces what it ignores without a word."""
     listed = subprocess.run(
         ["git", "ls-files", "--stage"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False
@@ -374,7 +373,7 @@ def test_no_link_is_committed() -> None:
     assert [entry for entry in entries if entry.startswith("120000")] == []
 
 
-def test_nothing_large_or_compiled_is_committed() -> None:
+def test_nothing_large_or_compiled_is_committed():
     binary = {".so", ".whl", ".pt", ".bin", ".gz", ".zip", ".tar", ".safetensors", ".npz", ".pyc"}
     wrong = [
         str(path.relative_to(REPOSITORY))
@@ -385,7 +384,7 @@ def test_nothing_large_or_compiled_is_committed() -> None:
 
 
 MOST_LINES, MOST_ARGUMENTS = 60, 7
-TOO_LONG: set[str] = set()
+TOO_LONG = set()
 """Still longer. Nothing is added here: what becomes short enough must be taken out."""
 TOO_MANY_ARGUMENTS = {
     "checkpoint/changes.py:about",
@@ -396,10 +395,10 @@ TOO_MANY_ARGUMENTS = {
 """Still more. Nothing is added here either."""
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions():
     """Every function with its name, ``file:Class.function``."""
 
-    def visit(name: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def visit(name, node):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield name + child.name, child
@@ -411,7 +410,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
         yield from visit(f"{file}:", tree)
 
 
-def test_a_function_can_be_read_at_once() -> None:
+def test_a_function_can_be_read_at_once():
     """At most 60 lines and 7 arguments, ``self`` not counted. Fields of dataclasses and models are no arguments."""
     found = dict(functions())
     assert len(found) > 1000

@@ -1,7 +1,5 @@
 """Command lines: what is not recognized is answered with the option that is meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsframe.arguments import Parser
@@ -17,7 +15,7 @@ from dsframe.arguments import Parser
         (["word"], ""),
     ],
 )
-def test_the_option_that_is_meant(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_that_is_meant(arguments, hint, capsys):
     parser = Parser(prog="p")
     parser.add_argument("--config")
     parser.add_argument("--best", action="store_true")

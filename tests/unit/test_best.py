@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,38 +25,36 @@ class Told(HeldOut):
     values: tuple[float, ...] = (0.0, math.nan, 0.5, 0.9, 0.9, 0.6)
     calls = 0
 
-    def finalize(self, sums: Mapping[str, dsframe.Sum]) -> Mapping[str, float]:
+    def finalize(self, sums):
         value = self.values[min(self.calls, len(self.values) - 1)]
         self.calls += 1
         return {"precision": value}
 
 
-def file(**more: Any) -> dict[str, Any]:
+def file(**more):
     checkpoints = {"every_steps": 2, "keep_last": 1, "keep_best": "precision:max"}
     settings = {"engine": "single", "steps": 10, "eval_every_steps": 2, "run_dir": "run", "checkpoints": checkpoints}
     return ds_config(8, "SGD", 0.01, **{**settings, **more})
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path / "run" / "checkpoints"
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_of_equal_values_the_first_is_the_best() -> None:
+def test_of_equal_values_the_first_is_the_best():
     rated = {2: {"loss": 1.0}, 4: {"loss": 0.5}, 6: {"loss": 0.5}, 8: {"loss": math.nan}, 10: {"loss": None}, 12: {}}
     assert best_step(rated, "loss:min") == 4
     assert best_step(rated, "loss:max") == 2
     assert best_step(rated, "accuracy:max") is None
 
 
-def test_the_best_stays_and_is_found(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_stays_and_is_found(folder, capsys, monkeypatch):
     dsframe.fit(Told(), file())
     said = capsys.readouterr().err
     assert names(folder) == ["best", "latest", "step-00000006", "step-00000010"]
@@ -81,7 +77,7 @@ def test_the_best_stays_and_is_found(
         store.complete(Path("run"), best=True)
 
 
-def test_the_last_evaluation_may_be_the_best(folder: Path) -> None:
+def test_the_last_evaluation_may_be_the_best(folder):
     task = Told()
     task.values = (0.0, 0.1, 0.2, 0.3)
     dsframe.fit(task, file(steps=6))
@@ -89,7 +85,7 @@ def test_the_last_evaluation_may_be_the_best(folder: Path) -> None:
     assert (folder / "best").read_text() == "step-00000006\n"
 
 
-def test_an_evaluation_that_is_not_a_number_is_read_again(folder: Path) -> None:
+def test_an_evaluation_that_is_not_a_number_is_read_again(folder):
     """It joins the checkpoint, and early stopping takes it in when the run goes on."""
 
     class Stopped(Told):
@@ -105,7 +101,7 @@ def test_an_evaluation_that_is_not_a_number_is_read_again(folder: Path) -> None:
     assert "precision is not better in 2 evaluation(s)" in summary.stopped
 
 
-def test_a_resume_from_an_earlier_step_leaves_no_pointer_to_what_is_moved_away(folder: Path) -> None:
+def test_a_resume_from_an_earlier_step_leaves_no_pointer_to_what_is_moved_away(folder):
     dsframe.fit(Told(), file(checkpoints={"every_steps": 2, "keep_last": 9, "keep_best": "precision:max"}))
     assert (folder / "best").read_text() == "step-00000006\n"
     task = Told()
@@ -121,17 +117,17 @@ def test_a_resume_from_an_earlier_step_leaves_no_pointer_to_what_is_moved_away(f
         ({"stop": {"metric": "recall:max", "patience": 1}}, r"dsframe\.stop\.metric"),
     ],
 )
-def test_a_metric_that_nobody_reports_is_refused_before_training(more: Any, key: str, folder: Path) -> None:
+def test_a_metric_that_nobody_reports_is_refused_before_training(more, key, folder):
     with pytest.raises(TaskError, match=f"{key}: no metric 'recall' in the evaluation; it has loss, precision"):
         dsframe.fit(Told(), file(**more))
     assert not folder.exists() or names(folder) == []
 
 
-def test_several_sets_have_names(folder: Path) -> None:
+def test_several_sets_have_names(folder):
     class Sets(Told):
         values = (1.0, 1.0, 3.0, 3.0, 2.0, 2.0, 4.0, 4.0)
 
-        def eval_data(self) -> Any:
+        def eval_data(self):
             return {"val": self.train_data(), "clean": TensorSource(*(rows[:5] for rows in self.train_data()._data))}
 
     wanted = {"every_steps": 2, "keep_best": "clean/precision:max", "keep_last": 1}

@@ -1,7 +1,5 @@
 """The first and the last lines of a run: labelled, dim labels in a terminal alone, the best evaluation."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -9,7 +7,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 from torch import nn
 
@@ -24,7 +21,7 @@ EVALUATIONS = [
 ]
 
 
-def test_the_best_evaluation() -> None:
+def test_the_best_evaluation():
     assert blocks.best_of(EVALUATIONS, None) == ("loss", 0.3, 20)
     assert blocks.best_of(EVALUATIONS, "accuracy:max") == ("accuracy", 0.9, 20)
     assert blocks.best_of(EVALUATIONS, "accuracy:min") == ("accuracy", 0.7, 10)
@@ -32,13 +29,13 @@ def test_the_best_evaluation() -> None:
     assert blocks.best_of(EVALUATIONS, "odd:max") is None
 
 
-def test_lines_have_a_label_and_nothing_for_what_is_not_known() -> None:
+def test_lines_have_a_label_and_nothing_for_what_is_not_known():
     rows = [("model", "Net"), ("best", ""), ("engine", "PyTorch")]
     assert blocks.lines(rows, colour=False) == ["  model       Net", "  engine      PyTorch"]
     assert blocks.lines(rows, colour=True)[0] == "  \x1b[2mmodel     \x1b[0m  Net"
 
 
-def test_the_parts_of_a_model() -> None:
+def test_the_parts_of_a_model():
     body = [nn.Linear(9, 9) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(1000, 9), *body, nn.ReLU(), nn.Linear(9, 1000, bias=False))
     model[5].weight = model[0].weight
@@ -65,7 +62,7 @@ dsframe.fit(Line(), file | {"dsframe": {"engine": "single", "steps": 20, "eval_e
 """
 
 
-def test_in_a_terminal_lines_stay_above_the_moving_one(tmp_path: Path) -> None:
+def test_in_a_terminal_lines_stay_above_the_moving_one(tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm"}

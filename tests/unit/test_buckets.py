@@ -1,13 +1,8 @@
 """Gradients in flat buckets: the same gradients, sent as soon as the backward pass has them, whatever shape the graph has."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.engines.buckets import Buckets, usual_bytes
@@ -17,32 +12,32 @@ from dsframe.errors import EngineError
 class Ring:
     """Stands for two ranks that have the same gradients: a sum doubles them, when it is waited for."""
 
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.sizes: list[int] = []
+    def __init__(self):
+        self.started = []
+        self.sizes = []
 
-    def start(self, name: str, flat: Tensor) -> Callable[[], None]:
+    def start(self, name, flat):
         self.started.append(name)
         self.sizes.append(flat.numel())
 
-        def wait() -> None:
+        def wait():
             flat.mul_(2)
 
         return wait
 
 
-def model() -> nn.Sequential:
+def model():
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
-def gradients(net: nn.Module) -> list[Tensor]:
+def gradients(net):
     return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("how", [{"bytes_each": 0}, {"bytes_each": 700}, {"bytes_each": 2**20}])
-def test_the_same_gradients_in_buckets(how: dict[str, int]) -> None:
+def test_the_same_gradients_in_buckets(how):
     images = torch.randn(3, 2, 8, 8)
     plain, net, ring = model(), model(), Ring()
     buckets = Buckets(list(net.parameters()), ring.start, **how)
@@ -67,11 +62,11 @@ def test_the_same_gradients_in_buckets(how: dict[str, int]) -> None:
     assert (len(buckets), sum(ring.sizes[:expected])) == (expected, sum(p.numel() for p in net.parameters()))
 
 
-def test_a_quarter_leaves_at_a_time() -> None:
+def test_a_quarter_leaves_at_a_time():
     assert [usual_bytes(2**power) for power in (10, 21, 24, 27, 33)] == [2**20, 2**20, 2**22, 2**25, 2**26]
 
 
-def test_what_takes_no_part_in_the_loss_is_sent_as_zeros() -> None:
+def test_what_takes_no_part_in_the_loss_is_sent_as_zeros():
     ring, used, unused = Ring(), nn.Linear(2, 2), nn.Linear(2, 2)
     buckets = Buckets([*used.parameters(), *unused.parameters()], ring.start, bytes_each=24)
     for _ in range(2):
@@ -84,13 +79,13 @@ def test_what_takes_no_part_in_the_loss_is_sent_as_zeros() -> None:
             parameter.grad = None
 
 
-def test_a_gradient_of_the_step_before_is_not_sent_again() -> None:
+def test_a_gradient_of_the_step_before_is_not_sent_again():
     """One bucket for two layers, of which the second takes no part in the second step."""
     ring, used, late = Ring(), nn.Linear(2, 2), nn.Linear(2, 2)
     parameters = [*used.parameters(), *late.parameters()]
     buckets = Buckets(parameters, ring.start, bytes_each=2**20)
     for layers in ((used, late), (used,)):
-        sum(layer(torch.ones(1, 2)).sum() for layer in layers).backward()  # type: ignore[union-attr]
+        sum(layer(torch.ones(1, 2)).sum() for layer in layers).backward()
         buckets.finish()
         sent = [float(p.grad.abs().sum()) for p in late.parameters() if p.grad is not None]
         for parameter in parameters:
@@ -98,16 +93,16 @@ def test_a_gradient_of_the_step_before_is_not_sent_again() -> None:
     assert sent == [0, 0]
 
 
-def test_a_gradient_that_comes_in_parts_is_refused() -> None:
+def test_a_gradient_that_comes_in_parts_is_refused():
     layer = nn.Linear(2, 2)
     Buckets(list(layer.parameters()), Ring().start, bytes_each=1)
     point = torch.ones(1, 2, requires_grad=True)
-    once: Any = checkpoint(layer, point, use_reentrant=True)
+    once = checkpoint(layer, point, use_reentrant=True)
     with pytest.raises(EngineError, match="use_reentrant=False"):
         checkpoint(layer, once, use_reentrant=True).sum().backward()
 
 
-def test_hooks_are_taken_off_and_an_empty_parameter_is_in_a_bucket() -> None:
+def test_hooks_are_taken_off_and_an_empty_parameter_is_in_a_bucket():
     layer, empty = nn.Linear(2, 2), nn.Parameter(torch.empty(0))
     earlier, later = Ring(), Ring()
     Buckets(list(layer.parameters()), earlier.start, bytes_each=1).remove()
@@ -118,7 +113,7 @@ def test_hooks_are_taken_off_and_an_empty_parameter_is_in_a_bucket() -> None:
     assert gradients(layer)[1].tolist() == [2, 2]
 
 
-def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
+def test_a_step_that_was_given_up_leaves_nothing_to_the_next():
     layer, ring = nn.Linear(2, 2), Ring()
     buckets = Buckets(list(layer.parameters()), ring.start, bytes_each=1)
     for _ in range(3):

@@ -4,14 +4,11 @@ What we let pass: test_check_starts.py.
 The parser alone accepts most of these: they fail in the engine, after every process of a run has started.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,15 +19,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
-def adam(**params: Any) -> dict[str, Any]:
+def adam(**params):
     return {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, **params}}}
 
 
-def zero(stage: int, **keys: Any) -> dict[str, Any]:
+def zero(stage, **keys):
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED = {
     "gradient norm off with clipping": zero(1, compute_grad_norm=False),
     "prescaling with reduce-scatter": {"prescale_gradients": True, **zero(2)},
     "predivide factor with reduce-scatter": {"gradient_predivide_factor": 2.0, **zero(3)},
@@ -59,12 +56,12 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def content(keys: dict[str, Any]) -> dict[str, Any]:
+def content(keys):
     return {"train_batch_size": 2, "optimizer": ADAM, **keys}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str | None]:
+def outcomes():
     """Name -> what DeepSpeed raised, by building an engine and taking two steps; None where both went well."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     with socket.socket() as probe:
@@ -83,18 +80,17 @@ def outcomes() -> dict[str, str | None]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_deepspeed_raises_what_we_refuse(name: str, outcomes: dict[str, str | None]) -> None:
+def test_deepspeed_raises_what_we_refuse(name, outcomes):
     problems = examine(json.dumps(content(REFUSED[name])), "x.json").problems
     assert [problem for problem in problems if problem.severity == "error"]
     assert outcomes[name] is not None
 
 
-def child() -> None:
+def child():
     """Build an engine for each file from standard input, take two steps, and print what was raised."""
     import contextlib
     import io
@@ -108,7 +104,7 @@ def child() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # it compiles for a minute and leaks 66 MiB of /dev/shm
     )
-    found: dict[str, str | None] = {}
+    found = {}
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed("gloo", verbose=False)
         for name, config in json.load(sys.stdin).items():

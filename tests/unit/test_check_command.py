@@ -1,7 +1,5 @@
 """The command: what it prints, in which format, with which exit code, and what it does not import."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ WRONG = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 1}\n}'
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     for name, text in {"clean": CLEAN, "warns": WARNS, "wrong": WRONG}.items():
         (tmp_path / f"{name}.json").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -43,13 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["clean.json", "--set", "gradient_clipping=-1"], 2),
     ],
 )
-def test_exit_codes(folder: Path, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(folder, arguments, code, capsys):
     assert main(["check", *arguments]) == code
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("arguments", [["--nonsense"], [], ["clean.json", "-np", "0"]])
-def test_wrong_usage(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(folder, arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["check", *arguments])
     assert caught.value.code == 2
@@ -62,7 +60,7 @@ NO_TASK = (
 )
 
 
-def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text(folder, capsys):
     main(["check", "wrong.json", "warns.json", "clean.json", "-np", "2"])
     assert capsys.readouterr().out.splitlines() == [
         'wrong.json:3:3: error: zero_optimisation: unknown key; did you mean "zero_optimization"? [unknown-key]',
@@ -83,7 +81,7 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_github(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_github(folder, capsys):
     main(["check", "wrong.json", "--format", "github"])
     assert capsys.readouterr().out == (
         "::error file=wrong.json,line=3,col=3,title=dsframe unknown-key::zero_optimisation: unknown key; "
@@ -91,7 +89,7 @@ def test_github(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_resolved_is_a_file_that_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resolved_is_a_file_that_runs(folder, capsys):
     content = ds_config(
         "auto", "AdamW", "auto", sections={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
     )
@@ -123,15 +121,13 @@ def test_resolved_is_a_file_that_runs(folder: Path, capsys: pytest.CaptureFixtur
         ("horovod", "dsframe.ddp.communication=bf16", "communication by bf16 is not supported by engine horovod"),
     ],
 )
-def test_what_an_engine_cannot_do_is_said(
-    folder: Path, engine: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_engine_cannot_do_is_said(folder, engine, override, message, capsys):
     untested = "zero_allow_untested_optimizer=true"
     main(["check", "clean.json", "--engine", engine, "--set", override, "--set", untested])
     assert message in capsys.readouterr().out
 
 
-def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine(folder, capsys):
     assert main(["check", "clean.json", "--engine", "horovd"]) == 2
     assert 'no engine "horovd"; did you mean "horovod"?' in capsys.readouterr().out
     assert main(["check", "clean.json", "--engine", "horovod"]) == 0
@@ -140,9 +136,7 @@ def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["reference-parameter-averaging", "reference-parameter-server"])
-def test_ranks_that_cannot_overflow_together_do_not_cast_to_float16(
-    folder: Path, engine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_cannot_overflow_together_do_not_cast_to_float16(folder, engine, capsys):
     command = ["check", "clean.json", "--engine", engine, "--set", "torch_autocast.enabled=true"]
     assert main([*command, "--set", "torch_autocast.dtype=float16"]) == 2
     assert main(command) == 2
@@ -176,12 +170,10 @@ OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
         ),
     ],
 )
-def test_what_deepspeed_would_train_otherwise_is_refused(
-    folder: Path, asked: list[str], message: str, remedy: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_deepspeed_would_train_otherwise_is_refused(folder, asked, message, remedy, capsys):
     """Engines of full replicas train all of it; DeepSpeed 0.19.8 another training, or none from some step on."""
 
-    def check(engine: str, changes: list[str]) -> int:
+    def check(engine, changes):
         return main(["check", "clean.json", "--engine", engine, *[text for one in changes for text in ("--set", one)]])
 
     assert check("ddp", asked) == 0
@@ -204,35 +196,33 @@ def test_what_deepspeed_would_train_otherwise_is_refused(
         ),
     ],
 )
-def test_an_engine_that_takes_other_numbers_of_processes_says_so(
-    folder: Path, engine: str, stages: int, processes: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_takes_other_numbers_of_processes_says_so(folder, engine, stages, processes, message, capsys):
     command = ["check", "clean.json", "--engine", engine, "--set", f"pipeline.stages={stages}", "-np"]
     assert main([*command, str(processes)]) == 2
     assert message in capsys.readouterr().out
     assert main([*command, str(stages)]) == 0
 
 
-def test_an_engine_of_full_replicas_is_judged_by_itself(folder: Path) -> None:
+def test_an_engine_of_full_replicas_is_judged_by_itself(folder):
     command = ["check", "clean.json", "--set", "tensor_parallel.autotp_size=2", "--set", "dsframe.task.model=cnn"]
     assert main(command) == 2
     assert main([*command, "--engine", "ddp"]) == 0
     assert main(["check", "clean.json", "--engine", "reference-model-parallel"]) == 2, "there is one stage"
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
     assert main(["check", "-"]) == 2
     assert capsys.readouterr().out.startswith("<stdin>:3:3: error: zero_optimisation: unknown key")
 
 
-def test_importing_the_command_line_costs_nothing() -> None:
+def test_importing_the_command_line_costs_nothing():
     program = "import dsframe.cli, sys; print([n for n in ('pydantic', 'argparse', 'torch') if n in sys.modules])"
     done = run_program([sys.executable, "-c", program], cwd=REPOSITORY, check=False)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_command_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_its_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
@@ -240,14 +230,14 @@ def test_the_command_names_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert 'no command "chek"; did you mean "check"?' in capsys.readouterr().err
 
 
-def test_a_file_for_an_engine_has_an_optimizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_for_an_engine_has_an_optimizer(folder, capsys):
     (folder / "bare.json").write_text('{"train_batch_size": 8}')
     assert main(["check", "bare.json"]) == 0
     assert main(["check", "bare.json", "--engine", "ddp"]) == 2
     assert "optimizer: is required" in capsys.readouterr().out
 
 
-def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_autos_are_one_line(folder, capsys):
     content = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",

@@ -1,16 +1,12 @@
 """Damaged files: every one gets a verdict, none a traceback, none a wait; and slips get the right suggestion."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
 import random
 import string
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +14,6 @@ from hypothesis import strategies as st
 from docs.schema import sections
 from dsframe.config.load import examine
 from dsframe.config.read.reader import ReadError, read
-from dsframe.config.value import Examined
 from dsframe.errors import ConfigError
 from dsframe.tools.check import resolved
 
@@ -28,7 +23,7 @@ OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "sch
 TEXTS = [path.read_text() for path in OWN + PUBLIC]
 
 
-def _trees() -> list[dict[str, Any]]:
+def _trees():
     found = []
     for text in TEXTS:
         try:
@@ -70,7 +65,7 @@ VALUES = st.recursive(
 )
 
 
-def judged(text: str) -> Examined:
+def judged(text):
     """The verdict on a text, and everything that a user can ask for afterwards."""
     start = time.perf_counter()
     examined = examine(text, "x.json")
@@ -96,14 +91,14 @@ def judged(text: str) -> Examined:
     st.sampled_from(TEXTS),
     st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 30), PIECES), min_size=1, max_size=5),
 )
-def test_damaged_text(text: str, edits: list[tuple[int, int, str]]) -> None:
+def test_damaged_text(text, edits):
     for position, length, piece in edits:
         at = position % (len(text) + 1)
         text = text[:at] + piece + text[at + length :]
     judged(text)
 
 
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _paths(value, path=()):
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -116,14 +111,14 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     st.sampled_from(TREES),
     st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from("vdkm"), VALUES, st.text(max_size=5))),
 )
-def test_damaged_values(tree: dict[str, Any], edits: list[tuple[int, str, Any, str]]) -> None:
+def test_damaged_values(tree, edits):
     tree = copy.deepcopy(tree)
     for index, kind, value, name in edits:
         paths = list(_paths(tree))
         if not paths:
             break
         path = paths[index % len(paths)]
-        owner: Any = tree
+        owner = tree
         for part in path[:-1]:
             owner = owner[part]
         if kind == "v":
@@ -137,7 +132,7 @@ def test_damaged_values(tree: dict[str, Any], edits: list[tuple[int, str, Any, s
     judged(json.dumps(tree))
 
 
-def slip(word: str, rng: random.Random) -> str:
+def slip(word, rng):
     """``word`` with one letter left out, added, changed, or swapped with the next."""
     at = rng.randrange(len(word))
     kind = rng.choice("dist")
@@ -152,7 +147,7 @@ def slip(word: str, rng: random.Random) -> str:
     return word[:at] + word[at + 1 : at + 2] + word[at : at + 1] + word[at + 2 :]
 
 
-def holder(path: tuple[str, ...], document: dict[str, Any]) -> dict[str, Any]:
+def holder(path, document):
     """The object at a path as ``sections()`` names it, made if need be."""
     owner = document
     for part in path:
@@ -171,13 +166,13 @@ def holder(path: tuple[str, ...], document: dict[str, Any]) -> dict[str, Any]:
     return owner
 
 
-def test_invisible_characters_are_shown() -> None:
+def test_invisible_characters_are_shown():
     problems = examine('{"train_batch_size": 8,\u00a0"zero_optimisation": {}, "x\u200b": 1}', "a.json").problems
     said = "\n".join(map(str, problems))
     assert (r"\xa0" in said, r"x\u200b: unknown key" in said) == (True, True)
 
 
-def test_slips_get_the_right_suggestion_first() -> None:
+def test_slips_get_the_right_suggestion_first():
     rng = random.Random(3)
     right = total = 0
     for path, section in sections():
@@ -186,7 +181,7 @@ def test_slips_get_the_right_suggestion_first() -> None:
                 word = slip(key, rng)
                 if not word or word in section.model_fields:
                     continue
-                document: dict[str, Any] = {"train_batch_size": 1}
+                document = {"train_batch_size": 1}
                 owner = holder(path, document)
                 owner.pop(key, None)
                 owner[word] = 1

@@ -1,10 +1,7 @@
 """Combinations, one by one (check_rules.json): which key is named, and how serious it is. Messages: test_check_mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,13 +15,13 @@ CASES = read_json(Path(__file__).with_name("check_rules.json"))
 
 
 @pytest.mark.parametrize(("keys", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_rule(keys: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule(keys, expected, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     problems = examine(json.dumps({"train_batch_size": 8, **keys}), "x.json").problems
     assert [f"{p.severity[0].upper()} {p.code} {p.path}" for p in problems if p.severity != "note"] == expected
 
 
-def test_the_table_names_keys_that_there_are() -> None:
+def test_the_table_names_keys_that_there_are():
     rows = [*table.table()["rules"], *table.table()["conditions"].values()]
     paths = {path for row in rows for path in (row.get("key"), *row.get("with", {}), *row.get("without", {})) if path}
     free = (
@@ -36,19 +33,19 @@ def test_the_table_names_keys_that_there_are() -> None:
         "zero_optimization.parameter_",
     )
     for path in {path for path in paths | table.table()["excludes"].keys() if not path.startswith(free)}:
-        owner: Any = File
+        owner = File
         for key in path.split("."):
             assert key in owner.model_fields, path
             owner = section_at(owner, key, {})
 
 
-def test_values_of_what_is_absent() -> None:
+def test_values_of_what_is_absent():
     file = File.model_construct()
     assert value_at(file, "zero_optimization.offload_optimizer.device") is None
     assert value_at(file, "optimizer.type") is None
 
 
-def test_a_file_that_names_code_says_so() -> None:
+def test_a_file_that_names_code_says_so():
     content = ds_config(
         8,
         "mine:Fast",
@@ -65,7 +62,7 @@ def test_a_file_that_names_code_says_so() -> None:
     }
 
 
-def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_direct_storage_needs_cuda(monkeypatch, tmp_path):
     text = json.dumps({"train_batch_size": 8, "aio": {"use_gds": True}})
     monkeypatch.setattr(system, "NVIDIA_DRIVER", tmp_path / "absent")
     assert [problem.path for problem in examine(text, "x.json").problems] == ["aio.use_gds"]
@@ -74,6 +71,6 @@ def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("section", ["comet", "csv_monitor", "flops_profiler", "comms_logger"])
-def test_what_only_watches_has_no_effect_and_says_so(section: str) -> None:
+def test_what_only_watches_has_no_effect_and_says_so(section):
     problems = examine(json.dumps({"train_batch_size": 8, section: {"enabled": True}}), "x.json").problems
     assert [(p.severity, p.code, p.path) for p in problems] == [("note", "no-effect", f"{section}.enabled")]

@@ -3,17 +3,12 @@
 The files are drawn from the schema itself, so that a key that is added is tried. Most are refused; what is left must run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import random
 import signal
 import traceback
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,33 +40,33 @@ SCHEDULERS = {**DEEPSPEED_SCHEDULERS, **TORCH_SCHEDULERS, **HF_SCHEDULERS}
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return inputs + nn.functional.dropout(self.linear(self.norm(inputs)), 0.1, self.training)
 
 
 class Points(dsframe.Task):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 2))
 
-    def metrics(self, outputs: Any, targets: Any) -> Any:
+    def metrics(self, outputs, targets):
         return {"accuracy": dsframe.Sum((outputs.argmax(1) == targets).sum(), len(targets))}
 
-    def loss(self, outputs: Any, targets: Any) -> Any:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         points = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         return torch.utils.data.TensorDataset(points, (points.sum(1) > 0).long())
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return torch.utils.data.Subset(self.train_data(), range(10))
 
 
-def a_value(rng: random.Random, expected: Any) -> Any:
+def a_value(rng, expected):
     """Draws a value of a key's type, or "auto"."""
     kinds, choices = expected.kinds, [*expected.literals]
     choices += [True, False] if "bool" in kinds else []
@@ -85,9 +80,9 @@ def a_value(rng: random.Random, expected: Any) -> Any:
     return rng.choice([*choices, "auto"] if rng.random() < 0.1 or not choices else choices)
 
 
-def a_section(rng: random.Random, owner: Any, share: float, path: str = "") -> dict[str, Any]:
+def a_section(rng, owner, share, path=""):
     """Draws some keys of a section."""
-    drawn: dict[str, Any] = {}
+    drawn = {}
     for key, field in owner.model_fields.items():
         here = f"{path}.{key}".lstrip(".")
         if here in LEFT_OUT or key in OF_THE_TASK or (not field.is_required() and rng.random() > share):
@@ -100,7 +95,7 @@ def a_section(rng: random.Random, owner: Any, share: float, path: str = "") -> d
     return drawn
 
 
-def a_file(rng: random.Random, engine: str) -> dict[str, Any]:
+def a_file(rng, engine):
     """Draws a file with an optimizer, and with a schedule or not."""
     name = rng.choice([*OPTIMIZERS, *["AdamW"] * 6])
     kind = (DEEPSPEED_OPTIMIZERS | TORCH_OPTIMIZERS).get(name) or DEEPSPEED_OPTIMIZERS[name.lower()]
@@ -123,14 +118,14 @@ def a_file(rng: random.Random, engine: str) -> dict[str, Any]:
     return drawn | {"train_batch_size": batch if length[0] == "steps" else 32}
 
 
-def passes(document: Mapping[str, Any], processes: int) -> bool:
+def passes(document, processes):
     """True if ``dsframe check`` has nothing but notes, or a package that this machine lacks."""
     options = argparse.Namespace(processes=processes, engine=None, overrides=())
     problems = check._judge(json.dumps(document), "f.json", options).problems
     return not any(each.severity == "error" or each.code == "not-installed" for each in problems)
 
 
-def ended(document: dict[str, Any], folder: Path) -> str:
+def ended(document, folder):
     """Two steps in this process; what they ended with, or nothing."""
     try:
         dsframe.fit(Points(), json.loads(json.dumps(document)), overrides=[f"dsframe.run_dir={folder / 'run'}"])
@@ -141,7 +136,7 @@ def ended(document: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-def ended_apart(document: dict[str, Any], folder: Path, ranks: int) -> str:
+def ended_apart(document, folder, ranks):
     """The same in ranks of its own, for engines that leave process groups behind; what the first that failed ended with."""
     from transformers import get_scheduler  # noqa: F401 - once, not in each process
 
@@ -177,7 +172,7 @@ def ended_apart(document: dict[str, Any], folder: Path, ranks: int) -> str:
         *(pytest.param(name, 2, range(200, 300), marks=pytest.mark.long) for name in ("ddp", "deepspeed", "horovod")),
     ],
 )
-def test_what_passes_the_check_trains(engine: str, ranks: int, seeds: range, here: Path) -> None:
+def test_what_passes_the_check_trains(engine, ranks, seeds, here):
     failed, tried = {}, 0
     for seed in seeds:
         document = a_file(random.Random(seed), engine)

@@ -1,14 +1,10 @@
 """The saver, at once and in the background: it saves the state of that step, and a crash anywhere leaves the one before."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
 class Training:
     """An engine whose weights are all the number of the step, in place."""
 
-    def __init__(self, ranks: Any) -> None:
+    def __init__(self, ranks):
         self.plan, self.sum_over_ranks = ranks.plan, ranks.sum_over_ranks
         self.plan.world.is_main = self.plan.world.rank == 0
         self.plan.schedule = lambda updates: SimpleNamespace(learning_rate=0.1)
@@ -38,27 +34,27 @@ class Training:
         self.moment = torch.zeros(())
         self.step = 0
 
-    def train(self) -> None:
+    def train(self):
         self.step += 1
         for weight in (*self.weights.values(), self.moment):
             weight.fill_(self.step)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self):
         return {"seen": self.moment}
 
-    def state(self) -> EngineState:
+    def state(self):
         states = (ParameterState(k, w, {"m": self.moment.expand_as(w)}, {"step": 1.0}) for k, w in self.weights.items())
         return EngineState(self.step, None, self.buffers(), {}, states)
 
 
-def save_step(training: Training, saving: Saver) -> None:
+def save_step(training, saving):
     training.train()
     saving.save(training.step, loss=None, evaluation={})
 
 
-def saver(training: Training, folder: Path, asynchronous: bool, said: list[str] | None = None) -> Saver:
+def saver(training, folder, asynchronous, said=None):
     return Saver(
-        training,  # type: ignore[arg-type]
+        training,
         Store(folder),
         {"training": {}},
         every_steps=1,
@@ -70,14 +66,12 @@ def saver(training: Training, folder: Path, asynchronous: bool, said: list[str] 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_holds_the_step_it_was_taken_after(
-    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_holds_the_step_it_was_taken_after(tmp_path, asynchronous, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(Writer, "flush", _after(Writer.flush, go if asynchronous else None))
-    said: list[str] = []
+    said = []
 
-    def run(ranks: Any) -> None:
+    def run(ranks):
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous, said if ranks.plan.world.rank == 0 else None)
         for _ in range(3):
@@ -103,8 +97,8 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
     assert sum(line.startswith("saved ") for line in said) == 3
 
 
-def _after(action: Callable[..., Any], event: threading.Event | None) -> Callable[..., Any]:
-    def wait_first(*arguments: Any, **keywords: Any) -> Any:
+def _after(action, event):
+    def wait_first(*arguments, **keywords):
         assert event is None or event.wait(10)
         return action(*arguments, **keywords)
 
@@ -112,19 +106,17 @@ def _after(action: Callable[..., Any], event: threading.Event | None) -> Callabl
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_thread_cannot_write_all_ranks_hear_of(
-    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_thread_cannot_write_all_ranks_hear_of(tmp_path, failing, monkeypatch):
     flush, full = Writer.flush, threading.Event()
 
-    def fails(writer: Writer, sign_of_life: Any) -> None:
+    def fails(writer, sign_of_life):
         if full.is_set() and writer._rank == failing:
             raise OSError(28, "No space left on device", "model.safetensors")
         flush(writer, sign_of_life)
 
     monkeypatch.setattr(Writer, "flush", fails)
 
-    def run(ranks: Any) -> str:
+    def run(ranks):
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous=True)
         save_step(training, saving)
@@ -132,7 +124,7 @@ def test_what_a_thread_cannot_write_all_ranks_hear_of(
         full.set()
         save_step(training, saving)  # returns: training goes on
         if ranks.plan.world.rank == failing:
-            saving._writing[1].wait()  # type: ignore[index]
+            saving._writing[1].wait()
             assert saving.failed
         training.train()
         with pytest.raises(CheckpointError) as raised:
@@ -149,18 +141,16 @@ def test_what_a_thread_cannot_write_all_ranks_hear_of(
 
 
 @pytest.mark.parametrize("fault", ["disk", "no room for a word", "bug"])
-def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
-    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(tmp_path, fault, monkeypatch):
     """No rank tells another then: close() is not collective. Rank 0's thread waits for the other's word."""
     flush, write_text = Writer.flush, Path.write_text
 
-    def fails(writer: Writer, sign_of_life: Any) -> None:
+    def fails(writer, sign_of_life):
         if writer._rank == 1:
             raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device")
         flush(writer, sign_of_life)
 
-    def full(path: Path, *words: Any, **keywords: Any) -> int:
+    def full(path, *words, **keywords):
         if fault == "no room for a word" and path.name == ".rank-00001.partial":
             raise OSError(28, "No space left on device", str(path))
         return write_text(path, *words, **keywords)
@@ -168,7 +158,7 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     monkeypatch.setattr(Writer, "flush", fails)
     monkeypatch.setattr(Path, "write_text", full)
 
-    def run(ranks: Any) -> bool:
+    def run(ranks):
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous=True)
         save_step(training, saving)
@@ -181,10 +171,10 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     assert Store(tmp_path).newest_first() == []
 
 
-def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_away_hides_no_reason(tmp_path, monkeypatch):
     """Nobody can look there for the checkpoint before, either."""
 
-    def stale(*arguments: Any) -> Any:
+    def stale(*arguments):
         raise OSError(116, "Stale file handle", str(tmp_path))
 
     training = Training(Room(1).run(lambda ranks: ranks)[0])
@@ -199,7 +189,7 @@ def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: p
     )
 
 
-def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
+def _one(folder, steps, asynchronous=False):
     """``steps`` checkpoints of one rank."""
     plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
     training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
@@ -210,7 +200,7 @@ def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A disk of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -222,19 +212,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_leaves_the_one_before(small_disk: Path, asynchronous: bool) -> None:
+def test_a_full_disk_leaves_the_one_before(small_disk, asynchronous):
     folder = small_disk / "checkpoints"
     _one(folder, 1, asynchronous)
     room = os.statvfs(small_disk)
     (small_disk / "large").write_bytes(bytes(room.f_bavail * room.f_frsize - 8192))
 
-    def again(ranks: Any) -> str:
+    def again(ranks):
         training = Training(ranks)
         training.step = 1
         training.train()
         saving = saver(training, folder, asynchronous)
 
-        def save() -> None:
+        def save():
             saving.save(2, loss=None, evaluation={})
             saving.settle()
 

@@ -6,17 +6,14 @@ import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.checkpoint import layout, store
 from dsframe.checkpoint import writer as writer_module
@@ -52,7 +49,7 @@ from dsframe.tools import export as export_command
 from tests.files import ds_config, read_json
 
 
-def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
+def states(sizes):
     generator = torch.Generator().manual_seed(5)
     return [
         ParameterState(
@@ -68,7 +65,7 @@ def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
 SIZES = {"a.weight": (40, 30), "a.bias": (40,), "scalar": (), "b.weight": (3, 5, 7), "c": (1000,), "empty": (0,)}
 
 
-def shard(parameter: ParameterState, rank: int, ranks: int) -> ParameterShard:
+def shard(parameter, rank, ranks):
     """A rank's range of a parameter, as ZeRO-3 cuts."""
     count = parameter.weight.numel()
     each = -(-count // ranks)
@@ -78,16 +75,16 @@ def shard(parameter: ParameterState, rank: int, ranks: int) -> ParameterShard:
     return ParameterShard(parameter.name, ranges, parameter.scalars)
 
 
-def range_of(shape: Sequence[int], first: int, flat: Tensor) -> TensorShard:
+def range_of(shape, first, flat):
     return TensorShard(tuple(shape), full_precision(flat.dtype), first, flat.numel(), lambda: flat)
 
 
 BUFFERS = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
 
 
-def state_of(rank: int, ranks: int, holds: str = "ranges") -> EngineState:
+def state_of(rank, ranks, holds="ranges"):
     """SIZES on one rank, which ``holds`` ranges, everything, or gets each from an iterator."""
-    parameters: Any = iter(states(SIZES))
+    parameters = iter(states(SIZES))
     if holds == "ranges":
         parameters = ShardedParameters([shard(each, rank, ranks) for each in parameters], [])
     elif holds == "everything":
@@ -95,12 +92,12 @@ def state_of(rank: int, ranks: int, holds: str = "ranges") -> EngineState:
     return EngineState(40, LossScaleState(512.0, 2, 42, 3), BUFFERS, {"tied": "a.weight"}, parameters)
 
 
-def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ranges", staged: bool = False) -> Path:
+def write(folder, ranks, file_bytes=1 << 30, holds="ranges", staged=False):
     """A checkpoint of SIZES by ``ranks`` writers."""
     whole = Store(folder)
     partial = whole.begin(42)
 
-    def run(room: Any) -> Writer:
+    def run(room):
         rank = room.plan.world.rank
         staging = Staging() if staged else None
         writer = Writer(room, state_of(rank, ranks, holds), partial, staging=staging, layout=layout.Layout(file_bytes))
@@ -119,9 +116,7 @@ def write(folder: Path, ranks: int, file_bytes: int = 1 << 30, holds: str = "ran
 
 @pytest.mark.parametrize("holds", ["ranges", "everything", "iterator"])
 @pytest.mark.parametrize(("ranks", "file_bytes"), [(1, 1 << 30), (2, 5000), (3, 1), (7, 1 << 30)])
-def test_what_is_written_is_read(
-    tmp_path: Path, ranks: int, file_bytes: int, holds: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_read(tmp_path, ranks, file_bytes, holds, monkeypatch):
     monkeypatch.setattr(layout, "PIECE_BYTES", 1000)  # what all hold several write
     path = write(tmp_path, ranks, file_bytes, holds, staged=ranks > 2)
     assert store.verify(path) == []
@@ -147,7 +142,7 @@ def test_what_is_written_is_read(
     checkpoint.close()
 
 
-def test_the_files_are_the_same_whoever_wrote_them_and_others_read_them(tmp_path: Path) -> None:
+def test_the_files_are_the_same_whoever_wrote_them_and_others_read_them(tmp_path):
     written = [
         write(tmp_path / f"{ranks}{holds}", ranks, 5000, holds) for ranks, holds in ((1, "iterator"), (3, "ranges"))
     ]
@@ -163,10 +158,10 @@ def test_the_files_are_the_same_whoever_wrote_them_and_others_read_them(tmp_path
         assert torch.equal(moments[f"exp_avg/{each.name}"], each.moments["exp_avg"])
 
 
-def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch):
     monkeypatch.setattr(layout, "PIECE_BYTES", 1000)
 
-    def run(room: Any) -> int:
+    def run(room):
         dealt, _ = layout.Layout().agree(room, replace(state_of(0, 1, "everything"), buffers={}))
         return sum(piece.bytes for own in dealt.pieces.values() for piece in own)
 
@@ -176,8 +171,8 @@ def test_the_work_is_dealt_to_those_that_hold_the_same(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ranges", [[(0, 3), (4, 2)], [(0, 4), (3, 3)], [(0, 3), (3, 2)], [(0, 0), (0, 0)]])
-def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, int]]) -> None:
-    def run(room: Any) -> str:
+def test_shards_that_do_not_make_the_whole_are_refused(ranges):
+    def run(room):
         first, size = ranges[room.plan.world.rank]
         own = [ParameterShard("w", {WEIGHT: range_of([2, 3], first, torch.zeros(size))}, {})]
         with pytest.raises(CheckpointError, match=r"do not make weight/w of shape \[2, 3\]") as raised:
@@ -187,11 +182,11 @@ def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, i
     assert len(set(Room(2).run(run))) == 1
 
 
-def test_ranks_may_list_other_parameters() -> None:
+def test_ranks_may_list_other_parameters():
     """Stages of a pipeline come one after another."""
     first, second, both = (ParameterState(name, torch.zeros(8), {}, {"step": 1.0}) for name in "abc")
 
-    def run(room: Any) -> Any:
+    def run(room):
         own = [shard((first, second)[room.plan.world.rank], 0, 1), shard(both, 0, 1)]
         return layout.Layout().agree(room, EngineState(1, None, {}, {}, ShardedParameters(own, [])))
 
@@ -201,7 +196,7 @@ def test_ranks_may_list_other_parameters() -> None:
         assert [name for name, _ in plan.tensors] == list(scalars) == ["a", "c", "b"]
 
 
-def test_what_changes_between_two_saves_is_laid_out_anew() -> None:
+def test_what_changes_between_two_saves_is_laid_out_anew():
     """Moments that appear, ranges that move on one rank alone, and buffers that come to differ between ranks."""
     weight, moment = torch.arange(8.0), torch.ones(8)
     of_each_save = [
@@ -212,7 +207,7 @@ def test_what_changes_between_two_saves_is_laid_out_anew() -> None:
         ({WEIGHT: weight, "exp_avg": moment}, 6, 1.0),
     ]
 
-    def run(room: Any) -> list[layout.FilePlan]:
+    def run(room):
         rank, kept, plans = room.plan.world.rank, layout.Layout(), []
         for step, (tensors, cut, other) in enumerate(of_each_save):
             first, last = (0, cut) if rank == 0 else (cut, 8)
@@ -229,18 +224,16 @@ def test_what_changes_between_two_saves_is_laid_out_anew() -> None:
         assert [plan is before for before, plan in itertools.pairwise(plans)] == [True, False, False, False]
 
 
-def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_windows(tmp_path, monkeypatch):
     """Of 16 bits on a rank, fp32 in the file; each rank reads every one, in order, whether it writes it or not."""
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 64)
     wholes = {f"p{number}": torch.randn(100).bfloat16() for number in range(4)}
 
-    def run(room: Any) -> list[str]:
-        read: list[str] = []
+    def run(room):
+        read = []
 
-        def of(name: str) -> ParameterShard:
-            gather = lambda: read.append(name) or wholes[name]  # type: ignore[func-returns-value]  # noqa: E731
+        def of(name):
+            gather = lambda: read.append(name) or wholes[name]  # noqa: E731
             return ParameterShard(name, {WEIGHT: TensorShard((100,), torch.float32, 0, 100, gather, in_order=True)}, {})
 
         state = EngineState(1, None, {}, {}, ShardedParameters([of(name) for name in wholes], []))
@@ -254,7 +247,7 @@ def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_window
     assert all(torch.equal(found[name], whole.float()) for name, whole in wholes.items())
 
 
-def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path):
     numbers = torch.arange(24)
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}
     tensors |= {f"{kind} as it is": torch.ones(5, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)}
@@ -275,17 +268,17 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
         write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
 
 
-def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
+def test_after_a_failed_write_the_rank_still_takes_part(tmp_path):
     seen = []
 
-    def stream() -> Any:
+    def stream():
         for each in states(SIZES):
             seen.append(each.name)
             yield each
 
     state = EngineState(1, None, {}, {}, states(SIZES))
 
-    def take(rank: Any) -> str:
+    def take(rank):
         writer = Writer(rank, state, tmp_path / "gone")
         return writer.take(replace(state, parameters=stream()), lambda: None)
 
@@ -295,12 +288,12 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
     assert seen == list(SIZES)
 
 
-def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_buffers_back(tmp_path):
     mine = [{"mean": torch.tensor(float(rank % 2)), "count": torch.tensor([7])} for rank in range(3)]
     folder = Store(tmp_path)
     partial = folder.begin(1)
 
-    def run(room: Any) -> Writer:
+    def run(room):
         state = EngineState(1, None, mine[room.plan.world.rank], {}, [])
         writer = Writer(room, state, partial)
         assert writer.take(state, lambda: None) == ""
@@ -315,8 +308,8 @@ def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
     assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
 
 
-def test_every_random_generator_goes_on_where_it_was() -> None:
-    def numbers() -> tuple[Any, ...]:
+def test_every_random_generator_goes_on_where_it_was():
+    def numbers():
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
 
     np.random.randn()  # leaves a second one cached
@@ -333,15 +326,15 @@ class Room:
 
     size: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.barrier = threading.Barrier(self.size)
-        self.values: list[Tensor] = [torch.zeros(0)] * self.size
+        self.values = [torch.zeros(0)] * self.size
 
-    def run(self, action: Callable[[Any], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.size
+    def run(self, action):
+        results = [None] * self.size
 
-        def one(rank: int) -> None:
-            def sum_over_ranks(values: Tensor) -> Tensor:
+        def one(rank):
+            def sum_over_ranks(values):
                 self.values[rank] = values
                 self.barrier.wait(10)
                 total = torch.stack(self.values).sum(0)
@@ -361,12 +354,12 @@ class Room:
 
 
 @pytest.mark.parametrize("texts", [["", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
-def test_all_ranks_hear_all(texts: list[str]) -> None:
+def test_all_ranks_hear_all(texts):
     heard = Room(len(texts)).run(lambda ranks: all_gather_text(ranks, texts[ranks.plan.world.rank]))
     assert heard == [texts] * len(texts)
 
 
-def test_all_ranks_get_all_tensors() -> None:
+def test_all_ranks_get_all_tensors():
     """Of other shapes and dtypes, to the bit; one without elements takes the dtype of the others."""
     own = [torch.tensor([[1, -2], [3, 2**40]]), torch.tensor([]), torch.tensor(7)]
     heard = Room(3).run(lambda ranks: all_gather_tensor(ranks, own[ranks.plan.world.rank]))
@@ -378,12 +371,12 @@ def test_all_ranks_get_all_tensors() -> None:
     assert all(one.equal(other) for every in heard for one, other in zip(every, columns, strict=True))
 
 
-def test_a_failure_of_one_is_known_to_all() -> None:
+def test_a_failure_of_one_is_known_to_all():
     said = Room(3).run(lambda ranks: failures(ranks, "disk full" if ranks.plan.world.rank == 1 else ""))
     assert said == [["rank 1: disk full"]] * 3
 
 
-def test_another_model_is_named() -> None:
+def test_another_model_is_named():
     own, saved = {"a": (2, 3), "b": (4,), "new": (1,)}, {"a": (3, 2), "b": (4,), "old": (1,)}
     with pytest.raises(CheckpointError) as raised:
         compare("parameter", own, saved)
@@ -395,7 +388,7 @@ def test_another_model_is_named() -> None:
         compare("parameter", {str(number): (1,) for number in range(9)}, {})
 
 
-def test_optimizer_entries_are_tensors_and_numbers() -> None:
+def test_optimizer_entries_are_tensors_and_numbers():
     held = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "momentum_buffer": None, "count": 7}
     moments, scalars = split(held, (2,))
     assert list(moments) == ["exp_avg"]
@@ -404,7 +397,7 @@ def test_optimizer_entries_are_tensors_and_numbers() -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
+def test_weights_leave_in_one_file(tmp_path, to, dtype):
     write(tmp_path, 2)
     out = tmp_path / "out.bin"
     assert export_command.main([str(tmp_path), "--to", to, "--dtype", dtype, "--out", str(out)]) == 0
@@ -418,13 +411,13 @@ def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
         export.export(tmp_path, to, dtype, out)
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     (write(tmp_path, 1) / "optimizer.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"damaged: optimizer\.safetensors: No such file"):
         export.export(tmp_path)
 
 
-def test_parameters_and_buffers_of_shared_modules_have_further_names() -> None:
+def test_parameters_and_buffers_of_shared_modules_have_further_names():
     """A strict ``load_state_dict`` of an export asks for each of them."""
     model = nn.Sequential(nn.BatchNorm1d(2))
     model.append(model[0])
@@ -436,7 +429,7 @@ def test_parameters_and_buffers_of_shared_modules_have_further_names() -> None:
     assert (further["1.running_var"], further["1.bias"]) == ("0.running_var", "0.bias")
 
 
-def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
+def test_what_only_the_task_and_the_disk_can_tell(tmp_path):
     config = load(ds_config(4, checkpoints={"every_steps": 1, "keep_best": "loss:min"}))
     refuse(config, "auto", evaluates=True)
     with pytest.raises(ConfigError, match="the task has no eval_data, so no checkpoint can be the best"):
@@ -447,7 +440,7 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
     refuse(config, str(tmp_path), evaluates=True)
 
 
-def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine() -> None:
+def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine():
     """CLIP's logit_scale: Adam's moments of it are 0-d as its step is, and ZeRO keeps all of them in flat tensors."""
     own, flat = nn.ParameterDict({"scale": torch.tensor(2.65), "w": torch.ones(3)}), nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.Adam(own.values(), lr=0.1)
@@ -460,7 +453,7 @@ def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine() ->
     assert sorted(saved["scale"].moments) == ["exp_avg", "exp_avg_sq"]
     assert saved["scale"].scalars == {"step": 2.0}
 
-    def fill(of: Any) -> None:
+    def fill(of):
         sharing = torch.optim.Adam([flat], lr=0.1)
         pieces = [state_flat.Piece("scale", 0, 1, 0), state_flat.Piece("w", 1, 3, 0)]
         state_flat.fill(sharing, flat, pieces, of)
@@ -471,7 +464,7 @@ def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine() ->
     fill(SimpleNamespace(part=lambda name, *span: narrowed(saved[name], *span)))
 
 
-def test_numbers_of_torchs_optimizers_stay_numbers() -> None:
+def test_numbers_of_torchs_optimizers_stay_numbers():
     weight = nn.Parameter(torch.tensor(1.0))
     for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop, torch.optim.Adagrad):
         optimizer, wide = kind([weight], lr=0.1), nn.Parameter(torch.ones(2))
@@ -483,17 +476,17 @@ def test_numbers_of_torchs_optimizers_stay_numbers() -> None:
 
 
 def test_one_rank_whose_digest_is_the_mean_of_the_others_agrees_that_they_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(exchange, "xxh3_128_hexdigest", lambda content: f"{int(content):08x}" * 4)
     assert Room(3).run(lambda ranks: same(ranks, str((2, 1, 3)[ranks.plan.world.rank]))) == [False] * 3
     assert Room(3).run(lambda ranks: same(ranks, "7")) == [True] * 3
 
 
-def test_ranks_that_are_elsewhere_are_no_lengths() -> None:
+def test_ranks_that_are_elsewhere_are_no_lengths():
     """Another exchange's numbers were taken for the length of a text, and gigabytes were allocated."""
 
-    def exchange(ranks: Any) -> str:
+    def exchange(ranks):
         if ranks.plan.world.rank == 1:
             ranks.sum_over_ranks(torch.tensor([4e9, 3e9], dtype=torch.float64))  # words of a digest
             return ""

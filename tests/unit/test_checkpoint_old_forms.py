@@ -1,11 +1,7 @@
 """Checkpoints of earlier dsframes, whole parameters (format 2) and pieces (format 3): read for one release."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch import Tensor
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.reader import Checkpoint
@@ -23,16 +18,16 @@ from dsframe.tools import export
 from tests.unit.test_checkpoint_files import SIZES, states
 
 
-def write_old(folder: Path, pieces: int) -> Path:
+def write_old(folder, pieces):
     """SIZES as dsframe wrote it up to commit 231ce77: in ``pieces`` each, or (0) whole, dealt to two ranks."""
     path = folder / "step-00000042"
     path.mkdir(parents=True)
-    files: dict[str, dict[str, Tensor]] = {"buffers.safetensors": {"mean": torch.ones(2)}}
+    files = {"buffers.safetensors": {"mean": torch.ones(2)}}
     files["buffers-00001.safetensors"] = {"mean": torch.zeros(2)}
-    parameters: dict[str, Any] = {}
+    parameters = {}
     for number, state in enumerate(states(SIZES)):
         tensors = {"weight": state.weight, **state.moments}
-        entry: dict[str, Any] = {"shape": list(state.weight.shape), "moments": sorted(state.moments)}
+        entry = {"shape": list(state.weight.shape), "moments": sorted(state.moments)}
         entry["scalars"] = dict(state.scalars)
         count = state.weight.numel()
         if pieces and count >= pieces:
@@ -60,7 +55,7 @@ def write_old(folder: Path, pieces: int) -> Path:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_what_earlier_dsframes_wrote_is_read(tmp_path: Path, pieces: int) -> None:
+def test_what_earlier_dsframes_wrote_is_read(tmp_path, pieces):
     path = write_old(tmp_path, pieces)
     assert verify(path) == []
     checkpoint = Checkpoint(path)
@@ -81,7 +76,7 @@ def test_what_earlier_dsframes_wrote_is_read(tmp_path: Path, pieces: int) -> Non
 
 
 @pytest.mark.parametrize("pieces", [0, 2])
-def test_damage_of_theirs_is_found(tmp_path: Path, pieces: int) -> None:
+def test_damage_of_theirs_is_found(tmp_path, pieces):
     path = write_old(tmp_path, pieces)
     for file in sorted(path.glob("*.safetensors")):
         content = file.read_bytes()
@@ -97,7 +92,7 @@ def test_damage_of_theirs_is_found(tmp_path: Path, pieces: int) -> None:
         assert len(verify(path)) == 1
 
 
-FORGED: dict[str, Any] = {
+FORGED = {
     "a gap": {"pieces": [["shard-00000-000.safetensors", 0, 500], ["shard-00001-000.safetensors", 501, 499]]},
     "another size": {"pieces": [["shard-00000-000.safetensors", 0, 499], ["shard-00001-000.safetensors", 499, 501]]},
     "no file of it": {"pieces": [["../x", 0, 1000]]},
@@ -107,7 +102,7 @@ FORGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_what_does_not_fit_is_one_line(case: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_line(case, tmp_path):
     path = write_old(tmp_path, 2)
     manifest = json.loads((path / MANIFEST).read_bytes())["manifest"]
     manifest["parameters"]["c"] |= FORGED[case]
@@ -119,7 +114,7 @@ def test_what_does_not_fit_is_one_line(case: str, tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3))
-def test_any_header_is_read_or_refused(edits: list[tuple[int, bytes]], tmp_path: Path) -> None:
+def test_any_header_is_read_or_refused(edits, tmp_path):
     path = tmp_path / "step-00000042"
     if not path.exists():
         write_old(tmp_path, 0)

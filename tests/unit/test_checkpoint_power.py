@@ -30,7 +30,7 @@ class Node:
     names: dict[str, Node] = field(default_factory=dict)
     pending: list[Any] = field(default_factory=list)
 
-    def apply(self, change: Any) -> None:
+    def apply(self, change):
         if self.folder:
             for name, node in change:
                 if node is None:
@@ -46,23 +46,23 @@ class Node:
 class Recorder:
     """Notes every change below a folder, and does it."""
 
-    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root, patch):
         self.root, self.log = (
             root,
             list[tuple[int, Any]](),
         )  # number of a node, and its change; None: it is forced to the disk
         self.folders = [True]
         self._numbers = {root: 0}
-        self.opened: dict[int, int] = {}
+        self.opened = {}
         self._lock = threading.RLock()
         for name in ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
             patch.setattr(os, name, self._noting(name, getattr(os, name)))
         patch.setattr(shutil, "rmtree", remove_tree)
 
-    def _noting(self, name: str, action: Any) -> Any:
+    def _noting(self, name, action):
         note = getattr(self, f"_{name}")
 
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        def call(*arguments, **keywords):
             with self._lock:
                 result = action(*arguments, **keywords)
                 note(result, *arguments)
@@ -70,13 +70,13 @@ class Recorder:
 
         return call
 
-    def _made(self, path: Path, folder: bool) -> None:
+    def _made(self, path, folder):
         if path.parent in self._numbers:
             self._numbers[path] = len(self.folders)
             self.folders.append(folder)
             self.log.append((self._numbers[path.parent], [(path.name, self._numbers[path])]))
 
-    def _open(self, descriptor: int, path: Any, flags: int = 0, *_: Any) -> None:
+    def _open(self, descriptor, path, flags=0, *_):
         self.opened.pop(descriptor, None)  # of a file that was closed
         path = Path(path)
         if path not in self._numbers and flags & os.O_CREAT:
@@ -84,18 +84,18 @@ class Recorder:
         if path in self._numbers:
             self.opened[descriptor] = self._numbers[path]
 
-    def _mkdir(self, _: None, path: Any, *more: Any) -> None:
+    def _mkdir(self, _, path, *more):
         self._made(Path(path), True)
 
-    def _pwrite(self, count: int, descriptor: int, content: Any, begin: int) -> None:
+    def _pwrite(self, count, descriptor, content, begin):
         if descriptor in self.opened:
             self.log.append((self.opened[descriptor], (begin, bytes(content[:count]))))
 
-    def _fsync(self, _: None, descriptor: int) -> None:
+    def _fsync(self, _, descriptor):
         if descriptor in self.opened:
             self.log.append((self.opened[descriptor], None))
 
-    def _rename(self, _: None, path: Any, target: Any) -> None:
+    def _rename(self, _, path, target):
         path, target = Path(path), Path(target)
         if path not in self._numbers:
             return
@@ -108,21 +108,21 @@ class Recorder:
 
     _replace = _rename
 
-    def _unlink(self, _: None, path: Any, *more: Any) -> None:
+    def _unlink(self, _, path, *more):
         if self._numbers.pop(Path(path), None) is not None:
             self.log.append((self._numbers[Path(path).parent], [(Path(path).name, None)]))
 
     _rmdir = _unlink
 
 
-def remove_tree(path: Path, ignore_errors: bool = False) -> None:
+def remove_tree(path, ignore_errors=False):
     for each in sorted(Path(path).rglob("*"), reverse=True):
         each.rmdir() if each.is_dir() else each.unlink()
     if not ignore_errors or Path(path).exists():
         Path(path).rmdir()
 
 
-def after_cut(recorder: Recorder, operations: int, chance: random.Random | None, everything: bool) -> Node:
+def after_cut(recorder, operations, chance, everything):
     """The disk after so many operations: with all that was not forced to it, nothing of it, or what ``chance`` says."""
     nodes = [Node(folder) for folder in recorder.folders]
     for number, change in recorder.log[:operations]:
@@ -146,16 +146,14 @@ def after_cut(recorder: Recorder, operations: int, chance: random.Random | None,
     return nodes[0]
 
 
-def put(node: Node, path: Path) -> None:
+def put(node, path):
     path.mkdir()
     for name, each in node.names.items():
         put(each, path / name) if each.folder else (path / name).write_bytes(each.content)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_every_cut_leaves_whole_checkpoints_alone(
-    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_cut_leaves_whole_checkpoints_alone(asynchronous, tmp_path, monkeypatch):
     """Three saves of two ranks, with one that is removed and a rating; what was whole once stays, until a newer one is."""
     monkeypatch.setattr(layout, "PIECE_BYTES", 500)  # both ranks write
     run, whole_after = tmp_path / "run", dict[int, int]()
@@ -163,7 +161,7 @@ def test_every_cut_leaves_whole_checkpoints_alone(
     with monkeypatch.context() as patch:
         recorder = Recorder(run, patch)
 
-        def train(ranks: Any) -> None:
+        def train(ranks):
             training = Training(ranks)
             saving = saver(training, run / "checkpoints", asynchronous)
             for step in (1, 2, 3):

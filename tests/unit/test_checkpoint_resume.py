@@ -1,24 +1,18 @@
 """Which checkpoint a run goes on from: what one rank alone cannot read is no damage, and nothing but damage is renamed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsframe.checkpoint import byte_files, resume
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from dsframe.host import generators
-from dsframe.model.state import SavedState
 from dsframe.tasks.task import Task
 from tests.unit.test_checkpoint_background import Training, save_step, saver
 from tests.unit.test_checkpoint_files import Room
@@ -29,7 +23,7 @@ PARTS = ("model.safetensors", "optimizer.safetensors")
 class Resuming(Training):
     """An engine that goes on."""
 
-    def __init__(self, ranks: Any, buffers: dict[str, Tensor], **checkpoints: Any) -> None:
+    def __init__(self, ranks, buffers, **checkpoints):
         super().__init__(ranks)
         kept = SimpleNamespace(**{"every_steps": None, "at_end": True, **checkpoints})
         self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept, ema=None))
@@ -37,14 +31,14 @@ class Resuming(Training):
         self.plan.task = Task()
         self.kept = buffers
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self):
         return self.kept
 
-    def load_state(self, saved: SavedState) -> None:
+    def load_state(self, saved):
         self.step = saved.updates
 
 
-ABOUT: dict[str, Any] = {
+ABOUT = {
     "training": {},
     "course": {},
     "run": {"engine": "single", "world_size": 2, "micro_batch_size": 1},
@@ -52,11 +46,11 @@ ABOUT: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Store:
+def folder(tmp_path):
     """Two checkpoints, of steps 1 and 2, written by two ranks."""
     found = Store(tmp_path / "run" / "checkpoints")
 
-    def train(ranks: Any) -> None:
+    def train(ranks):
         training = Training(ranks)
         saving = saver(training, found.directory, asynchronous=False)
         saving._about = ABOUT
@@ -68,13 +62,11 @@ def folder(tmp_path: Path) -> Store:
     return found
 
 
-def begin(
-    *folders: Store, wanted: str = "auto", buffers: dict[str, Tensor] | None = None, **checkpoints: Any
-) -> list[resume.Start | str]:
+def begin(*folders, wanted="auto", buffers=None, **checkpoints):
     """What two ranks begin with, or the error of each. ``folders``: as each rank sees the run's."""
 
-    def one(ranks: Any) -> resume.Start | str:
-        engine: Any = Resuming(ranks, buffers or {}, **checkpoints)
+    def one(ranks):
+        engine = Resuming(ranks, buffers or {}, **checkpoints)
         folder = (folders * 2)[ranks.plan.world.rank]
         try:
             return resume.begin(engine, wanted, folder, ABOUT, 9, lambda line: None)
@@ -84,19 +76,19 @@ def begin(
     return Room(2).run(one)
 
 
-def assert_refused(found: list[Any], *words: str) -> None:
+def assert_refused(found, *words):
     for line in found:
         assert not [word for word in words if word not in str(line)], line
 
 
-def names(folder: Store) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.directory.iterdir() if path.name != "latest")
 
 
-def of_rank(rank: int, action: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+def of_rank(rank, action, instead):
     """``instead`` in the threads of one rank: Room starts them in the order of ranks."""
 
-    def choose(*arguments: Any, **keywords: Any) -> Any:
+    def choose(*arguments, **keywords):
         mine = threading.current_thread().name == f"rank {rank}"
         return (instead if mine else action)(*arguments, **keywords)
 
@@ -105,14 +97,12 @@ def of_rank(rank: int, action: Callable[..., Any], instead: Callable[..., Any]) 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_cannot_read_is_not_renamed(
-    folder: Store, rank: int, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_one_rank_cannot_read_is_not_renamed(folder, rank, number, monkeypatch):
     """A host without the folder, or with trouble of its own: the checkpoint is whole, and stays."""
 
     read = Path.read_bytes
 
-    def fails(path: Path) -> Any:
+    def fails(path):
         if path.parent.suffix == ".partial":  # the trial before training
             return read(path)
         raise OSError(number, os.strerror(number), str(path))
@@ -123,14 +113,14 @@ def test_what_one_rank_cannot_read_is_not_renamed(
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_damage_that_one_rank_alone_sees_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_one_rank_alone_sees_is_not_renamed(folder, monkeypatch):
     monkeypatch.setattr(byte_files, "checksum_of", of_rank(1, byte_files.checksum_of, lambda *_: "0" * 32))
     assert_refused(begin(folder), "rank 1 on ", "was altered: its checksum differs; nothing was renamed")
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_what_no_rank_may_read_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: int) -> str:
+def test_what_no_rank_may_read_is_not_renamed(folder, monkeypatch):
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(byte_files, "checksum_of", fails)
@@ -138,7 +128,7 @@ def test_what_no_rank_may_read_is_not_renamed(folder: Store, monkeypatch: pytest
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_damage_is_set_aside_once_there_is_a_whole_one(folder: Store) -> None:
+def test_damage_is_set_aside_once_there_is_a_whole_one(folder):
     (folder.path(2) / PARTS[1]).unlink()
     for start in begin(folder):
         assert isinstance(start, resume.Start)
@@ -147,7 +137,7 @@ def test_damage_is_set_aside_once_there_is_a_whole_one(folder: Store) -> None:
 
 
 @pytest.mark.parametrize("hurt", ["manifest.json", PARTS[0], PARTS[1]])
-def test_where_every_one_is_damaged_all_stay(folder: Store, hurt: str) -> None:
+def test_where_every_one_is_damaged_all_stay(folder, hurt):
     for step in (1, 2):
         (folder.path(step) / hurt).write_bytes(b"{}")
     for _ in range(2):
@@ -155,7 +145,7 @@ def test_where_every_one_is_damaged_all_stay(folder: Store, hurt: str) -> None:
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder: Store) -> None:
+def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder):
     for step in (1, 2):
         folder.set_aside(folder.path(step))
     assert_refused(begin(folder), " are damaged (step-00000001.damaged, step-00000002.damaged)", "--resume never")
@@ -167,36 +157,36 @@ def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder: Store) -> None
     assert begin(folder) == [resume.Start()] * 2, "and then it is one"
 
 
-def test_a_checkpoint_that_is_a_link_is_the_runs_own(folder: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_the_runs_own(folder, tmp_path):
     """Moved to a larger disk: its record goes on. So it does where a link elsewhere leads to one of the run's own."""
     elsewhere = tmp_path / "large disk" / "step-00000002"
     elsewhere.parent.mkdir()
     folder.path(2).rename(elsewhere)
     folder.path(2).symlink_to(elsewhere)
-    assert [start.in_place for start in begin(folder)] == [True, True]  # type: ignore[union-attr]
+    assert [start.in_place for start in begin(folder)] == [True, True]
     link = tmp_path / "best"
     link.symlink_to(folder.path(1))
-    assert [start.in_place for start in begin(folder, wanted=str(link))] == [True, True]  # type: ignore[union-attr]
+    assert [start.in_place for start in begin(folder, wanted=str(link))] == [True, True]
     assert names(folder) == ["step-00000001"], "the later one made way"
-    assert [start.in_place for start in begin(folder, wanted=str(elsewhere))] == [False, False]  # type: ignore[union-attr]
+    assert [start.in_place for start in begin(folder, wanted=str(elsewhere))] == [False, False]
 
 
 # Before training: could this run be saved?
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Store:
+def fresh(tmp_path):
     return Store(tmp_path / "run" / "checkpoints")
 
 
-def test_a_run_that_can_be_saved_leaves_nothing_of_the_trial(fresh: Store) -> None:
+def test_a_run_that_can_be_saved_leaves_nothing_of_the_trial(fresh):
     assert begin(fresh) == [resume.Start()] * 2
     assert list(fresh.directory.parent.iterdir()) == []
 
 
-def test_the_trial_is_where_a_link_leads(fresh: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_is_where_a_link_leads(fresh, tmp_path, monkeypatch):
     """The link may be writable and the disk behind it not."""
-    tried: list[Path] = []
+    tried = []
     (tmp_path / "large disk").mkdir()
     fresh.directory.parent.mkdir()
     fresh.directory.symlink_to(tmp_path / "large disk")
@@ -208,7 +198,7 @@ def test_the_trial_is_where_a_link_leads(fresh: Store, tmp_path: Path, monkeypat
     assert any(path.resolve().parent == tmp_path / "large disk" for path in tried if path.suffix == ".partial")
 
 
-def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, tmp_path: Path) -> None:
+def test_hosts_without_a_shared_folder_are_named_before_training(fresh, tmp_path):
     """The second has a folder of this name, and not the first one's."""
     other = Store(tmp_path / "other" / "checkpoints")
     other.directory.mkdir(parents=True)
@@ -221,10 +211,8 @@ def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_write_is_named_before_training(
-    fresh: Store, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: Path, content: bytes) -> int:
+def test_a_rank_that_cannot_write_is_named_before_training(fresh, rank, monkeypatch):
+    def fails(path, content):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", of_rank(rank, Path.write_bytes, fails))
@@ -232,7 +220,7 @@ def test_a_rank_that_cannot_write_is_named_before_training(
     assert list(fresh.directory.parent.iterdir()) == []
 
 
-def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store) -> None:
+def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh):
     buffers = {
         "mean": torch.ones(2),
         "freqs_cis": torch.ones(2, dtype=torch.complex64),
@@ -243,16 +231,16 @@ def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store
     assert begin(fresh, buffers=buffers, at_end=False) == [resume.Start()] * 2
 
 
-def test_ranks_go_on_with_the_numbers_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_go_on_with_the_numbers_of_their_group(monkeypatch):
     """Two share their samples. Ranks that the saved run did not have draw others, and others after each resume."""
-    said: list[Any] = []
+    said = []
     monkeypatch.setattr(resume.generators, "restore", lambda kept, device: said.append(kept))
     monkeypatch.setattr(generators, "seed", said.append)
     for step in (7, 8):
-        saved: Any = SimpleNamespace(generators=lambda: ["a", "b", "c", "d"], step=step)
+        saved = SimpleNamespace(generators=lambda: ["a", "b", "c", "d"], step=step)
         for rank in range(8):
             world, batch = SimpleNamespace(rank=rank), SimpleNamespace(sharing=2)
             plan = SimpleNamespace(world=world, batch=batch, seed=0, data_rank=rank // 2, device=None)
-            resume._restore_generators(SimpleNamespace(plan=plan), saved)  # type: ignore[arg-type]
+            resume._restore_generators(SimpleNamespace(plan=plan), saved)
     assert said[:4] == said[8:12] == ["a", "a", "c", "c"]
     assert len({*said[4:8], *said[12:]}) == 4

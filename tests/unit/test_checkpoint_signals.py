@@ -1,10 +1,7 @@
 """Signals, in a process of their own: the step ends first, a second one does not wait, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -35,13 +32,13 @@ time.sleep(float(sys.argv[3]))
 
 
 @pytest.fixture
-def start() -> Iterator[object]:
+def start():
     with ready_programs() as begin:
         yield lambda grace, step, after=0.0, saving=0.0: begin("-c", PROGRAM, grace, step, after, ECHO_SECONDS, saving)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+def test_the_step_ends_and_the_run_stops(start, number):
     process = start(60, 0.01)
     process.send_signal(number)
     out, _ = process.communicate(timeout=20)
@@ -49,7 +46,7 @@ def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:
     assert process.returncode == 0
 
 
-def test_nohup_outlives_the_terminal(start) -> None:  # type: ignore[no-untyped-def]
+def test_nohup_outlives_the_terminal(start):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = start(60, 0.01)
@@ -62,7 +59,7 @@ def test_nohup_outlives_the_terminal(start) -> None:  # type: ignore[no-untyped-
     assert process.communicate(timeout=20)[0] == "stopped by SIGTERM\nleft\n"
 
 
-def test_a_save_under_way_is_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_save_under_way_is_not_cut_short(start):
     """It takes longer than a rank may take to its next step; that time begins when it is over."""
     process = start(2.0, 0.1, saving=4.5)
     process.send_signal(signal.SIGTERM)
@@ -70,7 +67,7 @@ def test_a_save_under_way_is_not_cut_short(start) -> None:  # type: ignore[no-un
     assert (process.returncode, out, err) == (0, "stopped by SIGTERM\nleft\n", "")
 
 
-def test_the_same_signal_passed_on_by_a_launcher_is_one(start) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_signal_passed_on_by_a_launcher_is_one(start):
     process = start(60, 0.3)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.02)
@@ -78,7 +75,7 @@ def test_the_same_signal_passed_on_by_a_launcher_is_one(start) -> None:  # type:
     assert process.communicate(timeout=20)[0] == "stopped by SIGTERM\nleft\n"
 
 
-def test_a_second_signal_leaves_at_once(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_second_signal_leaves_at_once(start):
     process = start(60, 60)
     process.send_signal(signal.SIGTERM)
     time.sleep(2 * ECHO_SECONDS)
@@ -88,7 +85,7 @@ def test_a_second_signal_leaves_at_once(start) -> None:  # type: ignore[no-untyp
     assert err == "dsframe: warning: a second signal: leaving without saving\n"
 
 
-def test_a_step_that_never_ends_does_not_hold_the_process(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_that_never_ends_does_not_hold_the_process(start):
     process = start(0.5, 60)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
@@ -96,13 +93,13 @@ def test_a_step_that_never_ends_does_not_hold_the_process(start) -> None:  # typ
     assert "no step ended within" in err
 
 
-def test_a_warning_waits_for_a_step_that_is_longer(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_warning_waits_for_a_step_that_is_longer(start):
     process = start(0.5, 2.0)
     process.send_signal(signal.SIGUSR1)
     assert process.communicate(timeout=20)[0] == "stopped by SIGUSR1\nleft\n"
 
 
-def test_goodbyes_are_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
+def test_goodbyes_are_not_cut_short(start):
     process = start(60, 0.01, 1.0)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None

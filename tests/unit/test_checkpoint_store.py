@@ -1,14 +1,10 @@
 """Checkpoints as files: whole or not there, verified byte by byte, pruned by rule, never mixed and never silently gone."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
 import random
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,24 +15,24 @@ from dsframe.errors import CheckpointError, DataError
 from dsframe.run_dir.record import read_metrics
 
 
-def save(folder: Store, step: int, evaluation: dict[str, float] | None = None) -> Path:
+def save(folder, step, evaluation=None):
     """A small checkpoint of two files, the way the saver writes one."""
     partial = folder.begin(step)
     files = {name: write(partial / name, content) for name, content in (("a.bin", b"a" * 99), ("b.bin", b"bb"))}
     return folder.commit(step, manifest(files, step, evaluation))
 
 
-def manifest(files: dict[str, FileEntry], step: int = 1, evaluation: dict[str, float] | None = None) -> dict[str, Any]:
+def manifest(files, step=1, evaluation=None):
     entries = {name: asdict(entry) for name, entry in files.items()}
     return {"format": store.FORMAT, "step": step, "files": entries, "evaluation": evaluation or {}, "loss": 0.1 + 0.2}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Store:
+def folder(tmp_path):
     return Store(tmp_path / "run" / "checkpoints")
 
 
-def test_a_saved_checkpoint_is_whole_and_the_newest(folder: Store) -> None:
+def test_a_saved_checkpoint_is_whole_and_the_newest(folder):
     first, second = save(folder, 7), save(folder, 12)
     assert folder.newest_first() == [second, first]
     assert second.name == "step-00000012"
@@ -46,7 +42,7 @@ def test_a_saved_checkpoint_is_whole_and_the_newest(folder: Store) -> None:
     assert sorted(path.name for path in folder.directory.iterdir()) == ["latest", "step-00000007", "step-00000012"]
 
 
-def test_every_flipped_bit_and_truncation_is_found(folder: Store) -> None:
+def test_every_flipped_bit_and_truncation_is_found(folder):
     path = save(folder, 1)
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
@@ -61,7 +57,7 @@ def test_every_flipped_bit_and_truncation_is_found(folder: Store) -> None:
     assert store.verify(path) == []
 
 
-def test_a_missing_file_is_named(folder: Store) -> None:
+def test_a_missing_file_is_named(folder):
     path = save(folder, 1)
     (path / "b.bin").unlink()
     assert store.verify(path) == ["b.bin: No such file or directory"]
@@ -73,7 +69,7 @@ def test_a_missing_file_is_named(folder: Store) -> None:
     assert store.verify(path) == [f"{path}: manifest.json: No such file or directory"]
 
 
-def test_a_manifest_cannot_point_outside(folder: Store) -> None:
+def test_a_manifest_cannot_point_outside(folder):
     for step, name in enumerate(("../a.bin", "/etc/passwd", "sub/a.bin", "..", ".hidden", "")):
         folder.begin(step)
         path = folder.commit(step, manifest({name: FileEntry(1, [[1, "0" * 32]])}, step))
@@ -81,7 +77,7 @@ def test_a_manifest_cannot_point_outside(folder: Store) -> None:
             store.read_manifest(path)
 
 
-def test_another_format_says_who_wrote_it(folder: Store) -> None:
+def test_another_format_says_who_wrote_it(folder):
     folder.begin(1)
     path = folder.commit(1, {**manifest({}), "format": 99, "versions": {"dsframe": "7.5"}})
     with pytest.raises(CheckpointError, match=r"has format 99, this dsframe reads 4; it was written by dsframe 7\.5"):
@@ -89,14 +85,14 @@ def test_another_format_says_who_wrote_it(folder: Store) -> None:
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"manifest": {}}', b"\xff", b'{"manifest": 3}'])
-def test_no_manifest_at_all_is_damage(folder: Store, content: bytes) -> None:
+def test_no_manifest_at_all_is_damage(folder, content):
     path = save(folder, 1)
     (path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         store.read_manifest(path)
 
 
-def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
+def test_what_is_cut_off_is_removed_and_named(folder):
     save(folder, 1)
     (folder.begin(2) / "half.bin").write_bytes(b"x")
     assert folder.newest_first() == [folder.path(1)]
@@ -104,19 +100,19 @@ def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
     assert folder.remove_unfinished() == []
 
 
-def test_the_same_step_is_not_written_twice(folder: Store) -> None:
+def test_the_same_step_is_not_written_twice(folder):
     save(folder, 3)
     with pytest.raises(CheckpointError, match="exists already"):
         folder.begin(3)
 
 
-def test_damage_is_renamed_each_time_to_a_free_name(folder: Store) -> None:
+def test_damage_is_renamed_each_time_to_a_free_name(folder):
     assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged"
     assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged.1"
     assert folder.newest_first() == []
 
 
-def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
+def test_an_earlier_run_is_moved_out_of_the_way(folder):
     assert folder.archive_earlier() is None
     save(folder, 1)
     assert folder.archive_earlier() == folder.directory.with_name("checkpoints.1")
@@ -131,7 +127,7 @@ def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
     assert folder.newest_first() == [folder.path(5)]
 
 
-def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None:
+def test_a_link_to_another_disk_stays_one(folder, tmp_path):
     elsewhere = tmp_path / "other-disk"
     elsewhere.mkdir()
     folder.directory.parent.mkdir()
@@ -158,7 +154,7 @@ def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None
         (Retention(last=1, best="unknown:max"), {60}),
     ],
 )
-def test_retention(folder: Store, retention: Retention, kept: set[int]) -> None:
+def test_retention(folder, retention, kept):
     for step, loss in {10: 3.0, 20: 2.0, 30: 1.0, 40: None, 50: 2.5, 60: 2.6}.items():
         save(folder, step, None if loss is None else {"loss": loss, "accuracy": 0.9 if step == 20 else 0.1})
     removed = folder.prune(retention)
@@ -167,7 +163,7 @@ def test_retention(folder: Store, retention: Retention, kept: set[int]) -> None:
     assert not list(folder.directory.glob(".*"))
 
 
-def test_pruning_leaves_damage_to_be_found(folder: Store) -> None:
+def test_pruning_leaves_damage_to_be_found(folder):
     for step in (1, 2, 3):
         save(folder, step)
     (folder.path(1) / "manifest.json").write_text("{")
@@ -175,7 +171,7 @@ def test_pruning_leaves_damage_to_be_found(folder: Store) -> None:
     assert folder.path(1).exists()
 
 
-def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder: Store, tmp_path: Path) -> None:
+def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder, tmp_path):
     first, second = save(folder, 1), save(folder, 2)
     assert store.locate(first) == [first]
     assert store.locate(folder.directory) == [second, first]
@@ -188,7 +184,7 @@ def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder: Store, tmp_p
         store.locate(tmp_path)
 
 
-def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path: Path) -> None:
+def test_links_are_taken_away_and_not_what_they_lead_to(folder, tmp_path):
     save(folder, 1)
     elsewhere = tmp_path / "elsewhere"
     folder.path(1).rename(elsewhere)
@@ -207,7 +203,7 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path:
     assert store.verify(elsewhere) == []
 
 
-def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_of_several_processes_make_one_file(tmp_path, monkeypatch):
     """In any order, from any number of hosts; long ranges have several checksums, so that ranks verify them together."""
     monkeypatch.setattr(byte_files, "RUN_BYTES", 10_000)
     monkeypatch.setattr(byte_files, "_CHUNK", 3000)
@@ -235,8 +231,8 @@ def test_ranges_of_several_processes_make_one_file(tmp_path: Path, monkeypatch: 
         (tmp_path / "file").unlink()
 
 
-def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(descriptor: int, content: Any, begin: int) -> int:
+def test_a_write_that_fails_names_the_file(tmp_path, monkeypatch):
+    def fails(descriptor, content, begin):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "pwrite", fails)
@@ -245,7 +241,7 @@ def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.M
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "file"))
 
 
-def test_a_short_write_is_continued_and_none_at_all_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued_and_none_at_all_an_error(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, content, begin: pwrite(descriptor, content[:3], begin))
     write(tmp_path / "file", b"abcdefgh")

@@ -1,7 +1,5 @@
 """A run's directory is one run's: a second one is refused, and whoever comes after the first, however it ended, is not."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -10,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +38,7 @@ Ending = Callable[[], None]
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[tuple[int, Ending]]:
+def held(directory):
     """Another process has it, and a worker; gives its number, and what kills it and leaves the worker."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -53,7 +49,7 @@ def held(directory: Path) -> Iterator[tuple[int, Ending]]:
         ending.callback(holder.wait)
         ending.callback(holder.kill)
 
-        def kill() -> None:
+        def kill():
             holder.kill()
             holder.wait()
             os.kill(worker, 0)  # is there
@@ -62,15 +58,15 @@ def held(directory: Path) -> Iterator[tuple[int, Ending]]:
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short(monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
 
 
-def one_step_in(directory: Path) -> dict[str, Any]:
+def one_step_in(directory):
     return ds_config(4, "SGD", 0.01, engine="single", steps=1, threads_per_rank=1, run_dir=str(directory))
 
 
-def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_touches_nothing(tmp_path):
     """And the next one is not, though a worker of the run that was killed is still there."""
     file = one_step_in(tmp_path)
     partial = tmp_path / "checkpoints" / ".step-00000004.partial"
@@ -88,8 +84,8 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_one_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    said = []
     with held(tmp_path) as (holder, kill), RunLock() as own:
         monkeypatch.setattr(lock.time, "sleep", lambda seconds: kill())
         own.take(tmp_path, World(), said.append)
@@ -99,7 +95,7 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / ".lock").read_text() == ""
 
 
-def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_started_again_goes_on(tmp_path, monkeypatch):
     """Its host may be down, and the lock still there for minutes."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with held(tmp_path), RunLock() as own:
@@ -112,7 +108,7 @@ def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pyt
             own.take(tmp_path, World(), print)
 
 
-def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
+def test_a_run_that_fails_lets_go(tmp_path):
     own = RunLock()
     with suppress(KeyboardInterrupt), own:
         own.take(tmp_path, World(), print)
@@ -123,8 +119,8 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
+def test_a_file_system_without_locks(number, tmp_path, monkeypatch):
+    def refuse(*arguments):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
@@ -133,7 +129,7 @@ def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: p
         assert not own.held
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with RunLock() as own, pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; .*--run-dir"):
         own.take(tmp_path / "file" / "run", World(), print)

@@ -1,16 +1,12 @@
 """Rows of any kind become batches: pairs, dicts with labels, what a collator makes; and what does not fit is named by its row."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, default_collate
 
@@ -27,43 +23,43 @@ LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 class Texts(Dataset[Any]):
     """Rows of different lengths, as a tokenised data set has them: lists of numbers in dicts."""
 
-    def __init__(self, rows: int = 96) -> None:
+    def __init__(self, rows=96):
         numbers = random.Random(0)
         self.rows = [[numbers.randrange(1, 64) for _ in range(numbers.randrange(3, 20))] for _ in range(rows)]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 class Llama(dsframe.Task):
     """Next tokens of padded rows; a step is the mean over the tokens that are no padding."""
 
-    def __init__(self, collate: Any = None, workers: int = 0) -> None:
+    def __init__(self, collate=None, workers=0):
         self.collate, self.workers = collate or Pad(), workers
 
-    def model(self) -> nn.Module:
+    def model(self):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        return LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False))  # type: ignore[arg-type]
+        return LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False))
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         logits = outputs.logits[:, :-1].flatten(0, 1)
         return nn.functional.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=-100)
 
-    def loss_weight(self, targets: Tensor) -> Tensor:
+    def loss_weight(self, targets):
         return (targets[:, 1:] != -100).sum()
 
-    def train_data(self) -> Texts:
+    def train_data(self):
         return Texts()
 
-    def eval_data(self) -> Texts:
+    def eval_data(self):
         return Texts(21)
 
 
-def words(*known: str, **special: str) -> Any:
+def words(*known, **special):
     """A tokenizer of these words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -73,13 +69,13 @@ def words(*known: str, **special: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def fit(tmp_path: Path, task: Llama) -> tuple[float, float]:
+def fit(tmp_path, task):
     settings = {"engine": "single", "steps": 5, "run_dir": str(tmp_path / "run")}
     summary = dsframe.fit(task, ds_config(16, "AdamW", 0.01, {"gradient_accumulation_steps": 2}, **settings))
     return summary.loss, summary.metrics["loss"]
 
 
-def test_padding_does_not_change_the_training(tmp_path: Path) -> None:
+def test_padding_does_not_change_the_training(tmp_path):
     from transformers import DataCollatorForSeq2Seq
 
     tokenizer = words("a", pad_token="a")
@@ -89,7 +85,7 @@ def test_padding_does_not_change_the_training(tmp_path: Path) -> None:
     assert fit(tmp_path, Llama(workers=2)) == plain  # collated where the rows are read
 
 
-def test_what_is_padded_is_masked_and_no_target() -> None:
+def test_what_is_padded_is_masked_and_no_target():
     rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}, {"input_ids": [], "labels": []}]
     batch = Pad(multiple=2)(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [0] * 4]
@@ -98,7 +94,7 @@ def test_what_is_padded_is_masked_and_no_target() -> None:
     assert {tensor.dtype for tensor in Pad()(rows[::-1]).values()} == {torch.int64}, "an empty row makes no floats"
 
 
-def test_the_row_that_is_first_does_not_decide_the_type() -> None:
+def test_the_row_that_is_first_does_not_decide_the_type():
     rows = [{"x": [1, 2, 3], "labels": 0}, {"x": [0.5, 1.5], "labels": 0.5}]
     whole, turned = Pad(fill={"x": 9})(rows), Pad(fill={"x": 9})(rows[::-1])
     assert whole["x"].tolist() == [[1, 2, 3], [0.5, 1.5, 9]]
@@ -108,7 +104,7 @@ def test_the_row_that_is_first_does_not_decide_the_type() -> None:
         assert batch.dtype == turned[name].dtype == torch.float32
 
 
-def test_collators_of_transformers_work_as_they_are() -> None:
+def test_collators_of_transformers_work_as_they_are():
     from transformers import DataCollatorWithPadding, default_data_collator
 
     tokenizer = words("a", pad_token="a")
@@ -124,17 +120,17 @@ def test_collators_of_transformers_work_as_they_are() -> None:
 
 
 class Rows(Dataset[Any]):
-    def __init__(self, *rows: Any) -> None:
+    def __init__(self, *rows):
         self.rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.rows[index]
 
 
-def broken(rows: list[Any]) -> Any:
+def broken(rows):
     raise ValueError("no such column")
 
 
@@ -173,16 +169,16 @@ def broken(rows: list[Any]) -> Any:
         (((1.0, 1), (1.0, 2**64)), None, r"row \d has \[1\] \[\] object"),
     ],
 )
-def test_what_does_not_fit_is_named(rows: Any, collate: Any, message: str) -> None:
-    def read() -> Mapping[str, Any]:
+def test_what_does_not_fit_is_named(rows, collate, message):
+    def read():
         ((batch, _),) = Loader(as_source(Rows(*rows), 0, collate), seed=0, micro_batch_size=2).micro_batches(0)
-        return batch  # type: ignore[no-any-return]
+        return batch
 
     with pytest.raises(DataError, match=message):
         read()
 
 
-def test_a_source_makes_its_own_batches() -> None:
+def test_a_source_makes_its_own_batches():
     with pytest.raises(
         DataError, match="TensorSource makes its own batches, so the task's collate would not be called"
     ):
@@ -192,34 +188,34 @@ def test_a_source_makes_its_own_batches() -> None:
 class _Generator:
     """A collator with a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.generator = torch.Generator().manual_seed(3)
 
-    def __call__(self, rows: list[Any]) -> Any:
+    def __call__(self, rows):
         return torch.rand(len(rows), 4, generator=self.generator), torch.zeros(len(rows))
 
 
-def _masked(seed: int | None = None) -> Any:
+def _masked(seed=None):
     from transformers import DataCollatorForLanguageModeling
 
     tokenizer = words("a", "[PAD]", "[MASK]", pad_token="[PAD]", mask_token="[MASK]")
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=seed)
 
 
-def _plain(rows: list[Any]) -> Any:
+def _plain(rows):
     return torch.tensor([row.pop("input_ids") for row in rows]), torch.zeros(len(rows))
 
 
-def _flipping(rows: list[Any]) -> Any:
+def _flipping(rows):
     return _plain(rows if random.random() < 0.01 else rows[::-1])
 
 
-def _noisy(rows: list[Any]) -> Any:
+def _noisy(rows):
     inputs, targets = _plain(rows)
     return inputs + torch.from_numpy(np.random.normal(size=inputs.shape)), targets
 
 
-def _for_the_batch(rows: list[Any]) -> Any:
+def _for_the_batch(rows):
     inputs, targets = _plain(rows)
     return inputs + torch.rand(4), targets
 
@@ -237,7 +233,7 @@ def _for_the_batch(rows: list[Any]) -> Any:
         (_for_the_batch, True),
     ],
 )
-def test_a_collate_that_draws_is_said(collate: Any, draws: bool, workers: int) -> None:
+def test_a_collate_that_draws_is_said(collate, draws, workers):
     """Its numbers are a batch's: other ones with another micro-batch or another number of ranks."""
     source = as_source([{"input_ids": [3, 4, 5, 6]} for _ in range(16)], 0, collate)
     loader = Loader(source, seed=0, micro_batch_size=4, workers=workers)
@@ -247,12 +243,12 @@ def test_a_collate_that_draws_is_said(collate: Any, draws: bool, workers: int) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_collate_draws_for_a_row_does_not_depend_on_ranks_micro_batches_workers_and_resumes(workers: int) -> None:
+def test_what_collate_draws_for_a_row_does_not_depend_on_ranks_micro_batches_workers_and_resumes(workers):
     """Each sample twice in an epoch: every copy has draws of its own. Rows of several lengths: padding changes none."""
     rows = [{"input_ids": list(range(3, 7 + number % 9))} for number in range(8)]
     source = as_source(rows + rows, 0, _masked())
 
-    def seen(ranks: int, accumulation: int, first: int = 0) -> list[list[list[int]]]:
+    def seen(ranks, accumulation, first=0):
         """For each row of steps 2 and 3 what it shows and what is to be learned."""
         found = []
         for step in range(2, 4):
@@ -278,10 +274,10 @@ def test_what_collate_draws_for_a_row_does_not_depend_on_ranks_micro_batches_wor
     assert seen(2, 1) == seen(1, 4) == seen(2, 2, first=2) == expected
 
 
-def test_a_collate_that_sorts_makes_no_predictions() -> None:
-    rows: Any = [(torch.tensor([float(row), 0.0]), row % 2) for row in (3, 1, 2)]
+def test_a_collate_that_sorts_makes_no_predictions():
+    rows = [(torch.tensor([float(row), 0.0]), row % 2) for row in (3, 1, 2)]
 
-    def sorts(rows: list[Any]) -> Any:
+    def sorts(rows):
         return default_collate(sorted(rows, key=lambda row: -row[0][0].item()))
 
     DatasetSource(rows, 0, default_collate).refuse_other_order()
@@ -291,7 +287,7 @@ def test_a_collate_that_sorts_makes_no_predictions() -> None:
     with pytest.raises(DataError, match="sorts gives the rows of a batch in another order"):
         DatasetSource(rows, 0, sorts).refuse_other_order()
 
-    def packs(rows: list[Any]) -> Any:  # which keeps its own way back to the order of the rows
+    def packs(rows):  # which keeps its own way back to the order of the rows
         return pack_sequence([row for row, _ in rows], enforce_sorted=False), torch.tensor([label for _, label in rows])
 
     lengths = [(torch.ones(2 + row % 3, 4), row) for row in range(5)]

@@ -1,10 +1,5 @@
 """``dsframe compare``: what is made of finished runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dsframe.cli import main
@@ -13,7 +8,7 @@ from tests.files import write_json
 from tests.unit.test_report_page import write_run
 
 
-def test_runs_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared(here, capsys):
     for number, name in enumerate(("a", "b"), 1):
         write_run(
             here / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
@@ -41,9 +36,7 @@ def test_runs_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("more", "verdict"), [({}, "not the same"), ({"bf16": {"enabled": True}}, "the same")])
-def test_only_runs_in_16_bits_may_differ_by_their_rounding(
-    more: dict[str, Any], verdict: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_runs_in_16_bits_may_differ_by_their_rounding(more, verdict, here, capsys):
     finished = {"description": "engine", "steps": 1, "rate": 1, "unit": "samples", "units_per_step": 1, "seconds": 1.0}
     finished |= {"first_step_seconds": 0.5, "metrics": {}, "peak_memory_bytes": [1], "launcher": "python"}
     for name, loss in (("a", 1.0), ("b", 1.001)):
@@ -53,7 +46,7 @@ def test_only_runs_in_16_bits_may_differ_by_their_rounding(
     assert f"b: {verdict} training as a" in capsys.readouterr().out
 
 
-def test_a_verdict_tells_rounding_from_another_training() -> None:
+def test_a_verdict_tells_rounding_from_another_training():
     curves = [{1: 2.0, 10: 1.0, 100: 0.5}, {1: 2.0, 10: 1.0 + 1e-7, 100: 0.6}, {1: 2.0, 10: 1.01, 100: 0.5}]
     rounded, other = compare.verdicts(["a", "b", "c"], curves, 1e-5)
     assert rounded == (

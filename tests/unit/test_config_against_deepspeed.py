@@ -1,12 +1,9 @@
 """Our verdict beside that of DeepSpeed's own parser, and our schema beside DeepSpeed's own models."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +30,7 @@ STRICTER = {
 
 
 @pytest.fixture(scope="module")
-def parse() -> Any:
+def parse():
     """DeepSpeed's parser: the exception it raises for a dictionary, or None."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
@@ -41,7 +38,7 @@ def parse() -> Any:
         import deepspeed  # noqa: F401
         from deepspeed.runtime.config import DeepSpeedConfig
 
-    def parser(content: Any) -> BaseException | None:
+    def parser(content):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -53,15 +50,15 @@ def parse() -> Any:
     return parser
 
 
-def public() -> list[Path]:
+def public():
     return sorted(SHARED.glob("*.json"))
 
 
-def without_ours(content: dict[str, Any]) -> dict[str, Any]:
+def without_ours(content):
     return {key: value for key, value in content.items() if key != "dsframe"}
 
 
-def compare(content: dict[str, Any], parse: Any) -> str:
+def compare(content, parse):
     """One of: both accept, both refuse, stricter (with a reason). Anything else fails."""
     examined = examine(json.dumps(content), "x.json")
     errors = [problem for problem in examined.problems if problem.severity == "error"]
@@ -80,11 +77,11 @@ def compare(content: dict[str, Any], parse: Any) -> str:
     return "stricter"
 
 
-def test_public_files(parse: Any) -> None:
+def test_public_files(parse):
     files = public()
     if not files:
         pytest.skip(f"{SHARED} is not there: the public files are not part of the repository")
-    seen: dict[str, int] = {}
+    seen = {}
     for path in files:
         try:
             content = read(path.read_text()).root
@@ -100,7 +97,7 @@ def test_public_files(parse: Any) -> None:
     print(seen)
 
 
-def test_a_parameter_that_stage_3_cannot_shard_is_named() -> None:
+def test_a_parameter_that_stage_3_cannot_shard_is_named():
     import torch
 
     from dsframe.engines.deepspeed import engine

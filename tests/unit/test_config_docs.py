@@ -1,7 +1,5 @@
 """The JSON Schema, which is made from the models: it accepts what the check accepts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,13 +16,13 @@ PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.jso
 OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it(capsys):
     main(["schema"])
     assert json.loads(capsys.readouterr().out) == json_schema()
 
 
 @pytest.mark.parametrize("path", OWN, ids=[path.stem for path in OWN])
-def test_own_files_are_clean_and_valid_and_name_the_schema(path: Path) -> None:
+def test_own_files_are_clean_and_valid_and_name_the_schema(path):
     text = path.read_text()
     assert [problem for problem in examine(text, path.name).problems if problem.severity != "note"] == []
     content = read(text).root
@@ -32,7 +30,7 @@ def test_own_files_are_clean_and_valid_and_name_the_schema(path: Path) -> None:
     assert content.get("$schema") == "./dsframe.schema.json"
 
 
-def test_an_editor_sees_what_the_check_sees() -> None:
+def test_an_editor_sees_what_the_check_sees():
     """Files without errors satisfy the schema (but for forms that are deprecated); a wrong key or type does not."""
     schema = Draft202012Validator(json_schema())
     for path in PUBLIC:

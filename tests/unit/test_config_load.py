@@ -1,11 +1,8 @@
 """From a file to a ``Config``: defaults, overrides, "auto", batch sizes, and what DeepSpeed gets."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,28 +14,28 @@ from dsframe.errors import ConfigError
 from dsframe.tools import check
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-ADAM: dict[str, Any] = {TRAIN: 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+ADAM = {TRAIN: 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}, "dsframe": {"task": {"name": "language"}}}
 
 
-def write(folder: Path, content: Any, name: str = "c.json") -> Path:
+def write(folder, content, name="c.json"):
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
     return path
 
 
-def messages(caught: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+def messages(caught):
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_integral_floats_are_integers(tmp_path: Path) -> None:
+def test_integral_floats_are_integers(tmp_path):
     path = write(tmp_path, '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "sub_group_size": 1e12}}')
     config = load(path)
     assert config.deepspeed.zero_optimization.sub_group_size == 10**12
     assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
 
 
-def test_all_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_all_errors_at_once_in_the_order_of_the_file(tmp_path):
     path = write(
         tmp_path,
         '{\n  "train_batch_size": "8",\n  "zero_optimisation": {\n    "stage": 9\n  },\n'
@@ -60,7 +57,7 @@ def test_all_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
 # Overrides
 
 
-def test_overrides_win_and_are_checked() -> None:
+def test_overrides_win_and_are_checked():
     base = {TRAIN: 8, "zero_optimization": {"stage": 1}, "dsframe": {"epochs": 3}}
     config = load(base, overrides=["zero_optimization.stage=3", "dsframe.steps=5", "dsframe.task.name=language"])
     assert config.deepspeed.zero_optimization.stage == 3
@@ -81,7 +78,7 @@ def test_overrides_win_and_are_checked() -> None:
     ("text", "value"),
     [("cpu", "cpu"), ("null", None), ("[1, 2]", [1, 2]), ("NaN", "NaN"), ("a=b", "a=b")],
 )
-def test_override_values(text: str, value: Any) -> None:
+def test_override_values(text, value):
     config = load({TRAIN: 8, "dsframe": {"task": {"name": "a:B"}}}, overrides=[f"dsframe.task.options.x={text}"])
     assert isinstance(config.settings.task, CustomTask)
     assert config.settings.task.options == {"x": value}
@@ -90,7 +87,7 @@ def test_override_values(text: str, value: Any) -> None:
 # What DeepSpeed gets
 
 
-def test_deepspeed_gets_what_the_user_wrote() -> None:
+def test_deepspeed_gets_what_the_user_wrote():
     content = {
         "$schema": "x", "_comment": "y", MICRO: 4, "zero_optimization": {"stage": 2, "cpu_offload": True},
         "bfloat16": {"enabled": True}, "wibble": 1, "pipeline": {"mine": 2},
@@ -106,7 +103,7 @@ def test_deepspeed_gets_what_the_user_wrote() -> None:
     assert config.for_deepspeed(2)["zero_optimization"]["stage"] == 2
 
 
-def test_the_digest_tells_files_apart_and_not_spellings(tmp_path: Path) -> None:
+def test_the_digest_tells_files_apart_and_not_spellings(tmp_path):
     one = load(write(tmp_path, '{"train_batch_size": 8, "steps_per_print": 1}', "a.json"))
     same = load(write(tmp_path, "{steps_per_print: 1 // comment\n train_batch_size: 8}", "b.json"))
     other = load(one.path or "", overrides=["steps_per_print=2"])
@@ -131,7 +128,7 @@ HF = {
 }  # fmt: skip
 
 
-def test_auto_is_resolved_once_the_model_and_the_data_are_known() -> None:
+def test_auto_is_resolved_once_the_model_and_the_data_are_known():
     first = load(HF)
     assert '"auto"' not in json.dumps(first.for_deepspeed(2))
     waiting = [problem.path for problem in first.problems if problem.code == "auto-later"]
@@ -154,7 +151,7 @@ def test_auto_is_resolved_once_the_model_and_the_data_are_known() -> None:
     assert config.digest != first.digest
 
 
-def test_auto_takes_what_the_file_itself_says() -> None:
+def test_auto_takes_what_the_file_itself_says():
     content = HF | {"dsframe": {"steps": 70, "task": {"name": "language", "width": 32}}}
     handed = load(content, overrides=["optimizer.params.lr=0.1"]).for_deepspeed(1)
     assert handed["scheduler"]["params"]["total_num_steps"] == 70
@@ -171,9 +168,7 @@ def test_auto_takes_what_the_file_itself_says() -> None:
         ("SGD", {"lr": 0.1}, "WarmupLR", 0.1),
     ],
 )
-def test_auto_is_the_rate_of_the_optimizer(
-    optimizer: str, params: dict[str, float], scheduler: str, rate: float | None
-) -> None:
+def test_auto_is_the_rate_of_the_optimizer(optimizer, params, scheduler, rate):
     """None is as where the key is left out: the optimizer's rates, several with Muon, are reached in proportion."""
     course = {"warmup_max_lr": "auto", **({"total_num_steps": 5000} if scheduler == "WarmupDecayLR" else {})}
     sections = {"optimizer": {"type": optimizer, "params": params}, "scheduler": {"type": scheduler, "params": course}}
@@ -190,9 +185,7 @@ COUNTS = st.integers(1, 4)
 
 @settings(deadline=None)
 @given(COUNTS, COUNTS, COUNTS, st.sampled_from([{}, CUT, {"sequence_parallel_size": 2}]), st.data())
-def test_a_batch_is_micro_batches_of_all_ranks(
-    micro: int, accumulation: int, ranks: int, cut: dict[str, Any], data: st.DataObject
-) -> None:
+def test_a_batch_is_micro_batches_of_all_ranks(micro, accumulation, ranks, cut, data):
     """Whichever of the three the file gives; "auto" is as where the key is left out."""
     stages = 1 if cut else data.draw(COUNTS)
     tensor, sharing = (2 if cut is CUT else 1), (2 if cut else 1)
@@ -213,7 +206,7 @@ def test_a_batch_is_micro_batches_of_all_ranks(
 
 
 @pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, CUT, {"sequence_parallel_size": 2}])
-def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str, Any]) -> None:
+def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut):
     """The same file on an engine of full replicas: other ranks read, but a step has the same samples."""
     config = load({TRAIN: 16, STEPS: 2, **cut})
     cutting, replicas = config.batch(2), config.batch(2, replicas=True)
@@ -223,7 +216,7 @@ def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str
     assert config.resolve(Facts(world_size=1, replicas=True)).batch(1).train_batch_size == cutting.train_batch_size
 
 
-def test_ranks_that_split_a_model_read_the_same_samples() -> None:
+def test_ranks_that_split_a_model_read_the_same_samples():
     """In DeepSpeed's order of ranks: pipe, data, tensor."""
     staged, cut = load({MICRO: 1, "pipeline": {"stages": 2}}).batch(4), load({MICRO: 1, **CUT}).batch(4)
     assert [staged.data_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
@@ -268,13 +261,13 @@ def test_ranks_that_split_a_model_read_the_same_samples() -> None:
         ),
     ],
 )
-def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: str) -> None:
+def test_batch_sizes_that_cannot_be(given, world, message):
     with pytest.raises(ConfigError) as caught:
         load(given).batch(world)
     assert messages(caught) == [message]
 
 
-def test_groups_that_cannot_be() -> None:
+def test_groups_that_cannot_be():
     with pytest.raises(ConfigError, match="4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2"):
         load({MICRO: 1, "sequence_parallel_size": 2, "data_parallel_size": 4}, facts=Facts(4))
     hybrid = {"engine": "fsdp", "fsdp": {"sharding": "hybrid", "shard_size": 4}}
@@ -282,7 +275,7 @@ def test_groups_that_cannot_be() -> None:
         load({MICRO: 1, "dsframe": hybrid}, facts=Facts(6))
 
 
-def test_what_is_passed_through_may_come_from_the_command_line() -> None:
+def test_what_is_passed_through_may_come_from_the_command_line():
     config = load({TRAIN: 8, "dsframe": {"pass_through": ["wibble", "fp16.new", "absent.key"]}}, overrides=["wibble=3"])
     handed = config.for_deepspeed(1)
     assert handed["wibble"] == 3
@@ -292,7 +285,7 @@ def test_what_is_passed_through_may_come_from_the_command_line() -> None:
 # Finding files
 
 
-def test_find(here: Path) -> None:
+def test_find(here):
     shipped = find("zero3.json")
     assert shipped.is_absolute()
     assert find("zero3") == shipped
@@ -308,7 +301,7 @@ def test_find(here: Path) -> None:
         find("zreo3.json")
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "c.json"
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 7\); save the file as UTF-8"):
@@ -320,7 +313,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 # Features
 
 
-def test_features_name_what_is_on(tmp_path: Path) -> None:
+def test_features_name_what_is_on(tmp_path):
     path = write(
         tmp_path,
         {
@@ -341,14 +334,14 @@ def test_features_name_what_is_on(tmp_path: Path) -> None:
     assert load({TRAIN: 8}).features == ()
 
 
-def test_a_seed_is_one_that_every_generator_takes() -> None:
+def test_a_seed_is_one_that_every_generator_takes():
     """NumPy takes 32 bits, and a layer's own seed is a million times larger: torch takes 64."""
     assert load({MICRO: 1, "dsframe": {"seed": 2**32 - 1}}).settings.seed == 2**32 - 1
     with pytest.raises(ConfigError, match="seed"):
         load({MICRO: 1, "dsframe": {"seed": 2**32}})
 
 
-def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
+def test_keys_of_accounts_are_neither_shown_nor_kept():
     file = {MICRO: 1, "comet": {"api_key": "the-key", "project": "p"}}
     file["wandb"] = {"enabled": True, "project": "https://me:the-key@host:5000/x@y"}
     found = load(file, overrides=["dsframe.steps=2"])
@@ -363,7 +356,7 @@ def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
 @pytest.mark.parametrize(
     "name", ["github_token", "API_KEY", "deploy_key", "my_secret_thing", "db_password", "credentials", "PWD"]
 )  # fmt: skip
-def test_what_opens_something_is_a_secret(name: str) -> None:
+def test_what_opens_something_is_a_secret(name):
     for value in ("the-key", {"user": "me", "value": "the-key"}, ["the-key"]):
         assert secrets.without({"a": {name: value, "b": 1}}) == {"a": {"b": 1}}
     assert secrets.is_secret(f"--{name.replace('_', '-')}")
@@ -372,7 +365,7 @@ def test_what_opens_something_is_a_secret(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["eos_token", "max_tokens", "eos_token_id", "experiment_key", "text_key", "key"]
 )  # fmt: skip
-def test_what_is_known_to_be_none_is_kept(name: str) -> None:
+def test_what_is_known_to_be_none_is_kept(name):
     assert secrets.without({name: "x"}) == {name: "x"}
     assert secrets.without({"num_key": 3, "use_auth_token": False}) == {"num_key": 3, "use_auth_token": False}
 
@@ -386,7 +379,7 @@ def test_what_is_known_to_be_none_is_kept(name: str) -> None:
         ("what? token=the-word", "what? token=the-word"),
     ],
 )
-def test_addresses_open_nothing(address: str, shown: str) -> None:
+def test_addresses_open_nothing(address, shown):
     assert secrets.without({"data": [address]}) == {"data": [shown]}
     assert secrets.redact(["--from", address])[1] == shown
 
@@ -404,11 +397,11 @@ def test_addresses_open_nothing(address: str, shown: str) -> None:
         ("--set dsframe.task.eos_token=2 --set a=b=c", "--set dsframe.task.eos_token=2 --set a=b=c"),
     ],
 )
-def test_keys_of_accounts_are_hidden_in_commands(typed: str, shown: str) -> None:
+def test_keys_of_accounts_are_hidden_in_commands(typed, shown):
     assert " ".join(secrets.redact(typed.split())) == shown
 
 
-def test_a_number_of_steps_that_is_known_later_is_not_missing() -> None:
+def test_a_number_of_steps_that_is_known_later_is_not_missing():
     params = {"max_lr": 0.01, "total_steps": "auto"}
     document = ADAM | {"scheduler": {"type": "OneCycleLR", "params": params}, "dsframe": {"epochs": 3}}
     assert load(document).is_unresolved

@@ -1,11 +1,8 @@
 """A run parses its file once, examines it once and chooses its engine once."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +33,7 @@ print(json.dumps(counts))
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_a_run_reads_its_file_once(auto: bool, tmp_path: Path) -> None:
+def test_a_run_reads_its_file_once(auto, tmp_path):
     """Examined once more only where the file has an "auto", which may become something else when the model is known."""
     file = ds_config(16, "AdamW", 0.01, sections={"gradient_clipping": "auto" if auto else 1.0}, steps=2)
     write_json(tmp_path / "file.json", file)
@@ -49,7 +46,7 @@ def test_a_run_reads_its_file_once(auto: bool, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
-def test_what_is_asked_of_a_config_parses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_of_a_config_parses_nothing(monkeypatch):
     config = load("zero3.json")
     monkeypatch.setattr(sys.modules["dsframe.config.load"], "read", None)
     assert config.position(("zero_optimization", "stage"))[0] > 1
@@ -59,7 +56,7 @@ def test_what_is_asked_of_a_config_parses_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["zero3.json", "gpt_zero2.json", "llama_zero3.json", "pipeline.json"])
-def test_resolving_says_what_an_examination_would(name: str) -> None:
+def test_resolving_says_what_an_examination_would(name):
     facts = Facts(2, 100, 64, replicas=False)
     resolved, whole = load(name).resolve(facts), load(name, facts=facts)
     assert resolved.problems == whole.problems

@@ -1,10 +1,7 @@
 """The reader beside hjson, the package that DeepSpeed reads its file with; and its places."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ HJSON = """\
 """
 
 
-def theirs(text: str) -> Any:
+def theirs(text):
     hjson = pytest.importorskip("hjson", reason="hjson comes with DeepSpeed, which is not installed")
     try:
         return hjson.loads(text, object_pairs_hook=dict)
@@ -39,7 +36,7 @@ def theirs(text: str) -> Any:
         return error
 
 
-def ours(text: str) -> Any:
+def ours(text):
     try:
         return read(text).root
     except ReadError as error:
@@ -55,7 +52,7 @@ def ours(text: str) -> Any:
         '{"a": 1} trailing', "{a: 1e400}", "/* open", '{"a": "\\x"}',
     ],
 )  # fmt: skip
-def test_reads_what_hjson_reads(text: str) -> None:
+def test_reads_what_hjson_reads(text):
     expected, found = theirs(text), ours(text)
     if not isinstance(expected, (dict, list, Exception)) or (expected == {} and "{" not in text):
         assert isinstance(found, ReadError)  # a lone value is no configuration
@@ -66,12 +63,12 @@ def test_reads_what_hjson_reads(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["tru, ", "01", "1 2", "'''x'''", "x /* not a comment */ y", "NaN\n"])
-def test_text_without_quotes_is_refused(value: str) -> None:
+def test_text_without_quotes_is_refused(value):
     with pytest.raises(ReadError, match=r"without quotes|expected"):
         read(f"{{a: {value}\n}}")
 
 
-def test_reads_damaged_files_as_hjson_does() -> None:
+def test_reads_damaged_files_as_hjson_does():
     rng = random.Random(11)
     letters = "{}[],:\"'\\ \n\t#/*-+.eE0123456789abtruefalsn_"
     for _ in range(3000):
@@ -83,7 +80,7 @@ def test_reads_damaged_files_as_hjson_does() -> None:
         assert isinstance(found, ReadError) or found == expected, text
 
 
-def test_places() -> None:
+def test_places():
     document = read(HJSON)
     assert document.position(document.spans[("number",)].key_start) == (4, 3)
     assert document.position(document.spans[("number",)].start) == (4, 13)
@@ -95,12 +92,12 @@ def test_places() -> None:
             assert key == path[-1]
 
 
-def test_columns_count_characters() -> None:
+def test_columns_count_characters():
     document = read('{"é😀": 1, "b": 2}')
     assert document.position(document.spans[("b",)].key_start) == (1, 11)
 
 
-def test_duplicates_are_all_reported_and_the_last_one_counts() -> None:
+def test_duplicates_are_all_reported_and_the_last_one_counts():
     document = read('{"a": {"x": 1},\n "a": {"y": 2, "y": 3},\n "a": 4}')
     assert document.root == {"a": 4}
     places = [
@@ -115,7 +112,7 @@ def test_duplicates_are_all_reported_and_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{a:" * 70 + "1" + "}" * 70])
-def test_deep_nesting_is_a_message(text: str) -> None:
+def test_deep_nesting_is_a_message(text):
     with pytest.raises(ReadError, match="nested more than 64 levels"):
         read(text)
 
@@ -129,5 +126,5 @@ def test_deep_nesting_is_a_message(text: str) -> None:
         ("1e999", None),
     ],
 )
-def test_number_of(text: str, number: float | None) -> None:
+def test_number_of(text, number):
     assert number_of(text) == number

@@ -1,7 +1,5 @@
 """Our schema beside the installed DeepSpeed, field by field: a new release shows up here."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import types
@@ -14,9 +12,8 @@ import pytest
 
 from dsframe.config.read.legacy import REMOVED, RENAMED
 from dsframe.config.schema import expert_parallel, monitor, parallel, precision, system, zero, zero_offload
-from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.file import Shape, shape
+from dsframe.config.schema.file import shape
 from dsframe.config.schema.parameters import (
     DEEPSPEED_OPTIMIZERS,
     DEEPSPEED_SCHEDULERS,
@@ -27,7 +24,7 @@ from dsframe.config.schema.parameters import (
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-PAIRS: list[tuple[type[Section], str, str]] = [
+PAIRS = [
     (zero.Zero, "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     (zero_offload.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
     (zero_offload.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
@@ -51,20 +48,20 @@ NARROWER = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quiet_import() -> None:
+def _quiet_import():
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setenv("DS_ACCELERATOR", "cpu")
         import deepspeed  # noqa: F401
 
 
-def theirs(module: str, name: str) -> Any:
+def theirs(module, name):
     import importlib
 
     return getattr(importlib.import_module(module), name)
 
 
-def kinds(annotation: Any) -> set[str]:
+def kinds(annotation):
     """The kinds of values that one of DeepSpeed's annotations takes."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -87,7 +84,7 @@ def kinds(annotation: Any) -> set[str]:
     return {names[annotation]}
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     if isinstance(value, enum.Enum):
         return value.value
     if hasattr(value, "model_dump"):
@@ -95,12 +92,12 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def default(field: Any) -> Any:
+def default(field):
     return plain(field.get_default(call_default_factory=True, validated_data={}))
 
 
 @pytest.mark.parametrize(("ours", "module", "name"), PAIRS, ids=[pair[2] for pair in PAIRS])
-def test_pydantic_sections(ours: type[Section], module: str, name: str) -> None:
+def test_pydantic_sections(ours, module, name):
     model = theirs(module, name)
     expected = {field.alias or key: (key, field) for key, field in model.model_fields.items()}
     expected = {key: pair for key, pair in expected.items() if f"{name}.{pair[0]}" not in NOT_IN_A_FILE}
@@ -118,16 +115,16 @@ def test_pydantic_sections(ours: type[Section], module: str, name: str) -> None:
             assert RENAMED[f"{section}.{original}"] == f"{section}.{key}"
 
 
-def comparable(mine: Shape) -> set[str]:
+def comparable(mine):
     return set(mine.kinds) - ({"any"} if "list" in mine.kinds else set())
 
 
-def test_plain_sections_have_their_defaults() -> None:
+def test_plain_sections_have_their_defaults():
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    def same(ours: type[Section], original: dict[str, Any], but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def same(ours, original, but=frozenset()):
         mine = {key: default(field) for key, field in ours.model_fields.items()}
         assert {key: value for key, value in mine.items() if key not in but} == {
             key: value for key, value in original.items() if key not in but
@@ -142,42 +139,42 @@ def test_plain_sections_have_their_defaults() -> None:
 class Recorder(dict[str, Any]):
     """A dictionary that remembers which keys were asked for."""
 
-    def __init__(self, content: dict[str, Any], seen: set[str]) -> None:
+    def __init__(self, content, seen):
         super().__init__(content)
         self.seen = seen
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key, default=None):
         self.seen.add(key)
         return super().get(key, default)
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key):
         self.seen.add(str(key))
         return super().__contains__(key)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key):
         self.seen.add(key)
         return super().__getitem__(key)
 
-    def keys(self) -> Any:
+    def keys(self):
         recorder = self
 
         class Keys:
-            def __contains__(self, key: object) -> bool:
+            def __contains__(self, key):
                 return key in recorder
 
-            def __iter__(self) -> Any:
+            def __iter__(self):
                 return iter(dict.keys(recorder))
 
         return Keys()
 
-    def __copy__(self) -> Recorder:
+    def __copy__(self):
         return Recorder(dict(self), self.seen)
 
 
-def test_top_level_keys_are_what_deepspeed_reads() -> None:
+def test_top_level_keys_are_what_deepspeed_reads():
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    seen: set[str] = set()
+    seen = set()
     for content in ({"train_batch_size": 1}, {"train_batch_size": 1, "zero_optimization": True}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -188,7 +185,7 @@ def test_top_level_keys_are_what_deepspeed_reads() -> None:
     assert seen | read_elsewhere == set(DeepSpeed.model_fields) | removed | {"bfloat16"}
 
 
-def test_top_level_defaults() -> None:
+def test_top_level_defaults():
     from deepspeed.runtime.config import DeepSpeedConfig
 
     with warnings.catch_warnings():
@@ -208,7 +205,7 @@ def test_top_level_defaults() -> None:
     assert compared >= 17
 
 
-def test_removed_keys_are_deepspeeds() -> None:
+def test_removed_keys_are_deepspeeds():
     from deepspeed.runtime import config
 
     top = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
@@ -216,7 +213,7 @@ def test_removed_keys_are_deepspeeds() -> None:
     assert set(REMOVED) == top | inside
 
 
-def test_optimizers_are_deepspeeds_and_torchs() -> None:
+def test_optimizers_are_deepspeeds_and_torchs():
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as ORIGINAL
 
@@ -243,7 +240,7 @@ def test_optimizers_are_deepspeeds_and_torchs() -> None:
             assert key == "params" or default(parameters.model_fields[key]) == original, f"{name}.{key}"
 
 
-def test_adam_takes_what_its_kernels_take() -> None:
+def test_adam_takes_what_its_kernels_take():
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
@@ -254,7 +251,7 @@ def test_adam_takes_what_its_kernels_take() -> None:
     assert fields == accepted
 
 
-def test_schedulers_are_deepspeeds_and_torchs() -> None:
+def test_schedulers_are_deepspeeds_and_torchs():
     import torch
     from deepspeed.runtime import lr_schedules
 

@@ -1,10 +1,6 @@
 """What is learned of a conversation is what was meant: answers by their tokens, weights, templates, the same rows from any file."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ SPECIAL = ["[UNK]", "[END]", "<user>", "<bot>", "<s>"]
 WORDS = ["one", "two", "good", "bad", "the", "cat", "sees", "a", "dog", "naïve", "🐈", "end"]
 
 
-def words(kind: str) -> Any:
+def words(kind):
     """A tokenizer of a kind: bytes, pieces of words, or whole words that drop all whitespace."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -51,32 +47,32 @@ def words(kind: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="[END]")
 
 
-def encoder(tokenizer: Any, template: Any) -> ConversationEncoder:
+def encoder(tokenizer, template):
     return ConversationEncoder(tokenizer, template)
 
 
-def talk(*answers: Any, **more: Any) -> dict[str, Any]:
-    messages: list[Any] = []
+def talk(*answers, **more):
+    messages = []
     for answer in answers:
         messages += [{"role": "user", "content": " the cat "}, answer if isinstance(answer, dict) else said(answer)]
     return {"messages": messages, **more}
 
 
-def said(text: str, role: str = "assistant", **more: Any) -> dict[str, Any]:
+def said(text, role="assistant", **more):
     return {"role": role, "content": text, **more}
 
 
-def encoded(made: Any, row: dict[str, Any], place: str = "a:1") -> list[int]:
+def encoded(made, row, place="a:1"):
     (found,) = made.encode([Row(place, row)])
     return found.tolist()
 
 
-def tokens_of(made: Any, row: dict[str, Any]) -> list[int]:
+def tokens_of(made, row):
     """Those that are learned and the others."""
     return [max(token, ~token) for token in encoded(made, row)]
 
 
-def learned(tokenizer: Any, row: dict[str, Any], template: Any = MARKED) -> str:
+def learned(tokenizer, row, template=MARKED):
     found = encoded(encoder(tokenizer, template), row)
     return str(tokenizer.decode([token for token in found if token >= 0], skip_special_tokens=False))
 
@@ -89,12 +85,12 @@ TURNS = (
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces", "unigram"])
-def test_the_targets_of_a_file_are_its_answers_byte_for_byte(kind: str, tmp_path: Path) -> None:
+def test_the_targets_of_a_file_are_its_answers_byte_for_byte(kind, tmp_path):
     """Tools, system prompts, several turns, empty answers and emoji; a special token ends each answer."""
     tools = [{"type": "function", "function": {"name": "sees", "parameters": {}}}]
     calls = [{"type": "function", "function": {"name": "sees", "arguments": {"what": "🐈"}}}]
     system = {"role": "system", "content": "good  cat 🐈\n"}
-    rows: list[Any] = [
+    rows = [
         {**talk("sees a dog", "", "naïve 🐈"), "tools": tools},
         {"messages": [system, *talk("🐈 🐈", "one two")["messages"]]},
         {"messages": [system, {"role": "user", "content": "the dog"}, said("", tool_calls=calls),
@@ -110,13 +106,13 @@ def test_the_targets_of_a_file_are_its_answers_byte_for_byte(kind: str, tmp_path
     for tokens, expected in zip(
         made.encode(list(documents.rows(tmp_path / "a.jsonl", made.columns))), answers, strict=True
     ):
-        groups: list[list[int]] = [[]]
+        groups = [[]]
         for token in tokens[tokens >= 0].tolist():
             groups.append([]) if token == tokenizer.eos_token_id else groups[-1].append(token)
         assert [tokenizer.decode(group) for group in groups] == [*expected, ""]
 
 
-def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said() -> None:
+def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said():
     tokenizer = words("bytes")
     for template, warned in ((MARKED, 0), (MARKED.replace("[END]{% endgeneration %}", "{% endgeneration %}[END]"), 1)):
         rows = list(encoder(tokenizer, template).encode([Row("a:1", talk("one", "x" * 200)), Row("a:2", talk("two"))]))
@@ -128,7 +124,7 @@ def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said() -> None
     assert len(list(describe_targets(tokenizer, [cut], len(cut) - 1))) == 1  # cut within its answer
 
 
-def test_an_answer_that_shares_a_token_with_other_words_is_refused() -> None:
+def test_an_answer_that_shares_a_token_with_other_words_is_refused():
     glued = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     row = {"messages": [said("one"), said("Q")]}  # one unknown word
     with pytest.raises(DataError, match="a:1: the tokens of an answer cannot be found: 'one"):
@@ -136,14 +132,14 @@ def test_an_answer_that_shares_a_token_with_other_words_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
-def test_a_message_of_no_weight_is_not_learned(key: str) -> None:
+def test_a_message_of_no_weight_is_not_learned(key):
     tokenizer = words("bytes")
     assert learned(tokenizer, talk(said("bad", **{key: 0}), said("good", **{key: True}))) == "good[END]"
     with pytest.raises(DataError, match=f'"{key}" of a message is 0.5; 0 and 1 are known'):
         learned(tokenizer, talk(said("bad", **{key: 0.5})))
 
 
-def test_a_weight_that_cannot_be_heeded_is_refused() -> None:
+def test_a_weight_that_cannot_be_heeded_is_refused():
     tokenizer, marked = words("bytes"), MARKED.replace("'assistant'", "'model'")
     rows = talk(said("bad", weight=0, role="model"), said("good", role="model"))
     assert learned(tokenizer, rows, marked) == "good[END]"
@@ -155,7 +151,7 @@ def test_a_weight_that_cannot_be_heeded_is_refused() -> None:
     assert learned(tokenizer, completion, "{% for m in messages %}{{ m | tojson }}{% endfor %}").count("weight") == 0
 
 
-def test_prompt_and_completion_are_one_text() -> None:
+def test_prompt_and_completion_are_one_text():
     tokenizer = words("unigram")  # writes a space before each text
     row = {"prompt": "the", "completion": "n a"}
     whole = tokenizer("then a")["input_ids"]
@@ -164,7 +160,7 @@ def test_prompt_and_completion_are_one_text() -> None:
 
 
 @pytest.mark.parametrize("special", ["$A [END]", "<user> <bot> $A", "<s> <bot> $A [END]", "$A"])
-def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
+def test_a_text_begins_as_the_tokenizer_begins_it(special):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = words("bytes")
@@ -177,7 +173,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(special: str) -> None:
     assert tokens_of(encoder(tokenizer, None), {"prompt": "o", "completion": "ne"}) == theirs
 
 
-def test_a_vocabulary_without_letters_begins_as_any_other() -> None:
+def test_a_vocabulary_without_letters_begins_as_any_other():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
 
@@ -189,7 +185,7 @@ def test_a_vocabulary_without_letters_begins_as_any_other() -> None:
     assert encoded(TextEncoder(tokenizer, "text"), {"text": "ACG"}) == [0, 2, 1]
 
 
-def test_what_the_template_is_given_reaches_it() -> None:
+def test_what_the_template_is_given_reaches_it():
     template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
     made = encoder(tokenizer, template)
@@ -205,10 +201,10 @@ DATED = (
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_tokens_do_not_depend_on_the_day(several: bool) -> None:
+def test_tokens_do_not_depend_on_the_day(several):
     """A template that writes the date gets none, and takes its own, or the row's."""
     tokenizer, row = words("bytes"), talk("one")
-    template: Any = {"default": DATED} if several else DATED
+    template = {"default": DATED} if several else DATED
     made = encoder(tokenizer, template)
     assert made.dated
     assert not encoder(tokenizer, MARKED).dated
@@ -222,7 +218,7 @@ def test_tokens_do_not_depend_on_the_day(several: bool) -> None:
         learned(tokenizer, row, "{{ strftime_now('%Y') }}" + MARKED)
 
 
-def test_of_several_templates_the_one_that_transformers_takes() -> None:
+def test_of_several_templates_the_one_that_transformers_takes():
     tokenizer = words("bytes")
     tokenizer.chat_template = {"default": MARKED, "tool_use": f"tools{MARKED}"}
     for row in (talk("one"), talk("one", tools=[{"name": "find"}])):
@@ -233,7 +229,7 @@ def test_of_several_templates_the_one_that_transformers_takes() -> None:
         learned(tokenizer, talk("one"), None)
 
 
-def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path: Path) -> None:
+def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -250,27 +246,27 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path: Path) -> 
         for name in ("a.jsonl", "a.parquet")
     ]
     assert found[0] == found[1]
-    rows[0]["messages"][0]["calls"][0]["arguments"] = {"x": None}  # type: ignore[index]
+    rows[0]["messages"][0]["calls"][0]["arguments"] = {"x": None}
     assert '"arguments": {"x": null}' in words("bytes").decode(tokens_of(made, rows[0]))
 
 
-def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
+def test_parts_of_text_are_one_text_and_other_parts_are_refused():
     tokenizer, parts = words("bytes"), [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]
-    assert learned(tokenizer, talk(said(parts))) == "one[END]"  # type: ignore[arg-type]
+    assert learned(tokenizer, talk(said(parts))) == "one[END]"
     with pytest.raises(DataError, match="a:1: a message has parts of type image; texts are read"):
-        learned(tokenizer, talk(said([{"type": "image"}, *parts])))  # type: ignore[arg-type]
+        learned(tokenizer, talk(said([{"type": "image"}, *parts])))
     with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
-        learned(tokenizer, talk(said({"text": "x"})))  # type: ignore[arg-type]
+        learned(tokenizer, talk(said({"text": "x"})))
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "completion": "\ud83d"}, talk("\ude00")])
-def test_half_of_a_character_is_named(row: dict[str, Any]) -> None:
+def test_half_of_a_character_is_named(row):
     rows = [Row("a:1", {"prompt": "a", "completion": "😀"}), Row("a:2", row)]
     with pytest.raises(DataError, match=r"^a:2: .*'.ud[8e][30][d0]' is half of a character"):
         list(encoder(words("bytes"), MARKED).encode(rows))
 
 
-def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path: Path) -> None:
+def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     assert [row.value for row in documents.rows(tmp_path / "a.txt", ())] == ["one\ntwo\n"]
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "one", "text": "two"}\n')
@@ -278,7 +274,7 @@ def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path: Path) 
         list(documents.rows(tmp_path / "a.jsonl", ("text",)))
 
 
-def test_ends_that_a_text_brings_are_not_written_twice() -> None:
+def test_ends_that_a_text_brings_are_not_written_twice():
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = words("bytes")
@@ -293,13 +289,13 @@ def test_ends_that_a_text_brings_are_not_written_twice() -> None:
     assert encoded(pairs, brought) == encoded(pairs, {"prompt": "the", "completion": "cat"})
 
 
-def test_a_null_is_a_key_that_is_not_there() -> None:
+def test_a_null_is_a_key_that_is_not_there():
     """As transformers takes it; it was an error of the tokenizer."""
     tokenizer = words("bytes")
-    assert learned(tokenizer, {"messages": [said("the", "user"), said(None, tool_calls=None)]}) == "[END]"  # type: ignore[arg-type]
+    assert learned(tokenizer, {"messages": [said("the", "user"), said(None, tool_calls=None)]}) == "[END]"
 
 
-def test_what_the_template_does_not_write_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_template_does_not_write_is_said_once(capsys):
     call = [{"function": {"name": "f", "arguments": {}}}]
     row = talk(said("one", tool_calls=call, masked=True, name=None), tools=[{"type": "function"}], system="be")
     rows = [Row("a:1", row), Row("a:2", row)]
@@ -316,14 +312,14 @@ CHAT = (
 )
 
 
-def test_what_is_asked_in_a_completion_is_no_answer() -> None:
+def test_what_is_asked_in_a_completion_is_no_answer():
     asked, answer, tokenizer = said("the cat", "user"), said("sees"), words("bytes")
     assert learned(tokenizer, {"prompt": [asked], "completion": [answer]}, CHAT) == "sees[END]"
     with pytest.raises(DataError, match="a:1: a completion has messages of user, which would be learned"):
         learned(tokenizer, {"prompt": [asked], "completion": [answer, asked, answer]}, CHAT)
 
 
-def test_words_that_a_template_leaves_out_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_a_template_leaves_out_are_said(capsys):
     asked, answer = said(" the cat\n", "user"), said("sees")
     rows = encoder(words("bytes"), CHAT)
     encoded(rows, {"prompt": [asked], "completion": [answer]})

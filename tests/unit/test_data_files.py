@@ -1,13 +1,10 @@
 """Files of data sets: found, read, fetched; and what is said when they are missing, truncated or hostile."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +18,18 @@ from dsframe.errors import DataError
 
 
 @pytest.fixture(autouse=True)
-def _no_data_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_data_of_this_machine(monkeypatch, tmp_path):
     """Tests see only what they make themselves."""
     monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "default"))
     monkeypatch.setattr(vision, "DEBIAN_FASHION_MNIST", tmp_path / "debian")
 
 
-def idx(array: Any) -> bytes:
+def idx(array):
     array = np.asarray(array, np.uint8)
     return b"\0\0\x08" + bytes([array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
 
 
-def write_mnist(folder: Path, *, compressed: bool = False, count: int = 6, largest_label: int = 9) -> None:
+def write_mnist(folder, *, compressed=False, count=6, largest_label=9):
     folder.mkdir(parents=True, exist_ok=True)
     for part, samples in (("train", count), ("t10k", 3)):
         pixels = np.arange(samples * 784).reshape(samples, 28, 28) % 251
@@ -44,20 +41,20 @@ def write_mnist(folder: Path, *, compressed: bool = False, count: int = 6, large
             path.write_bytes(gzip.compress(content) if compressed else content)
 
 
-def settings(dataset: str = "fashion-mnist", **fields: Any) -> VisionTask:
+def settings(dataset="fashion-mnist", **fields):
     return VisionTask.model_validate({"dataset": dataset, "augment": False, **fields})
 
 
-def load(section: VisionTask, *, train: bool = True) -> Any:
+def load(section, *, train=True):
     return vision.load(section, vision.describe(section), train=train, seed=0)
 
 
-def mapped_files(part: str) -> set[str]:
+def mapped_files(part):
     """Files that this process has mapped, which others share with it."""
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if part in line}
 
 
-def test_the_ranks_of_a_host_share_one_copy(here: Path) -> None:
+def test_the_ranks_of_a_host_share_one_copy(here):
     write_mnist(here)
     source = load(settings(data_dir=str(here)))
     assert str(here / "train-images-idx3-ubyte") in mapped_files(str(here))
@@ -65,7 +62,7 @@ def test_the_ranks_of_a_host_share_one_copy(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "compressed"), [("", False), ("FashionMNIST/raw", True), ("fashion-mnist", False)])
-def test_fashion_mnist_is_read_from_every_layout(here: Path, layout: str, compressed: bool) -> None:
+def test_fashion_mnist_is_read_from_every_layout(here, layout, compressed):
     write_mnist(here / "data" / layout, compressed=compressed)
     section = settings(data_dir="data")
     train, test = load(section), load(section, train=False)
@@ -78,14 +75,14 @@ def test_fashion_mnist_is_read_from_every_layout(here: Path, layout: str, compre
     assert (len(load(few)), len(load(few, train=False))) == (2, 3)
 
 
-def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path: Path) -> None:
+def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path):
     write_mnist(tmp_path / "debian", compressed=True, count=5)
     assert len(load(settings())) == 5
     write_mnist(tmp_path / "default" / "FashionMNIST" / "raw", count=7)
     assert len(load(settings())) == 7
 
 
-def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here: Path) -> None:
+def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here):
     with pytest.raises(DataError, match=r"^fashion-mnist: not complete in nowhere, .*; run .* --to nowhere"):
         load(settings(data_dir="nowhere"))
     with pytest.raises(DataError, match=rf"not complete in {here}/default/FashionMNIST/raw, .*, {here}/debian; run"):
@@ -94,15 +91,15 @@ def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here: Pat
         load(settings("cifar10"))
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def truncate(path: Path, keep: int) -> None:
+def truncate(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
 
 
-def test_truncated_files_are_refused(tmp_path: Path) -> None:
+def test_truncated_files_are_refused(tmp_path):
     for compressed in (False, True):
         folder = tmp_path / str(compressed)
         write_mnist(folder, compressed=compressed)
@@ -119,7 +116,7 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
         read_idx(path)
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
     write_mnist(tmp_path, largest_label=10)
     with pytest.raises(DataError, match="labels run from 0 to 10, but there are 10 classes"):
         load(settings(data_dir=str(tmp_path)))
@@ -128,14 +125,12 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         load(settings(data_dir=str(tmp_path)))
 
 
-def test_cifar10_is_torchvisions_and_no_other_file_is_unpickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar10_is_torchvisions_and_no_other_file_is_unpickled(tmp_path, monkeypatch):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     pixels = np.random.default_rng(0).integers(256, size=(20, 3072), dtype=np.uint8)
 
-    def write(name: str, content: dict[str, Any]) -> tuple[str, str]:
+    def write(name, content):
         (folder / name).write_bytes(pickle.dumps(content))
         return name, hashlib.md5((folder / name).read_bytes()).hexdigest()
 
@@ -161,20 +156,20 @@ def test_cifar10_is_torchvisions_and_no_other_file_is_unpickled(
 
 
 class Hostile:
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.mark),)
 
 
-def interrupted_write(path: Path) -> None:
+def interrupted_write(path):
     with replacing(path) as out:
         out.write(b"half of the sec")
         raise KeyboardInterrupt
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "folder" / "file"
     with replacing(path) as out:
         out.write(b"first")
@@ -184,7 +179,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(path.parent) == ["file"]
 
 
-def test_the_umask_decides_who_may_write_to_a_file(tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_write_to_a_file(tmp_path):
     before = os.umask(0o002)  # as on clusters where a group works in one folder
     try:
         with replacing(tmp_path / "shared") as out:
@@ -194,9 +189,9 @@ def test_the_umask_decides_who_may_write_to_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o664
 
 
-def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path: Path) -> None:
+def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path):
     write_mnist(tmp_path / "debian", compressed=True)
-    lines: list[str] = []
+    lines = []
     target = tmp_path / "target"
     assert fetch.fetch("fashion-mnist", str(target), lines.append) == target
     assert lines == [f"fashion-mnist: copied from {tmp_path}/debian in {target}"]
@@ -206,7 +201,7 @@ def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path: Path) -> 
     assert len(load(settings(data_dir=str(target)))) == 6
 
 
-def test_fetch_mends_a_truncated_file(here: Path) -> None:
+def test_fetch_mends_a_truncated_file(here):
     write_mnist(here / "debian", compressed=True)
     fetch.fetch("fashion-mnist", "target", print)
     truncate(here / "target" / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
@@ -214,13 +209,13 @@ def test_fetch_mends_a_truncated_file(here: Path) -> None:
     assert len(load(settings(data_dir="target"))) == 6
 
 
-def test_a_folder_that_cannot_be_written_is_named(here: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(here):
     (here / "file").write_text("")
     with pytest.raises(DataError, match=r"^file/to: cannot be written to .*; choose another folder with --to"):
         fetch.fetch("fashion-mnist", "file/to")
 
 
-def write_folder(root: Path) -> None:
+def write_folder(root):
     from PIL import Image
 
     for part, count in (("train", 4), ("val", 2)):
@@ -233,7 +228,7 @@ def write_folder(root: Path) -> None:
     (root / "train" / "cat" / "notes.txt").write_text("not an image")
 
 
-def test_images_in_folders(tmp_path: Path) -> None:
+def test_images_in_folders(tmp_path):
     write_folder(tmp_path)
     section = settings("image-folder", data_dir=str(tmp_path), image_size=16, augment=True)
     assert vision.describe(section).classes == 2
@@ -248,13 +243,13 @@ def test_images_in_folders(tmp_path: Path) -> None:
         torch.testing.assert_close(inputs[:, 0, 8, 8], red, atol=1e-5, rtol=0)
 
 
-def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path: Path) -> None:
+def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path):
     for name in "abcdefgh":
         (tmp_path / "train" / name).mkdir(parents=True)
         for number in range(20):
             (tmp_path / "train" / name / f"{number}.png").touch()
 
-    def chosen(samples: int) -> list[int]:
+    def chosen(samples):
         return list(load(settings("image-folder", data_dir=str(tmp_path), samples=samples)).indices)
 
     assert {index // 20 for index in chosen(40)} == set(range(8))
@@ -263,7 +258,7 @@ def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path: Path) -> No
     assert chosen(1000) == list(range(160))
 
 
-def test_image_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_image_folders_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match='"image-folder" needs data_dir'):
         vision.describe(settings("image-folder"))
     section = settings("image-folder", data_dir=str(tmp_path))
@@ -285,7 +280,7 @@ def test_image_folders_that_are_not_there(tmp_path: Path) -> None:
         load(section, train=False)
 
 
-def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart() -> None:
+def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart():
     section = settings("synthetic", samples=200, classes=3, image_size=16)
     train, test = load(section), load(section, train=False)
     assert (len(train), len(test)) == (200, 20)

@@ -1,17 +1,13 @@
 """Loaders: the same batches for every number of ranks and workers, from any step."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
@@ -23,23 +19,23 @@ from dsframe.errors import DataError
 class Noisy(Dataset[Any]):
     """Random transforms from every generator that people use."""
 
-    def __init__(self, samples: int = 13) -> None:
+    def __init__(self, samples=13):
         self.samples = samples
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.samples
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
         return torch.tensor([index, *noise]), index
 
 
-def images() -> ImageSource:
+def images():
     pixels = torch.arange(13 * 64, dtype=torch.int64).remainder(256).to(torch.uint8).view(13, 1, 8, 8)
     return ImageSource(pixels, torch.arange(13), classes=13, mean=(0.5,), std=(0.5,), padding=2, flip=True, seed=4)
 
 
-def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both() -> None:
+def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both():
     source = images()
     loader = Loader(source, seed=4, micro_batch_size=6)
     parts = loader.sampler.global_batch(2)
@@ -50,8 +46,8 @@ def test_a_batch_over_the_end_of_an_epoch_has_rows_of_both() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_set_does_not_disturb_the_generators_of_training(workers: int) -> None:
-    def states() -> tuple[Any, ...]:
+def test_a_data_set_does_not_disturb_the_generators_of_training(workers):
+    def states():
         return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
     before = states()
@@ -59,7 +55,7 @@ def test_a_data_set_does_not_disturb_the_generators_of_training(workers: int) ->
     assert states() == before
 
 
-def test_what_kind_of_data_is_taken() -> None:
+def test_what_kind_of_data_is_taken():
     source = images()
     assert as_source(source, 0) is source
     assert isinstance(as_source(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 0), TensorSource)
@@ -72,12 +68,12 @@ def test_what_kind_of_data_is_taken() -> None:
 class Named(Noisy):
     """Samples with more than tensors."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return {"noise": super().__getitem__(index)[0], "name": f"sample {index}"}, index
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_no_tensor_is_put_together_across_an_epochs_end(workers: int) -> None:
+def test_what_is_no_tensor_is_put_together_across_an_epochs_end(workers):
     batches = list(Loader(Named(), seed=4, micro_batch_size=6, workers=workers).stream(0, 3))
     plain = list(
         Loader(Noisy(), seed=4, micro_batch_size=6).stream(0, 3)
@@ -89,11 +85,11 @@ def test_what_is_no_tensor_is_put_together_across_an_epochs_end(workers: int) ->
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(3))
 
 
-def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said() -> None:
+def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said():
     with pytest.raises(DataError, match=r"Stream is an IterableDataset: .* its samples cannot be read by index"):
         as_source(Stream(), 0)
     loader = Loader(Stream(), seed=0, micro_batch_size=2, accumulation_steps=2, rank=1, ranks=3)
@@ -106,17 +102,17 @@ def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said()
 
 
 class Nothing(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(())
 
 
-def test_an_iterable_data_set_that_gives_nothing_is_named() -> None:
+def test_an_iterable_data_set_that_gives_nothing_is_named():
     with pytest.raises(DataError, match=r"^Nothing gives no row$"):
         next(Loader(Nothing(), seed=0, micro_batch_size=1).stream())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_are_not_pairs_are_refused(workers: int) -> None:
+def test_samples_that_are_not_pairs_are_refused(workers):
     with pytest.raises(
         DataError, match=r"^a data set must give \(input, target\) pairs, or dicts with labels; got Tensor for row \d"
     ):
@@ -124,26 +120,26 @@ def test_samples_that_are_not_pairs_are_refused(workers: int) -> None:
 
 
 class Odd:
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def batch(self, indices: Tensor, epoch: int) -> Any:
+    def batch(self, indices, epoch):
         return indices
 
 
 class OddLeaf(Odd):
-    def batch(self, indices: Tensor, epoch: int) -> Any:
+    def batch(self, indices, epoch):
         return {"rows": indices, "names": [str(index) for index in indices.tolist()]}, indices
 
 
-def test_a_source_that_gives_more_than_tensors_is_refused_in_the_first_batch() -> None:
+def test_a_source_that_gives_more_than_tensors_is_refused_in_the_first_batch():
     with pytest.raises(
         DataError, match=r"OddLeaf\.batch must return tensors, in any nesting; got str; .* a map-style Dataset"
     ):
         next(Loader(OddLeaf(), seed=0, micro_batch_size=2).stream())
 
 
-def test_too_little_data_is_refused_before_training() -> None:
+def test_too_little_data_is_refused_before_training():
     with pytest.raises(DataError, match="takes 16 samples, but the training data set has only 13"):
         Loader(images(), seed=0, micro_batch_size=2, accumulation_steps=2, ranks=4)
     empty = TensorSource(torch.zeros(0, 2), torch.zeros(0))
@@ -153,7 +149,7 @@ def test_too_little_data_is_refused_before_training() -> None:
         EvaluationLoader(empty, seed=0, micro_batch_size=1)
 
 
-def test_a_data_set_whose_length_changes_in_training_is_refused() -> None:
+def test_a_data_set_whose_length_changes_in_training_is_refused():
     """A replay buffer that a hook fills: rows that came later were never read."""
     data = Noisy()
     stream = Loader(data, seed=4, micro_batch_size=2).stream()
@@ -166,7 +162,7 @@ def test_a_data_set_whose_length_changes_in_training_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("size", "ranks", "workers"), [(1, 1, 0), (5, 3, 0), (4, 2, 1), (3, 8, 0)])
-def test_evaluation_sees_every_sample_once(size: int, ranks: int, workers: int) -> None:
+def test_evaluation_sees_every_sample_once(size, ranks, workers):
     seen, lengths = [], set()
     for rank in range(ranks):
         loader = EvaluationLoader(Noisy(), seed=0, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers)
@@ -182,10 +178,10 @@ def test_evaluation_sees_every_sample_once(size: int, ranks: int, workers: int) 
     assert len(lengths) == 1
 
 
-def test_the_next_batch_is_on_its_way_before_one_is_given() -> None:
-    taken: list[int] = []
+def test_the_next_batch_is_on_its_way_before_one_is_given():
+    taken = []
 
-    def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(count):
         for number in range(count):
             taken.append(number)
             yield torch.full((2,), number), torch.zeros(2)
@@ -202,21 +198,21 @@ def test_the_next_batch_is_on_its_way_before_one_is_given() -> None:
 class Movable:
     """A batch of a library's own class, as graphs have."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values):
         self.values = values
 
-    def to(self, device: torch.device) -> Movable:
+    def to(self, device):
         return Movable(self.values.to(device))
 
 
-def test_what_moves_itself_is_moved() -> None:
+def test_what_moves_itself_is_moved():
     packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
     ((inputs, targets),) = _Ahead(torch.device("meta"))(iter([((Movable(torch.zeros(2)), packed), torch.zeros(2))]))
     assert inputs[0].values.device.type == targets.device.type == inputs[1].data.device.type == "meta"
     assert inputs[1].batch_sizes.device.type == "cpu", "torch wants them on the host"
 
 
-def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:
+def test_a_batch_with_holes_is_made_dense_before_it_is_pinned():
     windows = torch.arange(10).reshape(2, 5)[:, :-1]
     assert not windows.is_contiguous()
     assert _dense(windows).is_contiguous()
@@ -225,27 +221,27 @@ def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("data", [images(), Noisy()])
-def test_a_row_is_another_in_each_epoch(data: Any) -> None:
+def test_a_row_is_another_in_each_epoch(data):
     first, again, other = (as_source(data, 4).batch(torch.tensor([3]), epoch)[0] for epoch in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 class Epochs(IterableDataset[Any]):
-    def set_epoch(self, number: int) -> None:
+    def set_epoch(self, number):
         self.number = number
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter([(torch.zeros(1), self.number)] * 2)
 
 
-def test_a_stream_is_told_its_epoch() -> None:
+def test_a_stream_is_told_its_epoch():
     assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]
 
 
 class Shuffling(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
-        buffer: list[int] = []
+    def __iter__(self):
+        buffer = []
         for number in range(64):
             buffer.append(number)
             if len(buffer) == 16:
@@ -253,13 +249,13 @@ class Shuffling(IterableDataset[Any]):
         yield from buffer
 
 
-def test_what_collate_draws_does_not_change_which_rows_a_stream_gives() -> None:
+def test_what_collate_draws_does_not_change_which_rows_a_stream_gives():
     """It gave two ranks 47 of 64 rows, some of them twice, and other ones after a resume."""
 
-    def collate(rows: list[Any]) -> Any:
+    def collate(rows):
         return torch.tensor(rows), torch.full((len(rows),), random.random())
 
-    def rows(ranks: int, first: int = 0) -> list[int]:
+    def rows(ranks, first=0):
         source = as_source(Shuffling(), 1, collate, streams=True)
         streams = [
             Loader(source, seed=1, micro_batch_size=8 // ranks, rank=rank, ranks=ranks).stream(first, 8)
@@ -275,26 +271,26 @@ def test_what_collate_draws_does_not_change_which_rows_a_stream_gives() -> None:
 class Curriculum(Dataset[Any]):
     """A set that is read by index and told its epoch, as fairseq's; ``batch`` is a number of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch, self.batch = 0, 4
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return torch.zeros(1), self.epoch
 
 
 class Searching(Curriculum):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return next((torch.zeros(1), number) for number in range(3) if number == index)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_search_that_finds_nothing_is_not_the_end_of_the_data(workers: int) -> None:
+def test_a_search_that_finds_nothing_is_not_the_end_of_the_data(workers):
     """An evaluation ended there without a word."""
     held_out = EvaluationLoader(Searching(), seed=0, micro_batch_size=1, workers=workers)
     with pytest.raises(DataError, match=r"Searching raised StopIteration for row 3: .*test_data_loader.py:\d+\)"):
@@ -302,34 +298,34 @@ def test_a_search_that_finds_nothing_is_not_the_end_of_the_data(workers: int) ->
 
 
 class Ending:
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def batch(self, indices: Tensor, epoch: int) -> Any:
+    def batch(self, indices, epoch):
         return next(iter(()))
 
 
-def test_nor_is_that_of_a_source() -> None:
+def test_nor_is_that_of_a_source():
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(EvaluationLoader(Ending(), seed=0, micro_batch_size=1))
 
 
 class Batched(Curriculum):
-    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+    def __getitems__(self, indices):
         return {"x": torch.zeros(len(indices)), "labels": torch.zeros(len(indices))}
 
 
-def test_a_data_set_that_gives_a_batch_where_rows_are_asked_for_is_named() -> None:
+def test_a_data_set_that_gives_a_batch_where_rows_are_asked_for_is_named():
     with pytest.raises(DataError, match=r"Batched.__getitems__ returned dict, and not a list with a row"):
         as_source(Batched(), 0).batch(torch.tensor([0]), 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("inside", ["", "subset", "concatenated"])
-def test_a_data_set_is_told_its_epoch(inside: str, workers: int) -> None:
+def test_a_data_set_is_told_its_epoch(inside, workers):
     """Also inside of a ``Subset`` and of a ``ConcatDataset``, and when it is evaluated on, too."""
     data = Curriculum()
-    chosen: Any = Subset(data, range(4)) if inside else data
+    chosen = Subset(data, range(4)) if inside else data
     if inside == "concatenated":
         chosen = ConcatDataset([Subset(data, range(2)), Subset(Curriculum(), range(2))])
     stream = Loader(chosen, seed=0, micro_batch_size=2, workers=workers).stream(0, 8)
@@ -341,8 +337,8 @@ def test_a_data_set_is_told_its_epoch(inside: str, workers: int) -> None:
     assert epochs == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
 
-def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback() -> None:
-    def batches() -> Iterator[int]:
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback():
+    def batches():
         here, there = multiprocessing.Pipe()
         there.close()
         yield here.recv()
@@ -350,7 +346,7 @@ def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_no_traceback() -
     with pytest.raises(DataError, match="has ended while it handed over a batch"):
         next(in_one_line(batches()))
 
-    def mistaken() -> Iterator[int]:
+    def mistaken():
         yield 1
         raise EOFError("of the data set's own")
 

@@ -1,13 +1,7 @@
 """The page on data: its programs run, its files train."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from dsframe.config import load
 from dsframe.run import execute
@@ -17,13 +11,13 @@ from tests.text_files import LLAMA, jsonl, sentence, tokenizer
 PAGE = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(kind):
     found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert found
     return found
 
 
-def test_its_programs_run_and_its_files_train(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_programs_run_and_its_files_train(here, monkeypatch):
     import random
 
     import pyarrow as arrow
@@ -32,7 +26,7 @@ def test_its_programs_run_and_its_files_train(here: Path, monkeypatch: pytest.Mo
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.setenv("DSFRAME_DATA", "cache")
-    names: dict[str, Any] = {"__name__": "data"}
+    names = {"__name__": "data"}
     for block in blocks("python"):
         exec(compile(block, "docs/data.md", "exec"), names)
     assert names["summary"].steps == 5
@@ -45,7 +39,7 @@ def test_its_programs_run_and_its_files_train(here: Path, monkeypatch: pytest.Mo
     (here / "books" / "a.txt").write_text("a book")
     torch.manual_seed(0)
     settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained("llama")  # type: ignore[arg-type]
+    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained("llama")
     tokenizer(here / "llama")
     short = ["dsframe.engine=single", "dsframe.steps=2", "train_batch_size=2"]
     for number, block in enumerate(blocks("json")):

@@ -1,12 +1,9 @@
 """The order of samples: the same global batches for every number of ranks, exact epochs, exact evaluation."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsframe.data import Sampler, draws, permutation
 from dsframe.data.source import draw
@@ -16,11 +13,11 @@ from dsframe.errors import DataError
 CUTS = [(12, 1, 1), (6, 2, 1), (6, 1, 2), (2, 3, 2), (1, 2, 6), (1, 12, 1), (1, 1, 12), (3, 1, 4)]
 
 
-def rows(parts: list[tuple[int, Tensor]]) -> list[tuple[int, int]]:
+def rows(parts):
     return [(epoch, index) for epoch, indices in parts for index in indices.tolist()]
 
 
-def test_ranks_compare_the_second_epoch_of_an_order_of_the_tasks() -> None:
+def test_ranks_compare_the_second_epoch_of_an_order_of_the_tasks():
     same, other = (Sampler(6, 2, 0, order=lambda epoch, n, by=by: (torch.arange(n) + epoch * by) % n) for by in (1, 2))
     assert torch.equal(same.global_batch(0)[0][1], other.global_batch(0)[0][1])
     assert not torch.equal(same.first(), other.first())
@@ -29,7 +26,7 @@ def test_ranks_compare_the_second_epoch_of_an_order_of_the_tasks() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("samples", [12, 13, 50, 96])
-def test_every_cut_of_a_global_batch_has_the_same_samples_in_the_same_place(samples: int, drop_last: bool) -> None:
+def test_every_cut_of_a_global_batch_has_the_same_samples_in_the_same_place(samples, drop_last):
     reference = Sampler(samples, 12, seed=3, drop_last=drop_last)
     for (size, accumulation, ranks), step in itertools.product(CUTS, range(12)):
         sampler = Sampler(samples, size * accumulation * ranks, seed=3, drop_last=drop_last)
@@ -44,7 +41,7 @@ def test_every_cut_of_a_global_batch_has_the_same_samples_in_the_same_place(samp
 
 
 @pytest.mark.parametrize(("samples", "size"), [(10, 4), (10, 10), (7, 3), (64, 16), (5, 1)])
-def test_the_stream_is_one_permutation_per_epoch_after_another(samples: int, size: int) -> None:
+def test_the_stream_is_one_permutation_per_epoch_after_another(samples, size):
     sampler = Sampler(samples, size, seed=1)
     steps = sampler.total_steps(3)
     stream = [row for step in range(steps) for row in rows(sampler.global_batch(step))]
@@ -56,7 +53,7 @@ def test_the_stream_is_one_permutation_per_epoch_after_another(samples: int, siz
         assert sampler.epoch(end) == pytest.approx(end * size / samples)
 
 
-def test_drop_last_takes_whole_batches_of_each_epoch() -> None:
+def test_drop_last_takes_whole_batches_of_each_epoch():
     sampler = Sampler(10, 4, seed=1, drop_last=True)
     assert [sampler.total_steps(epochs) for epochs in (1, 2, 3)] == [2, 4, 6]
     assert sampler.epoch(5) == 2.5
@@ -66,7 +63,7 @@ def test_drop_last_takes_whole_batches_of_each_epoch() -> None:
         ]
 
 
-def test_permutations_are_pinned() -> None:
+def test_permutations_are_pinned():
     """These values may never change: a run that is resumed with another version must see the same samples."""
     assert permutation(8, seed=0, epoch=0).tolist() == [2, 6, 0, 1, 4, 7, 3, 5]
     assert permutation(8, seed=0, epoch=1).tolist() == [6, 7, 2, 0, 5, 3, 4, 1]
@@ -78,13 +75,13 @@ def test_permutations_are_pinned() -> None:
     ]
 
 
-def test_a_batch_larger_than_the_data_is_refused() -> None:
+def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(DataError, match="takes 128 samples, but the training data set has only 100; lower train_batch"):
         Sampler(100, 128, seed=0)
     with pytest.raises(DataError, match="the training data set is empty"):
         Sampler(0, 1, seed=0)
 
 
-def test_one_draw_is_that_of_many() -> None:
+def test_one_draw_is_that_of_many():
     for index, bits in enumerate(draws(5, 2, torch.arange(50), 7).tolist()):
         assert draw(5, 2, index, 7) == bits % 2**64

@@ -1,10 +1,7 @@
 """Images and text in memory: what a sample looks like depends on the seed, the epoch and the sample alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from dsframe.data import ImageSource, TensorSource, draws
 from dsframe.data.text import TextSource
@@ -13,14 +10,14 @@ from dsframe.errors import DataError
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def source(count: int = 40, size: int = 12, padding: int = 2, flip: bool = True, seed: int = 7) -> ImageSource:
+def source(count=40, size=12, padding=2, flip=True, seed=7):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
     labels = torch.arange(count) % 10
     return ImageSource(images, labels, classes=10, mean=MEAN, std=STD, padding=padding, flip=flip, seed=seed)
 
 
-def by_hand(images: ImageSource, index: int, epoch: int) -> Tensor:
+def by_hand(images, index, epoch):
     """One image, step by step, from the same draw."""
     padding, size = images._padding, images._images.shape[-1]
     bits = int(draws(images._seed, epoch, torch.tensor(index)))
@@ -35,7 +32,7 @@ def by_hand(images: ImageSource, index: int, epoch: int) -> Tensor:
 
 @pytest.mark.parametrize("padding", [0, 1, 4])
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_batch_is_what_each_image_is_by_hand(padding: int, flip: bool) -> None:
+def test_a_batch_is_what_each_image_is_by_hand(padding, flip):
     images = source(padding=padding, flip=flip)
     indices = torch.tensor([5, 0, 39, 5, 17, 1, 2, 3])
     for epoch in range(3):
@@ -47,7 +44,7 @@ def test_a_batch_is_what_each_image_is_by_hand(padding: int, flip: bool) -> None
         assert targets.tolist() == [index % 10 for index in indices.tolist()]
 
 
-def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch() -> None:
+def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch():
     images = source()
     whole = images.batch(torch.arange(40), epoch=1)[0]
     for order in (torch.arange(40).flip(0), torch.arange(3, 4), torch.tensor([8, 8, 1])):
@@ -56,7 +53,7 @@ def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch() -
     assert not torch.equal(source(seed=8).batch(torch.arange(40), epoch=1)[0], whole)
 
 
-def looks(batch: Tensor) -> Tensor:
+def looks(batch):
     """Which crop and mirror image each picture of a 4 x 4 chart (pixel values 1 to 16, padding 1) is: 18 numbers."""
     chart = torch.arange(1, 17).view(4, 4)
     table = {}
@@ -69,7 +66,7 @@ def looks(batch: Tensor) -> Tensor:
     return torch.tensor([table[tuple(picture)] for picture in batch.flatten(1).tolist()])
 
 
-def test_crops_and_mirror_images_are_equally_often() -> None:
+def test_crops_and_mirror_images_are_equally_often():
     """As torchvision's RandomCrop and RandomHorizontalFlip."""
     count = 9_000
     chart = torch.arange(1, 17, dtype=torch.uint8).view(1, 4, 4)
@@ -80,10 +77,10 @@ def test_crops_and_mirror_images_are_equally_often() -> None:
     assert ((mine - count / 18) ** 2 / (count / 18)).sum() < 40.8  # chi-square with 17 degrees of freedom, 99.9 %
 
 
-def test_wrong_images_are_refused() -> None:
+def test_wrong_images_are_refused():
     pixels, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
 
-    def make(pixels: Tensor = pixels, labels: Tensor = labels, mean: tuple[float, ...] = (0.5,)) -> ImageSource:
+    def make(pixels=pixels, labels=labels, mean=(0.5,)):
         return ImageSource(pixels, labels, classes=3, mean=mean, std=(1.0,))
 
     make()
@@ -97,7 +94,7 @@ def test_wrong_images_are_refused() -> None:
         make(mean=(0.5, 0.5))
 
 
-def test_tensors_may_be_nested() -> None:
+def test_tensors_may_be_nested():
     data = TensorSource({"a": torch.arange(6), "b": torch.arange(12).view(6, 2)}, torch.arange(6) * 10)
     inputs, targets = data.batch(torch.tensor([4, 1]), 0)
     assert inputs["a"].tolist() == [4, 1]
@@ -107,7 +104,7 @@ def test_tensors_may_be_nested() -> None:
         TensorSource(torch.arange(6), torch.arange(5))
 
 
-def test_windows_tile_the_text_and_targets_are_the_next_byte() -> None:
+def test_windows_tile_the_text_and_targets_are_the_next_byte():
     text = TextSource(torch.arange(101, dtype=torch.uint8), context=10)
     assert len(text) == 10
     inputs, targets = text.batch(torch.arange(10), 0)
@@ -117,7 +114,7 @@ def test_windows_tile_the_text_and_targets_are_the_next_byte() -> None:
     assert len(TextSource(torch.arange(100, dtype=torch.uint8), context=10)) == 9  # the last byte has no successor
 
 
-def test_training_windows_start_elsewhere_each_epoch() -> None:
+def test_training_windows_start_elsewhere_each_epoch():
     text = TextSource(torch.arange(101, dtype=torch.uint8), context=10, seed=1, shifted=True)
     starts = {int(text.batch(torch.tensor([0]), epoch)[0][0, 0]) for epoch in range(200)}
     assert starts == set(range(10))

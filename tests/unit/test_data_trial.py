@@ -1,17 +1,12 @@
 """Readings before a training: data and orders that follow from more than the file and the sample."""
 
-from __future__ import annotations
-
 import gzip
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 import dsframe
@@ -25,73 +20,73 @@ ROWS = torch.arange(32.0).view(8, 4)
 class Rows(Dataset[Any]):
     """Pure rows, and generators that are used only when it is made, or seeded for each row."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rng, self.seeded = np.random.default_rng(0), torch.Generator()
         self.kept = self.rng.random(8)
         self.me = self
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return ROWS[index] + torch.rand(4, generator=self.seeded.manual_seed(index)) + torch.rand(4), index
 
 
 class OfOwn(Rows):
     """Draws always and changes little: the sample is the same in most readings."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return ROWS[index] * (-1 if self.rng.random() < 1e-9 else 1), index
 
 
 class OfOutside(Rows):
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return ROWS[index] * (-1 if OUTSIDE.random() < 1e-9 else 1), index
 
 
 class Flip:
-    def __init__(self) -> None:
+    def __init__(self):
         self.draw = random.Random(0)
 
-    def __call__(self, row: Tensor) -> Tensor:
+    def __call__(self, row):
         return -row if self.draw.random() < 1e-9 else row
 
 
 class Transformed(Rows):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.transforms = {"train": [Flip()]}
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return self.transforms["train"][0](ROWS[index]), index
 
 
 class Cached(Rows):
     """Keeps rows with their noise."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cache = dict[int, Any]()
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         if index not in self.cache:
             self.cache[index] = super().__getitem__(index)
         return self.cache[index]
 
 
 class Counted(Rows):
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.kept += 1
         return ROWS[index] + float(self.kept[0]), index
 
 
 class Given(dsframe.Task):
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers=0):
         self.workers = workers
 
 
-def lines(data: Any, held_out: Any = None, workers: int = 0, task: dsframe.Task | None = None) -> list[str]:
-    said: list[str] = []
+def lines(data, held_out=None, workers=0, task=None):
+    said = []
     assert examined(task or Given(workers), 0, (data, held_out), said.append) == (data, held_out)
     return said
 
@@ -111,12 +106,12 @@ def lines(data: Any, held_out: Any = None, workers: int = 0, task: dsframe.Task 
         (Counted, "give another sample 0 when it is read again: they have a state, so"),
     ],
 )
-def test_data_that_depend_on_what_was_read_before_are_named(make: Any, what: str, workers: int) -> None:
+def test_data_that_depend_on_what_was_read_before_are_named(make, what, workers):
     (line,) = lines(make(), workers=workers)
     assert line.startswith(f"the training data {what}")
 
 
-def test_held_out_data_are_read_too_and_pure_ones_say_nothing() -> None:
+def test_held_out_data_are_read_too_and_pure_ones_say_nothing():
     (line,) = lines(Rows(), {"pure": Rows(), "own": OfOwn()})
     assert line.startswith("the evaluation data draw from a random generator of their own (rng)")
     assert lines(Rows(), Rows(), workers=2) == []
@@ -125,26 +120,26 @@ def test_held_out_data_are_read_too_and_pure_ones_say_nothing() -> None:
 class Ordered(Given):
     """Gives the order of ``make(epoch, samples)``."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make, self.rng, self.rows = make, np.random.default_rng(0), list(range(8))
 
-    def order(self, epoch: int, samples: int) -> Any:
+    def order(self, epoch, samples):
         return self.make(self, epoch, samples)
 
 
-def shuffled(task: Any, epoch: int, samples: int) -> Tensor:
+def shuffled(task, epoch, samples):
     random.Random(epoch).shuffle(task.rows)
     return torch.tensor(task.rows)
 
 
-IMPURE: list[Any] = [
+IMPURE = [
     lambda task, epoch, samples: torch.randperm(samples),
     lambda task, epoch, samples: torch.from_numpy(task.rng.permutation(samples)),
     lambda task, epoch, samples: torch.tensor(random.sample(range(samples), samples)),
     shuffled,
 ]
-PURE: list[Any] = [
+PURE = [
     lambda task, epoch, samples: torch.randperm(samples, generator=torch.Generator().manual_seed(epoch)),
     lambda task, epoch, samples: torch.arange(samples),
     lambda task, epoch, samples: None,
@@ -152,7 +147,7 @@ PURE: list[Any] = [
 
 
 @pytest.mark.parametrize("make", IMPURE)
-def test_an_order_that_is_another_when_it_is_asked_again_is_refused(make: Any) -> None:
+def test_an_order_that_is_another_when_it_is_asked_again_is_refused(make):
     before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
     with pytest.raises(DataError, match=r"Ordered\.order gives epoch 0 another order when it is asked again, so it"):
         lines(Rows(), task=Ordered(make))
@@ -161,36 +156,36 @@ def test_an_order_that_is_another_when_it_is_asked_again_is_refused(make: Any) -
 
 
 @pytest.mark.parametrize("make", PURE)
-def test_an_order_of_seed_and_epoch_is_taken(make: Any) -> None:
+def test_an_order_of_seed_and_epoch_is_taken(make):
     assert lines(Rows(), task=Ordered(make)) == []
 
 
 class Lines(IterableDataset[Any]):
     """A file that is open before any process reads it."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return ((torch.zeros(1), int(line)) for line in self.file)
 
 
 class FromTheStart(Lines):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.file.seek(0)
         return super().__iter__()
 
 
 class AnotherEachTime(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter([(torch.tensor(np.random.default_rng().random(4)), 0)] * 3)
 
 
 @pytest.mark.parametrize(("name", "rows", "what"), [("rows", 9999, "another"), ("rows.gz", 99, "no")])
-def test_a_stream_whose_file_the_start_would_read_is_refused(tmp_path: Path, name: str, rows: int, what: str) -> None:
+def test_a_stream_whose_file_the_start_would_read_is_refused(tmp_path, name, rows, what):
     path, text = tmp_path / name, "".join(f"{row}\n" for row in range(rows)).encode()
     path.write_bytes(gzip.compress(text) if path.suffix else text)
-    file: Any = gzip.open if path.suffix else open
+    file = gzip.open if path.suffix else open
     with (
         file(path, "rt") as opened,
         pytest.raises(DataError, match=f"Lines has {what} first row when a second process .*{path}.*in __iter__$"),
@@ -198,7 +193,7 @@ def test_a_stream_whose_file_the_start_would_read_is_refused(tmp_path: Path, nam
         lines(Lines(opened))
 
 
-def test_a_stream_that_begins_at_its_start_is_taken(tmp_path: Path) -> None:
+def test_a_stream_that_begins_at_its_start_is_taken(tmp_path):
     (tmp_path / "rows").write_text("1\n2\n3\n")
     with (tmp_path / "rows").open() as opened:
         assert lines(FromTheStart(opened)) == []
@@ -208,16 +203,16 @@ def test_a_stream_that_begins_at_its_start_is_taken(tmp_path: Path) -> None:
 class Sought(Rows):
     """Looks for its row in a file that was open before."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file):
         super().__init__()
         self.file = file
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.file.seek(index)
         return ROWS[index], int(self.file.read(1)[0])
 
 
-def test_workers_that_look_in_one_file_at_once_are_named(tmp_path: Path) -> None:
+def test_workers_that_look_in_one_file_at_once_are_named(tmp_path):
     (tmp_path / "rows").write_bytes(bytes(range(8)))
     with (tmp_path / "rows").open("rb") as opened:
         (line,) = lines(Sought(opened), workers=2)

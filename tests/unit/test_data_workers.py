@@ -1,14 +1,9 @@
 """Processes that read a data set: they outlive the signals that ask a training to stop, and never their own parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -42,13 +37,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def start() -> Iterator[object]:
+def start():
     numbers = [int(number) for number in STOP_SIGNALS]
     with ready_programs() as begin:
         yield lambda what, seconds=0.0, program=("-c", PROGRAM): begin(*program, what, seconds, *numbers)
 
 
-def reads_to_the_end(process: Any, said_first: list[str]) -> None:
+def reads_to_the_end(process, said_first):
     for index in range(12):  # more than workers have read ahead
         # A line first: where the signal arrives just before the read of standard input, Python's handler waits for its end.
         process.stdin.write("next\n")
@@ -60,13 +55,13 @@ def reads_to_the_end(process: Any, said_first: list[str]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_outlive_a_signal_to_all(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+def test_workers_outlive_a_signal_to_all(start, number):
     process = start("read")
     os.killpg(process.pid, number)
     reads_to_the_end(process, ["asked\n"])
 
 
-def test_workers_of_a_fork_server_stay(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_workers_of_a_fork_server_stay(start, tmp_path):
     """What is above them is not their parent: they looked after a second, and left."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -75,7 +70,7 @@ def test_workers_of_a_fork_server_stay(start, tmp_path: Path) -> None:  # type: 
     reads_to_the_end(process, [])
 
 
-def test_a_parent_ends_its_workers_whatever_they_do(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_parent_ends_its_workers_whatever_they_do(start):
     # Python itself ends them, by SIGTERM, and then waits for them without a limit.
     process = start("raise", 1.0)
     _, err = process.communicate(timeout=60)
@@ -84,7 +79,7 @@ def test_a_parent_ends_its_workers_whatever_they_do(start) -> None:  # type: ign
     assert "DataLoader worker" not in err
 
 
-def test_a_killed_parent_leaves_no_worker(start) -> None:  # type: ignore[no-untyped-def]
+def test_a_killed_parent_leaves_no_worker(start):
     process = start("read", 1.0)
     workers = psutil.Process(process.pid).children()
     assert len(workers) == 2
@@ -119,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_training_that_ends_while_it_takes_a_tensor_leaves_no_traceback() -> None:
+def test_a_training_that_ends_while_it_takes_a_tensor_leaves_no_traceback():
     finished = run_program([sys.executable, "-c", TAKING])
     assert not finished.stderr
 
@@ -154,7 +149,7 @@ print(len(gone))
 """
 
 
-def test_a_worker_does_not_collect_what_its_parent_has_left() -> None:
+def test_a_worker_does_not_collect_what_its_parent_has_left():
     """Of an earlier DDP run of the program that was a process group, whose threads the worker waited for, or which aborted."""
     finished = run_program([sys.executable, "-c", GARBAGE], check=False)
     assert (finished.returncode, finished.stdout) == (0, "28 0\n1\n"), finished.stderr

@@ -1,10 +1,7 @@
 """Language models of transformers as chains of layers: which are, and which are refused before anything starts."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ if importlib.util.find_spec("transformers") is None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_chain_is_the_model(tied: bool) -> None:
+def test_a_chain_is_the_model(tied):
     """Outputs and gradients; the names stay the model's."""
     settings = {**LLAMA, "tie_word_embeddings": tied}
     section = {"name": "causal-language-model", "model": settings, "context": 16}
@@ -49,7 +46,7 @@ def test_a_chain_is_the_model(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma"])
-def test_kinds_that_can_be_split(kind: str) -> None:
+def test_kinds_that_can_be_split(kind):
     decoder.refuse_other_models(small(config(kind, head_dim=8)))
 
 
@@ -63,7 +60,7 @@ def test_kinds_that_can_be_split(kind: str) -> None:
         ("mixtral", {"output_router_logits": True}, "no stage has the routers of all blocks"),
     ],
 )
-def test_kinds_that_are_refused(kind: str, more: dict[str, Any], message: str) -> None:
+def test_kinds_that_are_refused(kind, more, message):
     """A window is missed where it is longer than the text of the trial, too."""
     with pytest.raises(
         TaskError, match=f'pipeline: a model of model_type "{kind}" cannot be split into stages: {message}'
@@ -71,7 +68,7 @@ def test_kinds_that_are_refused(kind: str, more: dict[str, Any], message: str) -
         decoder.refuse_other_models(small(config(kind, **more)))
 
 
-def test_rows_with_a_mask_are_refused_in_a_pipeline() -> None:
+def test_rows_with_a_mask_are_refused_in_a_pipeline():
     data = {"train": "corpus.jsonl", "packing": "documents"}
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "data": data}
     with pytest.raises(ConfigError, match="not possible in a pipeline: a stage passes on one tensor only"):

@@ -1,7 +1,5 @@
 """What is built: the wheel of dsframe holds what its commands need, and dsframe-check checks where there is no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,13 +10,13 @@ import pytest
 
 import dsframe
 from tests.files import read_json
-from tests.processes import BIN, REPOSITORY, Finished, run_program, run_ranks
+from tests.processes import BIN, REPOSITORY, run_program, run_ranks
 
 NEEDED = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions.py", "typing_inspection", "rapidfuzz")
 """All that dsframe-check may import: its two dependencies, and theirs."""
 
 
-def built(source: Path, folder: Path) -> Path:
+def built(source, folder):
     """Returns the wheel of ``source``, made in ``folder`` without a network."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
     subprocess.run(command, check=True, timeout=120)
@@ -27,7 +25,7 @@ def built(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """A folder into which dsframe's wheel is installed."""
     wheel = built(REPOSITORY, tmp_path_factory.mktemp("wheel"))
     assert wheel.name == f"dsframe-{dsframe.__version__}-py3-none-any.whl"
@@ -37,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(site: Path, folder: Path, line: str, timeout_seconds: float = 150) -> Finished:
+def shell(site, folder, line, timeout_seconds=150):
     """Runs a line as a user of the wheel types it, in a folder of theirs."""
     environment = {"PYTHONPATH": str(site), "PATH": f"{BIN}{os.pathsep}{os.defpath}"}
     return run_ranks(["bash", "-c", line], cwd=folder, env=environment, timeout_seconds=timeout_seconds)
@@ -54,7 +52,7 @@ SHORT = "--set dsframe.steps=3 --set dsframe.task.samples=256 --set dsframe.task
     ],
     ids=["deepspeed", "horovodrun"],
 )
-def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str) -> None:
+def test_the_two_lines_work_from_the_wheel(site, tmp_path, line):
     where = 'python -c "import dsframe; print(dsframe.__file__)"'
     active = 'eval "$(python -m dsframe activate)"'
     finished = shell(site, tmp_path, f"{active} && {where} && {line} {SHORT} --run-dir run").check()
@@ -62,7 +60,7 @@ def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str
     assert read_json(tmp_path / "run" / "summary.json")["world_size"] == 2
 
 
-def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
+def test_the_check_by_itself_needs_no_torch(tmp_path):
     """In an environment that holds its two dependencies, and theirs, alone."""
     wheel = built(REPOSITORY / "check", tmp_path / "wheel")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
@@ -74,7 +72,7 @@ def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
     for name in NEEDED:
         (packages / name).symlink_to(Path(pydantic.__file__).parents[1] / name)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments):
         return run_program(
             [tmp_path / "venv" / "bin" / "python", "-m", "dsframe_check", *arguments],
             cwd=tmp_path,

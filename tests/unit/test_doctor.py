@@ -1,9 +1,6 @@
 """``dsframe doctor``: what it says of libraries that are absent or broken; and what killed runs leave."""
 
-from __future__ import annotations
-
 import mmap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +10,14 @@ from dsframe.tools import doctor
 from dsframe.tools.launch import devices
 
 
-def lock_in(cache: Path) -> Path:
+def lock_in(cache):
     lock = cache / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     return lock
 
 
-def test_a_lock_is_stale_when_nobody_has_it_open(tmp_path: Path) -> None:
+def test_a_lock_is_stale_when_nobody_has_it_open(tmp_path):
     lock = lock_in(tmp_path)
     with lock.open():
         assert stale_locks(tmp_path) == []
@@ -28,7 +25,7 @@ def test_a_lock_is_stale_when_nobody_has_it_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepspeed_allreduce_buffer_0_127.0.0.1_29500_0", "vader_segment.host.0.262c0001.1"])
-def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path: Path, name: str) -> None:
+def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path, name):
     buffer = tmp_path / name
     buffer.write_bytes(bytes(4096))
     (tmp_path / "another").touch()
@@ -43,7 +40,7 @@ FACTS = {"Gloo": True, "NCCL": False, "cuda": None, "gpus": []}
 LACKING = {"deepspeed": None, "horovod": None, "torchvision": None}
 
 
-def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_absent_comes_with_what_installs_it(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
     torch = doctor.Library("torch", "2.13.0", FACTS)
     found = (*doctor.engines({"torch": torch, **LACKING}), *doctor.launchers())
@@ -54,13 +51,13 @@ def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPa
     assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
 
 
-def test_deepspeeds_own_launcher_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeeds_own_launcher_is_told_apart(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: f"/elsewhere/{name}")
     lines = [str(line) for line in doctor.launchers()]
     assert '  ok  deepspeed: /elsewhere/deepspeed; DeepSpeed\'s own, without -m: eval "$(dsframe activate)"' in lines
 
 
-def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch, tmp_path):
     torch = doctor.Library("torch", "2.13.0+cpu", FACTS)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
@@ -68,7 +65,7 @@ def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch, 
     assert "  !!  no GPU: this torch is a build for CPUs, but there is one" in lines
 
 
-def test_a_containers_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_little_shared_memory_is_named(monkeypatch):
     sizes = {"total": 64 * 2**20, "used": 0, "free": 64 * 2**20}
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(**sizes))
     (line,) = (str(line) for line in doctor.machine(None) if line.state == "absent")
@@ -77,7 +74,7 @@ def test_a_containers_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
     assert [line for line in doctor.machine(None) if line.state == "absent"] == []
 
 
-def test_gpus_are_listed() -> None:
+def test_gpus_are_listed():
     torch = doctor.Library("torch", "2.13.0", {**FACTS, "cuda": "13.0", "gpus": [["NVIDIA H200", 150 * 2**30]]})
     assert "  ok  GPU NVIDIA H200, 150.0 GiB" in [str(line) for line in doctor.machine(torch)]
     horovod = doctor.Library("horovod", "0.28.1", {"Gloo": True, "MPI": True, "NCCL": False})

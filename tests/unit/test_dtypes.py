@@ -1,13 +1,10 @@
 """A model trains in the number format that it is made in, or there is an error; nothing is cast in silence."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -26,29 +23,29 @@ pytestmark = pytest.mark.usefixtures("here")
 class Line(lines.Line):
     inputs, rows = 3, 32
 
-    def __init__(self, dtype: torch.dtype, given: torch.dtype | None = None) -> None:
+    def __init__(self, dtype, given=None):
         self.dtype, self.given = dtype, given or dtype
 
-    def model(self) -> nn.Module:
+    def model(self):
         return super().model().to(self.dtype)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         assert outputs.dtype == self.dtype
         return super().loss(outputs, targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return TensorSource(*(numbers.to(self.given) for numbers in super().train_data()._data))
 
 
-def file(steps: int) -> dict[str, Any]:
+def file(steps):
     return ds_config(8, "AdamW", 0.01, engine="single", steps=steps)
 
 
-def weights(folder: str) -> dict[str, Tensor]:
+def weights(folder):
     return dict(read(max((Path("runs") / folder / "checkpoints").glob("step-*")), "float64"))
 
 
-def test_float64_trains_and_goes_on_in_float64() -> None:
+def test_float64_trains_and_goes_on_in_float64():
     whole = dsframe.fit(Line(torch.float64), {**file(6), "dsframe": {**file(6)["dsframe"], "run_dir": "runs/whole"}})
     dsframe.fit(Line(torch.float64), file(3))
     parts = dsframe.fit(Line(torch.float64), file(6), resume="auto")
@@ -60,12 +57,12 @@ def test_float64_trains_and_goes_on_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_that_no_file_asks_for_are_an_error(dtype: torch.dtype) -> None:
+def test_16_bits_that_no_file_asks_for_are_an_error(dtype):
     with pytest.raises(TaskError, match=r"Line\.model is in b?float16, and the file names no number format; write"):
         dsframe.fit(Line(dtype), file(1))
 
 
-def test_what_keeps_float32_refuses_float64() -> None:
+def test_what_keeps_float32_refuses_float64():
     task, config = Line(torch.float64), load(file(1))
     with pytest.raises(EngineError, match="the model is in float64, and this engine keeps float32"):
         own_dtype(config, task, nn.Linear(2, 2).double(), keeps_float64=False)
@@ -77,16 +74,16 @@ def test_what_keeps_float32_refuses_float64() -> None:
     assert own_dtype(load({**file(1), "bf16": {"enabled": True}}), task, mixed, keeps_float64=False) == torch.float32
 
 
-def test_inputs_are_not_cast() -> None:
+def test_inputs_are_not_cast():
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         dsframe.fit(Line(torch.float32, torch.float64), file(1))
 
 
-def test_what_transformers_keeps_in_fp32_is_named() -> None:
+def test_what_transformers_keeps_in_fp32_is_named():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    model: Any = T5ForConditionalGeneration(config)
+    model = T5ForConditionalGeneration(config)
     assert kept_in_fp32(model, torch.float16) == ["wo"]
     assert kept_in_fp32(model, torch.bfloat16) == kept_in_fp32(model, torch.float32) == []
     model._keep_in_fp32_modules_strict = {"SelfAttention", "router"}
@@ -94,12 +91,12 @@ def test_what_transformers_keeps_in_fp32_is_named() -> None:
     assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
 
 
-def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_names_it(tmp_path, capsys):
     class Routed(nn.Linear):
         _keep_in_fp32_modules_strict = ("weight",)
 
     class Task(lines.Line):
-        def model(self) -> nn.Module:
+        def model(self):
             return Routed(2, 1)
 
     settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
@@ -108,7 +105,7 @@ def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "this model's parts weight stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
 
 
-def test_names_that_stay_in_fp32_are_looked_for() -> None:
+def test_names_that_stay_in_fp32_are_looked_for():
     engine, model = {"engine": "single", "steps": 1}, {"keep_in_fp32": ["*.wieght"]}
     asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {**engine, "model": model}}
     with pytest.raises(
@@ -120,7 +117,7 @@ def test_names_that_stay_in_fp32_are_looked_for() -> None:
 @pytest.mark.parametrize(
     ("pattern", "layer"), [("*.bias", "0 is a Linear"), ("1.out_proj.*", "1 is a MultiheadAttention")]
 )
-def test_a_layer_of_torchs_is_not_kept_in_part(pattern: str, layer: str) -> None:
+def test_a_layer_of_torchs_is_not_kept_in_part(pattern, layer):
     asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {"model": {"keep_in_fp32": [pattern]}}}
     model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
     with pytest.raises(ConfigError, match=layer):
@@ -131,14 +128,14 @@ def test_a_layer_of_torchs_is_not_kept_in_part(pattern: str, layer: str) -> None
 class Normed(dsframe.Task):
     """Layers with running statistics, which stay float32."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         norms = nn.BatchNorm2d(6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
         return nn.Sequential(nn.Conv2d(2, 6, 3), *norms, nn.Flatten(), nn.Linear(96, 2))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         inputs = torch.randn(48, 2, 6, 6, generator=torch.Generator().manual_seed(3))
         return TensorDataset(inputs, inputs.mean((2, 3)).sin())
 
@@ -146,7 +143,7 @@ class Normed(dsframe.Task):
 
 
 @pytest.mark.parametrize("section", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1.0}}])
-def test_16_bits_train_norms_with_statistics(section: dict[str, Any], tmp_path: Path) -> None:
+def test_16_bits_train_norms_with_statistics(section, tmp_path):
     """torch has no such kernel on CPUs."""
     file = ds_config(12, "SGD", 0.1)
     settings = {"engine": "single", "steps": 4, "run_dir": str(tmp_path)}

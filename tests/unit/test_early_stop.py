@@ -1,13 +1,9 @@
 """Early stopping: where it ends, in checkpoints, and over restarts at any step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 import dsframe
 from dsframe.config import load
@@ -22,12 +18,12 @@ from tests.lines import HeldOut
 VALUES = [5.0, 4.0, 4.5, 3.95, float("nan"), 4.1, 1.0]
 
 
-def stop(**more: Any) -> EarlyStop:
+def stop(**more):
     return EarlyStop(Stop.model_validate({"metric": "loss:min", "patience": 3, **more}))
 
 
 @pytest.mark.parametrize(("more", "last"), [({}, None), ({"min_delta": 0.1}, 5), ({"patience": 2}, 6)])
-def test_it_waits_for_a_better_value(more: dict[str, Any], last: int | None) -> None:
+def test_it_waits_for_a_better_value(more, last):
     one, ended = stop(**more), None
     for step, value in enumerate(VALUES, start=1):
         assert not one.reached
@@ -44,7 +40,7 @@ def test_it_waits_for_a_better_value(more: dict[str, Any], last: int | None) -> 
         assert one.reached == "loss is not better in 3 evaluation(s); the best was 4 after step 2"
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_what_is_wrong_is_said():
     with pytest.raises(TaskError, match=r"dsframe.stop.metric: no metric 'loss' in the evaluation; it has accuracy"):
         stop().check({"accuracy": 1.0})
     for state in ({}, {**stop().state(), "waited": "x"}, {**stop().state(), "best": "x"}):
@@ -58,10 +54,10 @@ def test_what_is_wrong_is_said() -> None:
 class Falling(HeldOut):
     """Whose evaluation gets better until its fourth."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen = 0.0
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         errors = (outputs - targets).square()
         return errors.mean(), {"errors": Sum(errors.sum(), errors.numel())}
 
@@ -69,29 +65,29 @@ class Falling(HeldOut):
 class Noted(dsframe.Hooks):
     """Writes down what it is called with."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self):
+        self.calls = []
 
-    def on_step(self, run: dsframe.RunView) -> None:
+    def on_step(self, run):
         assert run.loss is not None
         assert (run.loss.ndim, run.rank, run.total_steps) == (0, 0, 20)
         self.calls.append(("step", run.step))
 
-    def on_log(self, run: dsframe.RunView, figures: Any) -> None:
+    def on_log(self, run, figures):
         self.calls.append(("log", run.step, dict(figures)))
 
-    def on_evaluation(self, run: dsframe.RunView, metrics: Any) -> None:
+    def on_evaluation(self, run, metrics):
         self.calls.append(("evaluation", run.step, dict(metrics)))
 
-    def on_checkpoint(self, run: dsframe.RunView, path: Path) -> None:
+    def on_checkpoint(self, run, path):
         assert (path / "manifest.json").exists()
         self.calls.append(("checkpoint", run.step))
 
-    def on_end(self, run: dsframe.RunView, summary: dsframe.Summary) -> None:
+    def on_end(self, run, summary):
         self.calls.append(("end", run.step, summary.stopped))
 
 
-def file(run: str, **more: Any) -> dict[str, Any]:
+def file(run, **more):
     settings = {
         "engine": "single",
         "steps": 20,
@@ -105,7 +101,7 @@ def file(run: str, **more: Any) -> dict[str, Any]:
     return ds_config(8, "SGD", 0.01, **settings)
 
 
-def test_a_run_ends_early_and_stays_ended(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_early_and_stays_ended(here, capsys):
     run, hooks, task = "run", Noted(), Falling()
     task.hooks = [hooks]
     summary = dsframe.fit(task, file(run))
@@ -133,14 +129,14 @@ def test_a_run_ends_early_and_stays_ended(here: Path, capsys: pytest.CaptureFixt
     assert dsframe.fit(Falling(), longer, resume="auto").steps == 8
 
 
-def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(here: Path) -> None:
+def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(here):
     few = {"metric": "loss:min", "patience": 2, "min_delta": 100.0}
     assert dsframe.fit(Falling(), file("whole", steps=5, stop=few)).stopped == ""
     dsframe.fit(Falling(), file("early", stop=few, checkpoints={}))
     assert [path.name for path in (here / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path):
     task = Falling()
     task.held_out = False
     with pytest.raises(TaskError, match=r"dsframe.stop waits for evaluations, but the task has no eval_data"):
@@ -155,17 +151,17 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         dsframe.fit(Falling(), file(str(tmp_path), hooks=["tests.unit.test_early_stop:Falling"]))
     task = Falling()
-    task.hooks = [3]  # type: ignore[list-item]
+    task.hooks = [3]
     with pytest.raises(TaskError, match="hooks: int is no Hooks"):
         dsframe.fit(task, file(str(tmp_path)))
 
 
 class Wrong(Falling):
-    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         loss, _ = super().loss(outputs, targets)
         return loss, {"loss": Sum(loss, 1)}
 
 
-def test_what_a_loss_returns_beside_itself_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_what_a_loss_returns_beside_itself_has_a_name_of_its_own(tmp_path):
     with pytest.raises(TaskError, match=r'Wrong.loss: "loss" is the loss itself'):
         dsframe.fit(Wrong(), file(str(tmp_path), steps=2))

@@ -3,15 +3,10 @@
 On other engines: tests/engines/test_groups.py.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dsframe
@@ -27,23 +22,23 @@ class Line(HeldOut):
     inputs, outputs = 3, 2
 
 
-def file(run: Path, kind: str = "AdamW", ema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"engine": "single", "steps": 6, "run_dir": str(run), "inherit": "torch", **more}
+def file(run, kind="AdamW", ema=None, **more):
+    settings = {"engine": "single", "steps": 6, "run_dir": str(run), "inherit": "torch", **more}
     settings |= {} if ema is None else {"ema": ema}
     return ds_config(8, kind, 0.1, **settings)
 
 
-def by_hand(kind: str, decay: float, every: int) -> tuple[dict[str, Tensor], float]:
+def by_hand(kind, decay, every):
     """The averages after six steps, and their mean loss over all samples."""
     torch.manual_seed(0)
     task = Line()
     model = task.model()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     loader = Loader(task.train_data(), seed=0, micro_batch_size=8)
     for step in range(6):
         inputs, targets = next(iter(loader.micro_batches(step)))
-        task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        task.loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % every == 0:
@@ -53,7 +48,7 @@ def by_hand(kind: str, decay: float, every: int) -> tuple[dict[str, Tensor], flo
         return dict(average.module.named_parameters()), float(task.loss(average(inputs), targets))
 
 
-def by_weights(weights: list[Tensor], decays: list[float]) -> Tensor:
+def by_weights(weights, decays):
     average = weights[0]
     for weight, decay in zip(weights[1:], decays, strict=True):
         average = decay * average + (1 - decay) * weight
@@ -70,7 +65,7 @@ def by_weights(weights: list[Tensor], decays: list[float]) -> Tensor:
         ),
     ],
 )
-def test_its_decay_grows(more: dict[str, Any], decays: list[float], tmp_path: Path) -> None:
+def test_its_decay_grows(more, decays, tmp_path):
     """As in torchvision's references, ema_pytorch and timm: weights until a step, then a decay that grows."""
     given = file(tmp_path, ema={"decay": 0.9, **more}, checkpoints={"every_steps": 1, "keep_last": 9})
     dsframe.fit(Line(), given)
@@ -81,17 +76,17 @@ def test_its_decay_grows(more: dict[str, Any], decays: list[float], tmp_path: Pa
     torch.testing.assert_close(averages(checkpoint)["weight"], by_weights(weights, decays))
 
 
-def averages(checkpoint: Path) -> dict[str, Tensor]:
+def averages(checkpoint):
     found = Checkpoint(checkpoint)
     return {name: found.parameter(name).moments["ema"].clone() for name in found.shapes}
 
 
-def test_it_is_evaluated_on_request_alone(tmp_path: Path) -> None:
+def test_it_is_evaluated_on_request_alone(tmp_path):
     plain, kept = (dsframe.fit(Line(), file(tmp_path / str(ema), ema=ema)).metrics for ema in (None, {"decay": 0.9}))
     assert plain == kept
 
 
-def test_one_that_begins_before_the_first_update_moves_towards_it() -> None:
+def test_one_that_begins_before_the_first_update_moves_towards_it():
     weight = nn.Parameter(torch.zeros(1))
     optimizer, start = torch.optim.SGD([weight], lr=1.0), ema.copies([weight])
     weight.data += 4.0
@@ -100,7 +95,7 @@ def test_one_that_begins_before_the_first_update_moves_towards_it() -> None:
 
 
 @pytest.mark.parametrize(("kind", "every"), [("AdamW", 2), ("SGD", 1)])
-def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
+def test_it_is_torchs(kind, every, tmp_path):
     wanted = {"decay": 0.9, "every_steps": every, "evaluate": True}
     summary = dsframe.fit(Line(), file(tmp_path / "run", kind, wanted))
     expected, loss = by_hand(kind, 0.9, every)
@@ -110,7 +105,7 @@ def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
     assert summary.metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_averages_that_were_evaluated_are_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_averages_that_were_evaluated_are_exported(here, capsys):
     dsframe.fit(Line(), file(here / "run", ema={"decay": 0.9, "evaluate": True}))
     checkpoint = here / "run" / "checkpoints" / "step-00000006"
     capsys.readouterr()
@@ -124,7 +119,7 @@ def test_averages_that_were_evaluated_are_exported(here: Path, capsys: pytest.Ca
         assert ("the averages of the weights are written" in capsys.readouterr().err) == (name == "averages")
 
 
-def test_training_does_not_see_it_and_a_restart_goes_on(here: Path) -> None:
+def test_training_does_not_see_it_and_a_restart_goes_on(here):
     plain = dsframe.fit(Line(), file(here / "plain"))
     every = {"eval_every_steps": 2, "checkpoints": {"every_steps": 3, "keep_last": 9}}
     whole = dsframe.fit(Line(), file(here / "whole", ema={"evaluate": True}, **every))
@@ -137,7 +132,7 @@ def test_training_does_not_see_it_and_a_restart_goes_on(here: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_what_changes_at_a_restart_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changes_at_a_restart_is_said(here, capsys):
     dsframe.fit(Line(), file(here / "with", ema={}))
     dsframe.fit(Line(), file(here / "none"))
     capsys.readouterr()

@@ -1,10 +1,7 @@
 """Engines of installed packages: found by their entry points, named in files, refused in words where the package is broken."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +26,7 @@ WRONG = 7
 POINTS = {"my-engine": "ours:OURS", "my-made": "ours:made", "my-wrong": "ours:WRONG", "my-gone": "nowhere:X"}
 
 
-def package(folder: Path, name: str, points: dict[str, str]) -> None:
+def package(folder, name, points):
     """What pip leaves of an installed package."""
     folder.mkdir(exist_ok=True)
     (folder / "ours.py").write_text(ENTRIES)
@@ -40,7 +37,7 @@ def package(folder: Path, name: str, points: dict[str, str]) -> None:
     (info / "entry_points.txt").write_text(f"[dsframe.engines]\n{lines}")
 
 
-def check(folder: Path, section: dict[str, object], *arguments: str) -> tuple[int, str]:
+def check(folder, section, *arguments):
     """What ``dsframe check`` says of a file with this section, where the packages of ``folder`` are installed."""
     file = folder / "my.json"
     write_json(file, ds_config(6, {"type": "SGD", "params": {}}, **section))
@@ -53,7 +50,7 @@ def check(folder: Path, section: dict[str, object], *arguments: str) -> tuple[in
     return done.returncode, done.stdout + done.stderr
 
 
-def test_an_engine_from_outside_is_named_like_any_other(tmp_path: Path) -> None:
+def test_an_engine_from_outside_is_named_like_any_other(tmp_path):
     package(tmp_path, "ours", POINTS)
     assert check(tmp_path, {"engine": "my-engine", "engine_options": {"rounds": 2}})[0] == 0
     assert check(tmp_path, {}, "--engine", "my-engine")[0] == 0
@@ -72,7 +69,7 @@ def test_an_engine_from_outside_is_named_like_any_other(tmp_path: Path) -> None:
         ({"engine": "my-gone"}, 'engine "my-gone" of the package ours cannot be loaded: No module named \'nowhere\''),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_words(tmp_path: Path, section: dict[str, object], message: str) -> None:
+def test_mistakes_are_told_in_words(tmp_path, section, message):
     package(tmp_path, "ours", POINTS)
     code, said = check(tmp_path, section)
     assert code == (4 if section["engine"] in ("my-wrong", "my-gone") else 2)  # the package's mistake, not the file's
@@ -80,13 +77,13 @@ def test_mistakes_are_told_in_words(tmp_path: Path, section: dict[str, object], 
     assert message in said
 
 
-def test_options_of_an_engine_that_takes_none_have_no_effect(tmp_path: Path) -> None:
+def test_options_of_an_engine_that_takes_none_have_no_effect(tmp_path):
     code, said = check(tmp_path, {"engine": "ddp", "engine_options": {"rounds": 2}}, "--strict")
     assert code == 1
     assert 'has no effect: engine "ddp" takes none' in said
 
 
-def test_a_name_belongs_to_one_package(tmp_path: Path) -> None:
+def test_a_name_belongs_to_one_package(tmp_path):
     package(tmp_path, "ours", POINTS)
     package(tmp_path, "theirs", {"my-engine": "elsewhere:X", "ddp": "elsewhere:X"})
     code, said = check(tmp_path, {"engine": "my-engine"})
@@ -95,7 +92,7 @@ def test_a_name_belongs_to_one_package(tmp_path: Path) -> None:
     assert check(tmp_path, {"engine": "ddp"})[0] == 0, "what is built in stays what it is"
 
 
-def test_packages_are_looked_through_only_for_names_that_are_not_built_in() -> None:
+def test_packages_are_looked_through_only_for_names_that_are_not_built_in():
     code = (
         "import importlib.metadata as metadata, sys\n"
         "metadata.entry_points = lambda group: [] if group == 'pydantic' else 1 / 0\n"

@@ -1,11 +1,8 @@
 """``{"epochs": n}`` wherever a file counts steps: what it becomes, what is refused, and that a run goes by it."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import nn
 import dsframe
 from dsframe.checkpoint.store import Retention
 from dsframe.cli import main
-from dsframe.config import Config, Facts, load
+from dsframe.config import Facts, load
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.data.sampler import Sampler
@@ -26,25 +23,25 @@ from tests.files import ds_config, read_rows, write_json
 from tests.lines import HeldOut
 
 
-def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:
+def known(config, samples, *, drop_last=False):
     """The configuration on so many samples, as a run resolves it."""
     batch = config.batch(1).train_batch_size
     sampler = Sampler(samples, batch, 0, drop_last=drop_last)
     return config.resolve(Facts(1, 1000, sampler.epoch_steps))
 
 
-def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+def scheduler(kind, **params):
     return {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}, "dsframe": {}}
 
 
-def params_of(config: Config) -> dict[str, Any]:
+def params_of(config):
     assert config.deepspeed.scheduler is not None
     return config.deepspeed.scheduler.params
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(8, 60), st.integers(1, 400).map(lambda tenths: tenths / 10))
-def test_it_is_steps_when_the_data_are_known(samples: int, count: float) -> None:
+def test_it_is_steps_when_the_data_are_known(samples, count):
     """Rounded up, at each place where steps are counted."""
     written = {"epochs": count}
     file = scheduler("MultiStepLR", milestones=[written, 4000])
@@ -55,7 +52,7 @@ def test_it_is_steps_when_the_data_are_known(samples: int, count: float) -> None
     assert params_of(known(load(linear), samples)) == {"num_warmup_steps": steps, "num_training_steps": 4000}
 
 
-def test_schedules_inside_of_schedules() -> None:
+def test_schedules_inside_of_schedules():
     parts = [
         {"type": "LinearLR", "params": {"total_iters": {"epochs": 1}}},
         {"type": "SequentialLR", "params": {"milestones": [{"epochs": 4}], "schedulers": [
@@ -88,14 +85,14 @@ def test_schedules_inside_of_schedules() -> None:
         ),
     ],
 )
-def test_mistakes_inside_of_schedules(part: Any, message: str) -> None:
+def test_mistakes_inside_of_schedules(part, message):
     inner = {"type": "ChainedScheduler", "params": {"schedulers": [part]}}
     outer = [{"type": "ExponentialLR", "params": {"gamma": 0.9}}, inner]
     with pytest.raises(ConfigError, match=r"schedulers\[1\]\.params\.schedulers\[0\]\.?" + message):
         load(scheduler("SequentialLR", milestones=[3], schedulers=outer))
 
 
-def test_the_batch_decides_and_accumulation_does_not() -> None:
+def test_the_batch_decides_and_accumulation_does_not():
     for sizes in (
         {"train_batch_size": 8},
         {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
@@ -108,7 +105,7 @@ def test_the_batch_decides_and_accumulation_does_not() -> None:
     assert params_of(known(whole, 20)) == {"step_size": 5}
 
 
-def test_intervals_end_where_epochs_end() -> None:
+def test_intervals_end_where_epochs_end():
     """Evaluations, checkpoints and lines do not drift away from the ends of epochs of 2.5 steps."""
     each = {"epochs": 1}
     config = known(
@@ -137,7 +134,7 @@ def test_intervals_end_where_epochs_end() -> None:
     assert [step for step in range(11, 16) if schedule.logs(step)] == [15]
 
 
-def test_a_tenth_of_an_epoch_is_a_tenth() -> None:
+def test_a_tenth_of_an_epoch_is_a_tenth():
     tenth = epochs.steps(Interval(epochs=0.1), Fraction(30))
     assert tenth == 3
     assert [step for step in range(1, 10) if epochs.due(step, tenth)] == [3, 6, 9]
@@ -155,7 +152,7 @@ def test_a_tenth_of_an_epoch_is_a_tenth() -> None:
         ("1", r"step_size: \"1\" must be a whole number or \{\"epochs\": 1\}"),
     ],
 )
-def test_mistakes_are_named(written: Any, message: str) -> None:
+def test_mistakes_are_named(written, message):
     with pytest.raises(ConfigError, match=message):
         load(scheduler("StepLR", step_size=written))
     inside = [{"type": "StepLR", "params": {"step_size": written}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]
@@ -163,7 +160,7 @@ def test_mistakes_are_named(written: Any, message: str) -> None:
         load(scheduler("SequentialLR", milestones=[3], schedulers=inside))
 
 
-def test_where_it_has_no_meaning_it_is_refused() -> None:
+def test_where_it_has_no_meaning_it_is_refused():
     file = scheduler("WarmupLR", warmup_num_steps={"epochs": 1})
     with pytest.raises(ConfigError, match=r"the training data has no length.*write steps"):
         load(file).resolve(Facts(1, 1000))
@@ -176,7 +173,7 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
     assert "make every_steps a multiple of eval_every_steps" in str(warned[0])
 
 
-def test_what_check_prints_of_it_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_check_prints_of_it_is_a_file(tmp_path, capsys):
     file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
     path = tmp_path / "file.json"
     write_json(path, file | {"optimizer": {"type": "SGD", "params": {}}})
@@ -188,7 +185,7 @@ def test_what_check_prints_of_it_is_a_file(tmp_path: Path, capsys: pytest.Captur
 class Line(HeldOut):
     rows = 20
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.line = nn.Linear(2, 1)
         with torch.no_grad():
             self.line.weight.fill_(0.5)
@@ -196,11 +193,11 @@ class Line(HeldOut):
         return self.line
 
 
-def lines(run: str) -> list[dict[str, Any]]:
+def lines(run):
     return read_rows(Path(run) / "metrics.jsonl")
 
 
-def test_a_run_goes_by_epochs_and_says_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_by_epochs_and_says_what_they_are(here, capsys):
     each = {"epochs": 1}
     kept = {"every_steps": each, "keep_last": 9, "keep_best": "loss:min"}
     file = ds_config(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,7 +18,6 @@ from dsframe import engines
 from dsframe.cluster.world import World
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource, as_source
-from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
@@ -38,33 +35,33 @@ CPU = torch.device("cpu")
 class Ready(nn.Module):
     """Takes its scale from the first batch it sees, in whatever mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(3, 1)
         self.register_buffer("scale", torch.zeros(0))
         self.register_buffer("kept", torch.ones(2).expand(4, 2))
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         if not self.scale.numel():
             self.scale.resize_(3).copy_(rows.abs().amax(0) * torch.rand(3))
-        return self.inner(rows / self.scale).squeeze(1)  # type: ignore[no-any-return]
+        return self.inner(rows / self.scale).squeeze(1)
 
 
 class ReadyTask(dsframe.Task):
-    def model(self) -> nn.Module:
+    def model(self):
         return Ready()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, dsframe.Sum]:
+    def metrics(self, outputs, targets):
         return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))}
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
 
 
-def make(task: Task | None = None, **switches: Any) -> tuple[Engine, Evaluation]:
+def make(task=None, **switches):
     file = ds_config(4, "SGD", 0.1, model=switches)
     config = load(file).resolve(Facts(1, 100, None, replicas=True))
     batch, task = config.batch(1, replicas=True), task or ReadyTask()
@@ -74,7 +71,7 @@ def make(task: Task | None = None, **switches: Any) -> tuple[Engine, Evaluation]
     return engine, Evaluation(engine, {"": loader}, lambda: None, print)
 
 
-def test_training_does_not_see_the_trial() -> None:
+def test_training_does_not_see_the_trial():
     losses = []
     for tried in (False, True):
         engine, evaluation = make()
@@ -92,30 +89,30 @@ def test_training_does_not_see_the_trial() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own compiler calls it
 def test_the_trial_is_not_compiled() -> None:
     engine, evaluation = make(compile=True)
-    graphs: list[Any] = []
+    graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    model: nn.Module = engine.model  # type: ignore[attr-defined]
-    model.forward = torch.compile(Ready.forward.__get__(model), backend=backend)  # type: ignore[method-assign]
+    model = engine.model
+    model.forward = torch.compile(Ready.forward.__get__(model), backend=backend)
     evaluation.try_out()
     assert graphs == []
     evaluation.run()
     assert graphs
 
 
-def rows_first(rows: list[Any]) -> Any:
+def rows_first(rows):
     values = torch.tensor([sum(row) for row in rows], dtype=torch.float64)
     return values, torch.zeros(len(rows))
 
 
-def ragged(rows: list[Any]) -> Any:
+def ragged(rows):
     return [torch.tensor(row, dtype=torch.float64) for row in rows], [{"boxes": torch.zeros(len(row))} for row in rows]
 
 
-def items(rows: list[Any]) -> Any:
+def items(rows):
     values = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
     return values, torch.zeros(len(values))
 
@@ -123,14 +120,14 @@ def items(rows: list[Any]) -> Any:
 class Summing(Task):
     """The loss is the mean over samples of each one's sum, or over items of each item, by the form of the batch."""
 
-    def __init__(self, collate: Any) -> None:
+    def __init__(self, collate):
         self.collate = collate
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         if self.collate is items:
-            return outputs.mean()  # type: ignore[no-any-return]
+            return outputs.mean()
         total = sum(map(torch.sum, outputs)) if isinstance(outputs, list) else outputs.sum()
-        return total / self.context.eval_samples  # type: ignore[no-any-return]
+        return total / self.context.eval_samples
 
 
 ROWS = hypothesis.strategies.lists(hypothesis.strategies.integers(-9, 9), min_size=0, max_size=5)
@@ -143,9 +140,9 @@ ROWS = hypothesis.strategies.lists(hypothesis.strategies.integers(-9, 9), min_si
     size=hypothesis.strategies.integers(1, 9),
 )
 @hypothesis.settings(max_examples=60, deadline=None)
-def test_every_sample_is_counted_once_whatever_a_batch_is(collate: Any, rows: list[Any], ranks: int, size: int) -> None:
+def test_every_sample_is_counted_once_whatever_a_batch_is(collate, rows, ranks, size):
     rows = rows if collate in (items, ragged) else [row or [0] for row in rows]
-    engine: Any = MagicMock()
+    engine = MagicMock()
     engine.plan.task, engine.plan.config.settings.model.compile, engine.built.watch = Summing(collate), False, None
     engine.eval_step = lambda batch, measure: measure(*batch) if measure else {}
     loaders = [
@@ -168,15 +165,15 @@ def test_every_sample_is_counted_once_whatever_a_batch_is(collate: Any, rows: li
 class Where(Dataset[tuple[Tensor, int]]):
     """Who reads it."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return torch.zeros(1), os.getpid()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_read_the_trials_batch_too(workers: int) -> None:
+def test_workers_read_the_trials_batch_too(workers):
     """A data set opens its files when it is first read: opened here, all workers would share their position."""
     loader = EvaluationLoader(Where(), seed=0, micro_batch_size=3, workers=workers)
     (_, readers), samples, counts = next(loader.trial())
@@ -184,7 +181,7 @@ def test_workers_read_the_trials_batch_too(workers: int) -> None:
     assert (set(readers.tolist()) == {os.getpid()}) == (workers == 0)
 
 
-def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them() -> None:
+def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them():
     same, other = (8, "a"), (8, "b")
     column = [{"norm": same, "mask": same}, {"deep": (3, "c"), "odd": (4, "d")}]
     places, size = _row_spans([*column, {"norm": other, "mask": same}, {"deep": (3, "x"), "odd": (5, "d")}])
@@ -197,20 +194,18 @@ def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them() -> 
 
 
 class Perplexity(Task):
-    def finalize(self, sums: Any) -> Any:
+    def finalize(self, sums):
         right, said, there = (float(sums[name].total) for name in ("right", "said", "there"))
         return {"perplexity": math.exp(sums["loss"].mean), "f1": 2 * right / (said + there)}
 
 
 class GatheringTask(ReadyTask):
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return super().loss(self.all_rows(outputs), targets)
 
 
 @pytest.mark.parametrize(("task", "lines"), [(ReadyTask, 0), (GatheringTask, 1)])
-def test_rows_of_one_batch_in_the_place_of_all_are_said(
-    task: type[Task], lines: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_one_batch_in_the_place_of_all_are_said(task, lines, capsys):
     """Once: the trial before training says it first."""
     _, evaluation = make(task())
     evaluation.try_out()
@@ -218,7 +213,7 @@ def test_rows_of_one_batch_in_the_place_of_all_are_said(
     assert capsys.readouterr().out.count("note: all_rows() has the rows of one batch") == lines
 
 
-def test_what_is_no_mean_follows_from_the_sums() -> None:
+def test_what_is_no_mean_follows_from_the_sums():
     sums = {"loss": Sum(torch.tensor(6.0), 3), "right": Sum(torch.tensor(3.0), 9), "said": Sum(torch.tensor(4.0), 9)}
     sums["there"] = Sum(torch.tensor(8.0), 9)
     assert finalized(Perplexity(), sums) == {"perplexity": pytest.approx(math.exp(2)), "f1": pytest.approx(0.5)}
@@ -228,9 +223,9 @@ def test_what_is_no_mean_follows_from_the_sums() -> None:
 @pytest.mark.parametrize(
     ("gives", "message"), [(3, "returned int; return numbers by name"), ({"f1": None}, "'f1' is NoneType")]
 )
-def test_a_finalize_that_gives_no_numbers(gives: Any, message: str) -> None:
+def test_a_finalize_that_gives_no_numbers(gives, message):
     task = Task()
-    task.finalize = lambda sums: gives  # type: ignore[method-assign]
+    task.finalize = lambda sums: gives
     with pytest.raises(TaskError, match=rf"Task\.finalize.*{message}"):
         finalized(task, {})
 
@@ -240,10 +235,10 @@ class Random(ReadyTask):
 
     draws: Any = None
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         self.draws(len(targets))
         return super().metrics(outputs, targets)
 
@@ -262,9 +257,7 @@ GENERATOR = torch.Generator()
         (lambda rows: torch.randn(1, 3, generator=GENERATOR), True),
     ],
 )
-def test_draws_that_belong_to_no_sample_are_said_once(
-    draws: Any, said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draws_that_belong_to_no_sample_are_said_once(draws, said, capsys):
     task = Random()
     task.draws = draws
     _, evaluation = make(task)
@@ -280,27 +273,27 @@ def test_draws_that_belong_to_no_sample_are_said_once(
 class Heat(Task):
     """A differential equation: the metric is a derivative of the outputs by the inputs."""
 
-    def model(self) -> torch.nn.Module:
+    def model(self):
         class Net(torch.nn.Sequential):
-            def forward(self, points: Any) -> Any:
+            def forward(self, points):
                 points.requires_grad_()
                 return super().forward(points), points
 
         return Net(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
-    def loss(self, outputs: Any, targets: Any) -> Any:
+    def loss(self, outputs, targets):
         values, points = outputs
         (slope,) = torch.autograd.grad(values.sum(), points, create_graph=True)
         return (slope - targets).square().mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         points = torch.linspace(0, 1, 8).unsqueeze(1)
         return torch.utils.data.TensorDataset(points, points.cos())
 
     eval_data = train_data
 
 
-def test_an_evaluation_takes_derivatives(here: Path) -> None:
+def test_an_evaluation_takes_derivatives(here):
     task = Heat()
     task.eval_gradients = True
     summary = dsframe.fit(task, ds_config(4, "AdamW", 1e-3, engine="single", steps=1, run_dir="run"))
@@ -315,9 +308,9 @@ class Opaque:
 
 
 @pytest.mark.parametrize("kept", [Opaque(), {"text": "a", "numbers": [1, 2.5], "boxes": (torch.ones(2, 4)[:1],)}])
-def test_what_is_kept_is_of_tensors_numbers_and_texts(kept: Any) -> None:
+def test_what_is_kept_is_of_tensors_numbers_and_texts(kept):
     task = Task()
-    task.metrics_of_all = lambda batches: {"batches": len(batches)}  # type: ignore[method-assign, assignment]
+    task.metrics_of_all = lambda batches: {"batches": len(batches)}
     answer = whole_set._computed(task, [whole_set.packed(kept)])
     if isinstance(kept, Opaque):
         assert "Task.keep returned objects of a class" in answer["error"]
@@ -325,7 +318,7 @@ def test_what_is_kept_is_of_tensors_numbers_and_texts(kept: Any) -> None:
         assert answer == {"metrics": {"batches": 1.0}}
 
 
-def test_every_ranks_batches_come_to_rank_0() -> None:
+def test_every_ranks_batches_come_to_rank_0():
     kept = [[b"a", b"bc", b"d"], [b"e"]]
     heard = Room(2).run(lambda ranks: whole_set.gathered(ranks, kept[ranks.plan.world.rank]))
     assert heard[0] == [b"a", b"e", b"bc", b"d"]
@@ -334,20 +327,20 @@ def test_every_ranks_batches_come_to_rank_0() -> None:
 class Counts(ReadyTask):
     """Counts samples by itself, of which each of two ranks has as many."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         self.how, self.samples = how, 0
 
-    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+    def finalize(self, sums):
         right = sums["right"]
         count = {"own": self.samples, "sums": right.count}[self.how]
         return {"accuracy": float(right.total) / float(count)}
 
 
 @pytest.mark.parametrize(("how", "refused"), [("own", True), ("sums", False)])
-def test_a_number_of_this_ranks_samples_is_refused(how: str, refused: bool) -> None:
+def test_a_number_of_this_ranks_samples_is_refused(how, refused):
     """Though it is the same on both ranks: 6 of 12 right are not 6 of 6."""
 
-    def said(ranks: Any) -> str:
+    def said(ranks):
         before, ranks.plan.task = Counts(how), Counts(how)
         ranks.plan.task.samples = 6
         try:
@@ -363,27 +356,27 @@ def test_a_number_of_this_ranks_samples_is_refused(how: str, refused: bool) -> N
 class Classes(ReadyTask):
     """Metrics of the classes of a batch, and what all three of them come to. The trial sees the first and last of 12 samples."""
 
-    def __init__(self, how: str, samples: int) -> None:
+    def __init__(self, how, samples):
         self.how, self.samples = how, samples
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         return TensorSource(
             super().train_data().batch(torch.arange(self.samples), 0)[0], torch.arange(self.samples) // 5 * 1.0
         )
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs, targets):
         return {f"class {target:.0f}": Sum((targets == target).sum(), 1) for target in targets.unique()}
 
-    def metrics_of_all(self, batches: Any) -> Mapping[str, float]:
+    def metrics_of_all(self, batches):
         counts = {int(target): 1 for _, targets in batches for target in targets}
         return {"of all": sum(counts[target] for target in range(3))} if self.how == "metrics_of_all" else {}
 
-    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+    def finalize(self, sums):
         return {"sum": sum(sums[f"class {target}"].total for target in range(3))} if self.how == "finalize" else {}
 
 
 @pytest.mark.parametrize(("how", "error"), [("finalize", KeyError), ("metrics_of_all", TaskError)])
-def test_the_trial_may_be_without_a_class(how: str, error: type[Exception]) -> None:
+def test_the_trial_may_be_without_a_class(how, error):
     _, evaluation = make(Classes(how, samples=12))
     evaluation.try_out()
     assert (evaluation.run() or {}).keys() & {"sum", "of all"}

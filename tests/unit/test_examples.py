@@ -1,7 +1,5 @@
 """Each example: its README says whom it is for, its files are checked, its programs train for five steps."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy
@@ -37,12 +35,12 @@ LONG = {"text", "finetune", "first_run", "evaluate_predict", "from_horovod", "ta
 """Of these, what `make test` leaves to `make test-all`."""
 
 
-def copied(name: str, folder: Path) -> Path:
+def copied(name, folder):
     return Path(shutil.copytree(EXAMPLES / name, folder / name))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.json")), ids=lambda path: path.parent.name)
-def test_a_file_has_no_mistake(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_no_mistake(path, capsys):
     processes = "64" if path.parent.name == "slurm" else "8" if path.parent.name == "seven_billion" else "2"
     engine = ["--engine", "horovod"] if path.parent.name == "from_horovod" else []
     assert main(["check", str(path), "-np", processes, "--strict", *engine]) == 0, capsys.readouterr().out
@@ -51,7 +49,7 @@ def test_a_file_has_no_mistake(path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "name", [name if name not in LONG else pytest.param(name, marks=pytest.mark.long) for name in TRAINED]
 )
-def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_trains(name, tmp_path, monkeypatch):
     folder = copied(name, tmp_path)
     monkeypatch.chdir(folder)
     if (folder / "make_data.py").exists():
@@ -70,11 +68,11 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert losses[-1] < losses[0] or name not in ("own_model", "images", "from_ddp", "text", "preferences")
 
 
-def test_a_training_goes_on_with_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_goes_on_with_another_engine(tmp_path, monkeypatch):
     folder = copied("resume_elsewhere", tmp_path)
     monkeypatch.chdir(folder)
 
-    def train(*words: str, ranks: int = 1) -> str:
+    def train(*words, ranks=1):
         command = warm(ranks, ["-m", "dsframe.train", "--config", "config.json", *words])
         return run_ranks(command, cwd=folder, timeout_seconds=150).check().output
 
@@ -86,7 +84,7 @@ def test_a_training_goes_on_with_another_engine(tmp_path: Path, monkeypatch: pyt
     assert {20, 40} <= set(whole)
 
 
-def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seven_billion_are_planned(capsys):
     words = ["--config", str(EXAMPLES / "seven_billion" / "config.json"), "-np", "8", "--gpu-memory", "24GB"]
     main(["plan", *words, "--format", "json"])
     report = json.loads(capsys.readouterr().out)
@@ -104,12 +102,12 @@ def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["ddp", "horovod"],
 )
-def test_what_an_example_begins_with_runs(name: str, command: list[str], tmp_path: Path) -> None:
+def test_what_an_example_begins_with_runs(name, command, tmp_path):
     assert "loss" in run_ranks(command, cwd=copied(name, tmp_path), timeout_seconds=150).check().output
 
 
 @pytest.mark.long
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path):
     notebook = read_json(EXAMPLES / "reference_engines" / "course.ipynb")
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 3

@@ -1,7 +1,5 @@
 """The catalogue of codes: complete, true of each example, and printed by ``dsframe explain``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -39,11 +37,11 @@ print(json.dumps(said))
 """
 
 
-def classes() -> list[type[errors.DsframeError]]:
+def classes():
     return [errors.DsframeError, *errors.DsframeError.__subclasses__()]
 
 
-def test_every_class_of_error_has_its_exit_code_explained() -> None:
+def test_every_class_of_error_has_its_exit_code_explained():
     assert len(classes()) == 10
     for kind in classes():
         assert EXITS[kind.exit_code].code == kind.code
@@ -53,7 +51,7 @@ def test_every_class_of_error_has_its_exit_code_explained() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_each_example_gets_its_code(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_example_gets_its_code(name, here, capsys):
     Path("FILE").write_text(CODES[name].example)
     main(CODES[name].command.split())
     said = "".join(capsys.readouterr())
@@ -62,7 +60,7 @@ def test_each_example_gets_its_code(name: str, here: Path, capsys: pytest.Captur
     assert all(any(f"{label}: " in line for label in ("error", "warning", "note")) for line in lines)
 
 
-def test_each_example_of_a_start_gets_its_code(tmp_path: Path) -> None:
+def test_each_example_of_a_start_gets_its_code(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     options = {}
     for name in STARTS:
@@ -76,7 +74,7 @@ def test_each_example_of_a_start_gets_its_code(tmp_path: Path) -> None:
     assert {name: text[text.rindex("[") :] for name, text in said.items()} == {name: f"[{name}]" for name in STARTS}
 
 
-def test_explain_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_one(capsys):
     assert main(["explain", "unknown-key"]) == 0
     text = capsys.readouterr().out
     code = CODES["unknown-key"]
@@ -89,19 +87,19 @@ def test_explain_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["5", "task"])
-def test_explain_an_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_an_exit_code(name, capsys):
     assert main(["explain", name]) == 0
     assert capsys.readouterr().out.startswith("exit code 5 (task)\n")
 
 
-def test_explain_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_lists_all(capsys):
     assert main(["explain"]) == 0
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     first = {line[0] for line in words if line}
     assert first >= {*CODES, *map(str, EXITS)}
 
 
-def test_explain_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_suggests(capsys):
     assert main(["explain", "unkown-key", "zzzzzz"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         'dsframe: error: no code "unkown-key"; did you mean "unknown-key"?',
@@ -109,7 +107,7 @@ def test_explain_suggests(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_an_error_is_printed_with_label_and_code() -> None:
+def test_an_error_is_printed_with_label_and_code():
     assert errors.TaskError("no model").printed == "error: no model [task]"
     assert errors.StoppedError("saved").printed == "note: saved [stopped]"
     problem = errors.Problem("error", "a.b", "is wrong", "write 1", "f.json", 2, 3, code="value")

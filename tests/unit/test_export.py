@@ -1,13 +1,10 @@
 """An export holds one file's worth of the weights; a disk that fills is one error, and leaves nothing that looks whole."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,16 +30,16 @@ MOST_MIB = 20
 """Anonymous memory that an export may take: the weights are 42 MiB in bf16."""
 
 
-def anonymous() -> float:
+def anonymous():
     """MiB of this process that lie in no file."""
     return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
-def growth(checkpoint: Path, to: str, out: Path) -> float:
+def growth(checkpoint, to, out):
     """MiB at the fullest moment of an export, above what there was before."""
     before, highest, ended = anonymous(), 0.0, threading.Event()
 
-    def look() -> None:
+    def look():
         nonlocal highest
         while not ended.wait(0.002):
             highest = max(highest, anonymous())
@@ -57,7 +54,7 @@ def growth(checkpoint: Path, to: str, out: Path) -> float:
     return highest - before
 
 
-def main(folder: Path) -> None:
+def main(folder):
     (checkpoint,) = store.locate(folder / "run")
     for to in FORMATS:
         growth(checkpoint, to, folder / f"warm-{to}")  # what is imported stays
@@ -72,7 +69,7 @@ def main(folder: Path) -> None:
         assert sorted(folder.iterdir()) == before, to
 
 
-def test_memory_and_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_a_full_disk(here, monkeypatch):
     if not is_disk(here):
         pytest.skip("the temporary folder lies in memory")
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", "samples": 4}
@@ -95,21 +92,19 @@ if __name__ == "__main__":
 
 
 class Tied(Line):
-    def model(self) -> nn.Module:
+    def model(self):
         first, second = nn.Linear(1, 1), nn.Linear(1, 1)
         second.weight = first.weight
         return nn.Sequential(first, second)
 
 
-def test_tied_weights_are_one_tensor_and_what_was_written_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_weights_are_one_tensor_and_what_was_written_is_read_again(tmp_path, monkeypatch):
     dsframe.fit(Tied(), file(tmp_path, steps=1))
     (checkpoint,) = store.locate(tmp_path)
     weights = export.read(checkpoint)
     assert weights["1.weight"] is weights["0.weight"]
 
-    def damaged(_: Path, to: str, dtype: str, out: Path, tensors: dict[str, Any], *rest: Any) -> None:
+    def damaged(_, to, dtype, out, tensors, *rest):
         torch.save({name: tensor + 1 for name, tensor in tensors.items()}, out)
 
     monkeypatch.setattr(export, "_write", damaged)

@@ -1,17 +1,13 @@
 """A few training samples as digests: which are read, what they notice, and what they cost."""
 
-from __future__ import annotations
-
 import copy
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import dsframe
@@ -24,20 +20,20 @@ from tests.lines import Line
 from tests.unit.test_checkpoint_files import Room
 
 
-def loader(data: Any, **options: Any) -> Loader:
+def loader(data, **options):
     return Loader(data, seed=0, micro_batch_size=2, **options)
 
 
 class Words(Dataset[Any]):
     """Samples with text in them; says what is read, and takes its time."""
 
-    def __init__(self, words: list[str], seconds: float = 0.0) -> None:
+    def __init__(self, words, seconds=0.0):
         self.words, self.seconds, self.read = words, seconds, list[int]()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.words)
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+    def __getitem__(self, index):
         self.read.append(index)
         time.sleep(self.seconds)
         return {"word": self.words[index], "length": len(self.words[index])}, index
@@ -46,28 +42,28 @@ class Words(Dataset[Any]):
 class Flipped(Dataset[Any]):
     """Each sample comes as it is or negated, by a generator that dsframe does not seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.random = np.random.default_rng(seed)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 9
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return torch.tensor(index + 1.0) * self.random.choice([-1.0, 1.0]), 0
 
 
 class Replay(Words):
     """Each reading moves it on."""
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+    def __getitem__(self, index):
         self.words[index] += "."
         return super().__getitem__(index)
 
 
-def of_ranks(*loaders: Loader) -> list[Any]:
+def of_ranks(*loaders):
     """What each rank gets, or its error."""
 
-    def one(ranks: Any) -> Any:
+    def one(ranks):
         try:
             return assert_same_samples(ranks, loaders[ranks.plan.world.rank])
         except DataError as error:
@@ -77,12 +73,12 @@ def of_ranks(*loaders: Loader) -> list[Any]:
 
 
 @pytest.mark.parametrize(("data", "digests"), [(Replay(["a", "b"]), set()), (Words(["a", "b"]), {"0", "1"})])
-def test_data_with_a_state_have_no_digest(data: Words, digests: set[str]) -> None:
+def test_data_with_a_state_have_no_digest(data, digests):
     told = of_ranks(loader(data), loader(copy.deepcopy(data)))
     assert told[0].keys() == told[1].keys() == digests
 
 
-def test_five_samples_are_read() -> None:
+def test_five_samples_are_read():
     data = [Words([f"word {index}" for index in range(100)]) for _ in range(2)]
     told = of_ranks(*map(loader, data))
     first, second = loader(data[0]).sampler.global_batch(0)[0][1].tolist()
@@ -92,7 +88,7 @@ def test_five_samples_are_read() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_sample_and_the_ranks_are_named(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_and_the_ranks_are_named(workers, monkeypatch):
     monkeypatch.setattr(fingerprint, "BUDGET_SECONDS", 60.0)  # on a busy machine workers take longer to start
     words = [f"word {index}" for index in range(100)]
     three = [loader(Words([*words[:-1], end]), workers=workers) for end in ("word 99", "other", "word 99", "other")]
@@ -105,14 +101,14 @@ def test_the_sample_and_the_ranks_are_named(workers: int, monkeypatch: pytest.Mo
 class ByRank(IterableDataset[Any]):
     """Splits itself by ranks, as many such data sets do."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank = rank
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return ((float(index), index) for index in range(self.rank, 100, 2))
 
 
-def test_a_stream_that_splits_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_splits_itself_is_refused(monkeypatch):
     monkeypatch.setattr(fingerprint, "BUDGET_SECONDS", 60.0)  # on a busy machine the worker takes longer to start
     for said in of_ranks(*(loader(ByRank(rank)) for rank in range(2))):
         assert said.startswith(
@@ -123,14 +119,14 @@ def test_a_stream_that_splits_itself_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert list(same[0]) == ["0", "1"]
 
 
-def test_what_is_drawn_anew_at_each_reading_has_no_digest() -> None:
+def test_what_is_drawn_anew_at_each_reading_has_no_digest():
     """Of 20 pairs of ranks none is refused, although a sample is the same in half of all second readings."""
     pairs = [of_ranks(loader(Flipped(2 * seed)), loader(Flipped(2 * seed + 1))) for seed in range(20)]
     assert [told for pair in pairs for told in pair if isinstance(told, str)] == []
     assert sum(told == {} for pair in pairs for told in pair) > 30
 
 
-def test_reading_ends_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ends_after_a_second(monkeypatch):
     """The ranks need not be equally fast: what all have read is compared."""
     monkeypatch.setattr(fingerprint, "BUDGET_SECONDS", 0.05)
     words = [f"word {index}" for index in range(100)]
@@ -145,15 +141,15 @@ def test_reading_ends_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 class Graph:
     """Prints its sizes alone, as those of torch_geometric do."""
 
-    def __init__(self, nodes: Tensor) -> None:
+    def __init__(self, nodes):
         self.store = {"nodes": nodes}
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"Graph(nodes={list(self.store['nodes'].shape)})"
 
 
-def test_a_digest_is_of_names_types_shapes_and_values() -> None:
-    rows: list[Any] = [
+def test_a_digest_is_of_names_types_shapes_and_values():
+    rows = [
         (torch.zeros(1, 4), torch.zeros(1)),
         (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1)),
         (torch.zeros(1, 2, 2), torch.zeros(1)),
@@ -171,22 +167,22 @@ def test_a_digest_is_of_names_types_shapes_and_values() -> None:
     assert digest((torch.arange(8.0).view(2, 4).T, 0)) == digest((torch.arange(8.0).view(2, 4).T.contiguous(), 0))
 
 
-def test_the_same_samples_have_the_same_digest_tomorrow() -> None:
+def test_the_same_samples_have_the_same_digest_tomorrow():
     """Checkpoints keep them."""
     (told,) = of_ranks(loader(TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))))
     assert told == {"0": "b454b1cfde2d9ae3", "1": "66a90fcbdb72e09e", "2": "fb81c4c9284a257e"}
 
 
 class Dropping(Line):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(super().model(), nn.Dropout(0.5))
 
 
-def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path, monkeypatch):
     """Or dropout would draw other masks."""
     batch = TensorSource.batch
 
-    def drawing(source: TensorSource, indices: Tensor, epoch: int) -> Any:
+    def drawing(source, indices, epoch):
         torch.rand(3 * (len(indices) == 1))  # what is read before training
         return batch(source, indices, epoch)
 

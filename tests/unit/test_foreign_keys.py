@@ -1,10 +1,6 @@
 """Keys of other trainers in a file get the key that does it here, in one error."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ FILE = {
     "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}},
     "zero_optimization": {},
 }
-VALUES: dict[str, Any] = {
+VALUES = {
     "dataloader_drop_last": True,
     "dsframe.deterministic": True,
     "dsframe.eval_before_training": True,
@@ -37,11 +33,11 @@ VALUES: dict[str, Any] = {
 WHERE = ("", "dsframe")
 
 
-def errors(document: Any) -> list[Any]:
+def errors(document):
     return [problem for problem in examine(json.dumps(document), "f.json").problems if problem.severity == "error"]
 
 
-def with_key(where: str, name: str, value: Any) -> dict[str, Any]:
+def with_key(where, name, value):
     document = json.loads(json.dumps({**FILE, "dsframe": {"engine": "deepspeed"}}))
     (document[where] if where else document)[name] = value
     return document
@@ -49,7 +45,7 @@ def with_key(where: str, name: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", sorted(foreign.table()["keys"]))
-def test_a_key_with_the_same_value_is_named_and_taken(name: str, where: str) -> None:
+def test_a_key_with_the_same_value_is_named_and_taken(name, where):
     target = foreign.target(name)
     assert target is not None
     value = VALUES.get(target, 2)
@@ -70,7 +66,7 @@ def test_a_key_with_the_same_value_is_named_and_taken(name: str, where: str) -> 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", sorted({*foreign.table()["words"], *foreign.table()["nothing to do"]}))
-def test_a_key_of_another_form_gets_one_error_with_what_to_write(name: str, where: str) -> None:
+def test_a_key_of_another_form_gets_one_error_with_what_to_write(name, where):
     if (where, name) in (("dsframe", "model"), ("dsframe", "optimizers"), ("", "log_level")):
         return  # keys of the section
     found = [problem for problem in errors(with_key(where, name, "x")) if name in problem.path.split(".")]
@@ -78,14 +74,14 @@ def test_a_key_of_another_form_gets_one_error_with_what_to_write(name: str, wher
     assert found[0].remedy.startswith(("write ", "tell ", "run ", "put ", "remove it: ")), found[0]
 
 
-def test_two_names_of_one_thing_are_one_error() -> None:
+def test_two_names_of_one_thing_are_one_error():
     found = errors({**FILE, "learning_rate": 1e-3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
     assert [problem.message for problem in found] == [
         'another name of "optimizer.params.lr", which the file has as well'
     ]
 
 
-def test_what_is_assumed_is_checked_and_no_second_error() -> None:
+def test_what_is_assumed_is_checked_and_no_second_error():
     document = {**FILE, "dsframe": {"num_train_epochs": 3, "precision": "bf16", "gradient_checkpointing": True}}
     assert [problem.path.rpartition(".")[2] for problem in errors(document)] == [
         "num_train_epochs", "precision", "gradient_checkpointing"
@@ -93,7 +89,7 @@ def test_what_is_assumed_is_checked_and_no_second_error() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "toml"])
-def test_other_forms_are_refused_in_one_line(suffix: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_forms_are_refused_in_one_line(suffix, here, capsys):
     from dsframe.tools import check
 
     (path := here / f"ds.{suffix}").write_text("train_batch_size: 8\n")

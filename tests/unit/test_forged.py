@@ -1,10 +1,6 @@
 """Checkpoints that no dsframe has written: names and numbers of a manifest are data, whatever its checksum says."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,11 +15,11 @@ from tests.unit.test_checkpoint_files import write
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     return write(tmp_path / "checkpoints", 1)
 
 
-def forge(checkpoint: Path, **changes: Any) -> dict[str, Any]:
+def forge(checkpoint, **changes):
     """The manifest with changes and a checksum that fits: ``a__b=value`` is the key b of a."""
     manifest = read_manifest(checkpoint)
     for key, value in changes.items():
@@ -36,11 +32,11 @@ def forge(checkpoint: Path, **changes: Any) -> dict[str, Any]:
     return manifest
 
 
-def place(file: str = "model.safetensors", begin: int = 0, count: int = 1000) -> dict[str, Any]:
+def place(file="model.safetensors", begin=0, count=1000):
     return {"parameters__c__tensors__weight__pieces": [[file, begin, count]]}
 
 
-FORGED: dict[str, tuple[dict[str, Any], str]] = {
+FORGED = {
     "text for a number": ({"step": "42"}, "'step': Input should be a valid integer"),
     "a negative number": ({"updates": -1}, "'updates'"),
     "another step": ({"step": 41}, "is of step 41"),
@@ -64,7 +60,7 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_what_is_forged_is_one_line(case: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_forged_is_one_line(case, checkpoint, capsys):
     changes, message = FORGED[case]
     forge(checkpoint, **changes)
     with pytest.raises(CheckpointError) as caught:
@@ -77,7 +73,7 @@ def test_what_is_forged_is_one_line(case: str, checkpoint: Path, capsys: pytest.
     assert "\x1b" not in told
 
 
-def test_no_link_leads_out(checkpoint: Path, tmp_path: Path) -> None:
+def test_no_link_leads_out(checkpoint, tmp_path):
     file = checkpoint / "rng.json" if (checkpoint / "rng.json").exists() else next(checkpoint.glob("*.safetensors"))
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
@@ -102,7 +98,7 @@ JSON = st.recursive(
     ),
     value=JSON,
 )
-def test_any_value_is_read_or_refused(key: str, value: Any, checkpoint: Path) -> None:
+def test_any_value_is_read_or_refused(key, value, checkpoint):
     whole = (checkpoint / MANIFEST).read_bytes()
     try:
         manifest = json.loads(whole)["manifest"] | {key: value}
@@ -120,7 +116,7 @@ RUN_FILES = ("run.json", "config.json", "metrics.jsonl", "summary.json")
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(RUN_FILES), content=JSON, cut=st.integers(0, 40))
-def test_any_run_directory_is_read_or_refused(name: str, content: Any, cut: int, tmp_path: Path) -> None:
+def test_any_run_directory_is_read_or_refused(name, content, cut, tmp_path):
     step = {"step": 1, "loss": 2.0, "learning_rate": 0.1, "rate": 3.0, "epoch": 0.5, "memory_bytes": 1}
     summary = {
         "steps": 1,

@@ -1,9 +1,6 @@
 """A task of a plain model, a loss and data, in one call."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ FILE = ds_config(8, "AdamW", 0.01)
 
 
 class Net(nn.Sequential):
-    def __init__(self, hidden: int = 8) -> None:
+    def __init__(self, hidden=8):
         super().__init__(nn.Linear(3, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
-def test_three_lines_are_a_training(tmp_path: Path) -> None:
+def test_three_lines_are_a_training(tmp_path):
     numbers = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(64, 3, generator=numbers), torch.randint(2, (64,), generator=numbers))
     file = {**FILE, "dsframe": {"engine": "single", "epochs": 4, "run_dir": str(tmp_path)}}
@@ -32,12 +29,12 @@ def test_three_lines_are_a_training(tmp_path: Path) -> None:
     assert first.metrics == again.metrics  # made anew from the seed
 
 
-def test_a_module_that_is_made_already_is_refused() -> None:
+def test_a_module_that_is_made_already_is_refused():
     with pytest.raises(TaskError, match=r"Net is made already, .* give what makes it: Net, or lambda: Net\(...\)"):
-        dsframe.Task.from_module(Net(), nn.CrossEntropyLoss(), None)  # type: ignore[arg-type]
+        dsframe.Task.from_module(Net(), nn.CrossEntropyLoss(), None)
 
 
-def test_a_training_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+def test_a_training_leaves_the_environment_as_it_was(tmp_path):
     """Else the processes that a program starts afterwards would take themselves for ranks of this training."""
     data = TensorDataset(torch.ones(16, 3), torch.ones(16, dtype=torch.int64))
     file = {**FILE, "dsframe": {"engine": "ddp", "steps": 1, "run_dir": str(tmp_path)}}

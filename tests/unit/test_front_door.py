@@ -1,7 +1,5 @@
 """What a newcomer types first: init, activate, and what each command says of itself."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from tests.processes import REPOSITORY, run_program, run_ranks, warm
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_init_writes_a_commented_file_that_the_check_accepts(
-    beginning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_writes_a_commented_file_that_the_check_accepts(beginning, tmp_path, capsys):
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--from", beginning]) == 0
     said = capsys.readouterr().out
@@ -47,7 +43,7 @@ SMALL = "--set train_batch_size=2 --set dsframe.task.context=64 --set dsframe.ta
 @pytest.mark.parametrize(
     "beginning", [pytest.param(name, marks=() if name == "own" else pytest.mark.long) for name in BEGINNINGS]
 )
-def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) -> None:
+def test_a_beginning_goes_through_every_command(beginning, tmp_path):
     assert main(["init", str(tmp_path / "mine"), "--from", beginning]) == 0
     data = [["make_data.py"]] if (tmp_path / "mine" / "make_data.py").exists() else []
     lines = [*COMMANDS[:-1], f"{COMMANDS[-1]} --merge" if beginning == "finetune" else COMMANDS[-1]]
@@ -62,7 +58,7 @@ def test_a_beginning_goes_through_every_command(beginning: str, tmp_path: Path) 
             done.check()
 
 
-def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
+def test_activate_puts_the_launchers_first(tmp_path):
     """In a shell that has neither; twice changes nothing."""
     line = f'eval "$({sys.executable} -m dsframe activate)"'
     script = f'{line} && once=$PATH && {line} && [ "$PATH" = "$once" ] && command -v deepspeed horovodrun python && echo "$PATH"'
@@ -77,12 +73,12 @@ def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
     ]
 
 
-def test_another_trainers_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_trainers_key_is_explained(capsys):
     assert main(["explain", "callbacks"]) == 0
     assert 'callbacks: a name of other trainers; write "hooks"' in capsys.readouterr().out
 
 
-def test_the_folders_own_file_comes_before_a_packaged_one(here: Path) -> None:
+def test_the_folders_own_file_comes_before_a_packaged_one(here):
     assert dsframe.train.parse([]).config == "zero3.json"
     (here / "config.json").write_text("{}")
     assert dsframe.train.parse([]).config == "config.json"

@@ -1,9 +1,6 @@
 """What tasks give to read: drawn from the file's seed, on every rank and at every start; and what is no data set."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +51,7 @@ class Drawing(dsframe.Task):
 """
 
 
-def test_what_a_task_of_the_file_draws_is_the_same_on_every_rank_and_at_every_start(tmp_path: Path) -> None:
+def test_what_a_task_of_the_file_draws_is_the_same_on_every_rank_and_at_every_start(tmp_path):
     (tmp_path / "drawing.py").write_text(TASK)
     settings = {"task": {"name": "drawing:Drawing"}, "engine": "ddp", "steps": 6, "log_every_steps": 1}
     file = ds_config(6, "SGD", 0.1, **settings)
@@ -102,7 +99,7 @@ class Shifted(nn.Linear):
 """
 
 
-def test_a_loaded_model_has_the_constants_of_the_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loaded_model_has_the_constants_of_the_training(here, capsys):
     """Also those that the task's constructor drew."""
     (here / "constants.py").write_text(CONSTANTS)
     settings = {"task": {"name": "constants:Constant"}, "engine": "single", "steps": 1, "run_dir": "run"}
@@ -120,16 +117,16 @@ def test_a_loaded_model_has_the_constants_of_the_training(here: Path, capsys: py
 class Gives(dsframe.Task):
     """Gives ``data``, or what it makes of the generators."""
 
-    def __init__(self, data: Any = None) -> None:
+    def __init__(self, data=None):
         self.data = data
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return [torch.rand(()).item(), np.random.random(), random.random()] if self.data is None else self.data
 
     eval_data = train_data
 
 
-def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone() -> None:
+def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone():
     cpu, task = torch.device("cpu"), Gives()
     before = generators.capture(cpu)
     first, again, held_out, predicted = (given(task, f"{name}_data") for name in ("train", "train", "eval", "predict"))
@@ -142,7 +139,7 @@ def test_what_is_drawn_follows_from_the_seed_and_leaves_the_generators_alone() -
 
 
 X, Y = torch.zeros(8, 2), torch.zeros(8)
-WRONG: dict[str, Any] = {
+WRONG = {
     r"a dict of several data sets \('train', 'test'\); return one of them, such as its split 'train'": {
         "train": TensorDataset(X, Y),
         "test": TensorDataset(X, Y),
@@ -157,7 +154,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_no_data_set_is_named(what: str) -> None:
+def test_what_is_no_data_set_is_named(what):
     with pytest.raises(DataError, match=f"^Gives.train_data gives {what}"):
         given(Gives(WRONG[what]), "train_data")
 
@@ -165,14 +162,14 @@ def test_what_is_no_data_set_is_named(what: str) -> None:
 class Stream(IterableDataset[Any]):
     """Its own iterator, which begins anew."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         raise StopIteration
 
 
-def test_what_is_a_data_set_is_taken() -> None:
+def test_what_is_a_data_set_is_taken():
     for data in ([(X[0], 1), (X[1], 0)], {0: (X[0], 1), 1: (X[1], 0)}, TensorDataset(X, Y), X, []):
         assert given(Gives(data), "train_data") is data
     stream = Stream()
@@ -183,9 +180,9 @@ def test_what_is_a_data_set_is_taken() -> None:
         given(Gives({"clean": (X, Y)}), "eval_data")
 
 
-def test_a_method_without_return_is_named_where_it_must_give_data() -> None:
+def test_a_method_without_return_is_named_where_it_must_give_data():
     class Nothing(dsframe.Task):
-        def train_data(self) -> Any: ...
+        def train_data(self): ...
 
         eval_data = train_data
 
@@ -194,7 +191,7 @@ def test_a_method_without_return_is_named_where_it_must_give_data() -> None:
         given(Nothing(), "train_data")
 
 
-def test_the_split_of_a_dataset_dict_is_named() -> None:
+def test_the_split_of_a_dataset_dict_is_named():
     datasets = pytest.importorskip("datasets")
     split = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1.0}])})
     with pytest.raises(DataError, match=r"gives a DatasetDict of several data sets .*such as its split 'train'"):

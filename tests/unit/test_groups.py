@@ -1,8 +1,5 @@
 """Parameter groups: which parameter is in which, what is refused, and what a run says of them."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.config import load
@@ -18,11 +15,10 @@ from dsframe.data import TensorSource
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import groups, optimizers
-from dsframe.model.built import ParameterGroups
 from dsframe.model.plan import Plan
 from tests.unit.test_task_huggingface import LLAMA
 
-FILE: dict[str, Any] = {
+FILE = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
 }
@@ -31,43 +27,42 @@ FILE: dict[str, Any] = {
 class Net(nn.Module):
     """Its output layer is the embedding, by a further name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.body, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4)
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.norm(self.body(self.embed(tokens))))
-        return outputs
+    def forward(self, tokens):
+        return self.head(self.norm(self.body(self.embed(tokens))))
 
 
 class Tokens(dsframe.Task):
     """With groups of its own, where it is given some."""
 
-    def __init__(self, given: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, given=()):
         self.given = given
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Net()
 
-    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+    def parameter_groups(self, model):
         return self.given
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         tokens = torch.arange(16) % 8
         return TensorSource(tokens, tokens.flip(0))
 
 
-def settled(*wanted: Mapping[str, Any], task: dsframe.Task | None = None, **more: Any) -> ParameterGroups:
+def settled(*wanted, task=None, **more):
     config = load(FILE | {"dsframe": {"parameter_groups": list(wanted), **more}})
     return groups.settle_groups(config, task or Tokens(), Net())
 
 
-def test_patterns_choose_parameters_by_any_of_their_names() -> None:
+def test_patterns_choose_parameters_by_any_of_their_names():
     found = settled({"match": ["head.*"], "lr_scale": 10}, {"match": ["body.bias", "norm*"], "weight_decay": 0})
     assert found.options == {
         "embed.weight": {"lr_scale": 10.0},
@@ -84,7 +79,7 @@ def test_patterns_choose_parameters_by_any_of_their_names() -> None:
     ]
 
 
-def test_frozen_parameters_need_no_gradient() -> None:
+def test_frozen_parameters_need_no_gradient():
     model = Net()
     config = load(FILE | {"dsframe": {"parameter_groups": [{"match": ["embed*", "norm.bias"], "freeze": True}]}})
     found = groups.settle_groups(config, Tokens(), model)
@@ -96,7 +91,7 @@ def test_frozen_parameters_need_no_gradient() -> None:
     )
 
 
-def test_a_module_that_is_trained_again_is_frozen_anew() -> None:
+def test_a_module_that_is_trained_again_is_frozen_anew():
     """As in a program that trains the head first, and everything after it. What the model froze itself stays."""
     model = Net()
     model.norm.bias.requires_grad_(False)
@@ -107,7 +102,7 @@ def test_a_module_that_is_trained_again_is_frozen_anew() -> None:
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["norm.bias"]
 
 
-def test_the_preset_goes_along_with_groups_whose_own_decay_comes_first() -> None:
+def test_the_preset_goes_along_with_groups_whose_own_decay_comes_first():
     found = settled(
         {"match": ["body.*"], "lr_scale": 2}, {"match": ["norm.bias"], "weight_decay": 0.3}, no_decay="norms-and-biases"
     )
@@ -123,7 +118,7 @@ BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "vit", "gpt2"])
-def test_the_preset_is_the_trainers_rule(kind: str) -> None:
+def test_the_preset_is_the_trainers_rule(kind):
     from transformers import AutoConfig, AutoModel, Trainer
 
     small = {"n_embd": 16, "n_layer": 2, "n_head": 2} if kind == "gpt2" else LLAMA if kind == "llama" else BERT
@@ -152,32 +147,32 @@ def test_the_preset_is_the_trainers_rule(kind: str) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("by_task", [False, True])
-def test_what_is_wrong_is_said_before_training(wanted: list[Any], says: str, by_task: bool) -> None:
+def test_what_is_wrong_is_said_before_training(wanted, says, by_task):
     with pytest.raises(TaskError if by_task else ConfigError, match=says):
         settled(task=Tokens(wanted)) if by_task else settled(*wanted)
 
 
-def test_groups_as_torch_has_them_are_told_of_patterns() -> None:
+def test_groups_as_torch_has_them_are_told_of_patterns():
     with pytest.raises(
         TaskError, match=r'groups: match: Field required, params: .*; name parameters by patterns.*"head\.\*"'
     ):
         settled(task=Tokens([{"params": [], "lr_scale": 2}]))
 
 
-def test_an_optimizer_without_decay_cannot_have_it_by_groups() -> None:
+def test_an_optimizer_without_decay_cannot_have_it_by_groups():
     spec = optimizers.read(load(FILE | {"optimizer": {"type": "Rprop", "params": {"lr": 0.01}}}))
     with pytest.raises(ConfigError, match="Rprop has no weight_decay, and parameter groups have one"):
         spec.build([{"params": [nn.Parameter(torch.zeros(2))], "weight_decay": 0.0}])
 
 
-def problems(file: Mapping[str, Any], **settings: Any) -> str:
+def problems(file, **settings):
     try:
         return "\n".join(str(one) for one in load({**FILE, **file, "dsframe": settings}).problems)
     except DsframeError as error:
         return str(error)
 
 
-def test_who_makes_groups_takes_no_others() -> None:
+def test_who_makes_groups_takes_no_others():
     zero = {"stage": 3, "reduce_scatter": False}
     file = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}, "zero_optimization": zero}
     slower = [{"match": ["*"], "lr_scale": 0.1}]
@@ -187,7 +182,7 @@ def test_who_makes_groups_takes_no_others() -> None:
     assert says not in problems(file, parameter_groups=[{"match": ["embed*"], "freeze": True}])
 
 
-def test_no_decay_where_nothing_decays_is_a_warning() -> None:
+def test_no_decay_where_nothing_decays_is_a_warning():
     silent = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     says = "dsframe.no_decay: has no effect: the optimizer's weight_decay is 0"
     assert says in problems(silent, no_decay="norms-and-biases")
@@ -197,7 +192,7 @@ def test_no_decay_where_nothing_decays_is_a_warning() -> None:
     assert says not in problems({}, no_decay="norms-and-biases")
 
 
-def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch):
     from dsframe import engines
     from dsframe.engines.table import TABLE, Entry
 
@@ -214,11 +209,11 @@ def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch: pytest.Mo
 class Layered(Tokens):
     model = dsframe.Task.model
 
-    def layers(self) -> Any:
+    def layers(self):
         return LAYERS
 
 
-def cut(*wanted: Mapping[str, Any], **more: Any) -> Cut:
+def cut(*wanted, **more):
     task = Layered()
     settings = {"parameter_groups": list(wanted), **more}
     config = load({**FILE, "pipeline": {"stages": 2}, "dsframe": settings})
@@ -234,7 +229,7 @@ LAYERS = [
 ]
 
 
-def test_layers_are_known_by_the_names_of_the_state() -> None:
+def test_layers_are_known_by_the_names_of_the_state():
     found = cut({"match": ["3.weight"], "lr_scale": 2}, no_decay="norms-and-biases")
     none = {"weight_decay": 0.0}
     assert found.groups.options == {"0.weight": {"lr_scale": 2.0}, "1.bias": none, "2.weight": none, "2.bias": none}
@@ -247,9 +242,9 @@ def test_layers_are_known_by_the_names_of_the_state() -> None:
 # In a run.
 
 
-def test_a_run_says_its_groups_and_a_change_of_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_its_groups_and_a_change_of_them(here, capsys):
 
-    def run(resume: str, steps: int, **more: Any) -> str:
+    def run(resume, steps, **more):
         dsframe.fit(
             Tokens(), FILE | {"dsframe": {"engine": "single", "steps": steps, "run_dir": "run", **more}}, resume=resume
         )
@@ -269,13 +264,13 @@ def test_a_run_says_its_groups_and_a_change_of_them(here: Path, capsys: pytest.C
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.token = nn.Parameter(torch.zeros(1, 4))
         self.embed = nn.Linear(4, 4)
@@ -283,7 +278,7 @@ class Blocks(nn.Module):
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
 
 
-def test_layer_decay_is_that_of_mae() -> None:
+def test_layer_decay_is_that_of_mae():
     """``layer_scales = [decay ** (n + 1 - i)]``, and layer 0 is what comes before the blocks."""
     given = {"layer_decay": 0.5, "no_decay": "norms-and-biases"}
     given |= {"parameter_groups": [{"match": ["blocks.1.layer.weight"], "lr_scale": 3.0}]}
@@ -300,6 +295,6 @@ def test_layer_decay_is_that_of_mae() -> None:
     assert found.asked["layer_decay"] == 0.5
 
 
-def test_layer_decay_needs_blocks() -> None:
+def test_layer_decay_needs_blocks():
     with pytest.raises(ConfigError, match="layer_decay: the model repeats no block"):
         groups.settle_groups(load({**FILE, "dsframe": {"layer_decay": 0.5}}), Tokens(), nn.Linear(2, 2))

@@ -1,10 +1,7 @@
 """What ``deepspeed.initialize`` gets: the file in, the exact dictionary out, and nothing else touched."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
 from tests.files import ds_config
 
-FILE: dict[str, Any] = ds_config(
+FILE = ds_config(
     16,
     "AdamW",
     0.01,
@@ -44,7 +41,7 @@ SPLIT = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere"}}
 
 
-def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> Plan:
+def plan(changes, ranks=2, *, verbose=False):
     config = load({**FILE, **changes})
     return Plan(
         config,
@@ -58,18 +55,18 @@ def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> P
     )
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-def copied(stage: int, **more: Any) -> dict[str, Any]:
+def copied(stage, **more):
     """Gradients are copied once."""
     return {**BATCH, **zero(stage, contiguous_gradients=False, **more)}
 
 
 LARGE = {"elements": 1 << 26}
 UNIFORM = {"stages": 2, "partition": "uniform"}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "only what the file says": ({}, {}, BATCH),
     "zero 1": (zero(1), {}, copied(1)),
     "gradients in turns would spoil checkpoints": (zero(2, round_robin_gradients=True), {}, copied(2)),
@@ -124,7 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_handover(case: str) -> None:
+def test_handover(case):
     changes, arguments, expected = CASES[case]
     made, given = plan(changes), copy.deepcopy(arguments)
     before = copy.deepcopy((made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)))
@@ -148,12 +145,12 @@ def test_handover(case: str) -> None:
     ],
     ids=str,
 )
-def test_gradients_are_copied_as_deepspeed_does_where_more_depends_on_it(changes: dict[str, Any]) -> None:
+def test_gradients_are_copied_as_deepspeed_does_where_more_depends_on_it(changes):
     zero = {"stage": 1, **changes.get("zero_optimization", {})}
     assert handover(plan({**changes, "zero_optimization": zero}, 4))["zero_optimization"] == zero
 
 
-def _spoil(value: Any) -> None:
+def _spoil(value):
     """Changes everything in ``value``, as DeepSpeed may: it writes into the dictionary."""
     for one in list(value.values()):
         if isinstance(one, dict):
@@ -162,7 +159,7 @@ def _spoil(value: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(stage: int) -> None:
+def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(stage):
     on_gpu = dataclasses.replace(plan({"zero_optimization": {"stage": stage}}), device=torch.device("cuda", 0))
     document = handover(on_gpu, elements=1000)
     assert document["timers"] == {"throughput": {"enabled": False}}

@@ -1,9 +1,6 @@
 """What Horovod finds in the environment when it starts, and that no start is let through with which it would crash."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import pytest
@@ -17,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(monkeypatch):
     """A process in which Horovod has never started, with nothing in its environment."""
     monkeypatch.setattr(environment, "_started", {})
     with mock.patch.dict(os.environ):
@@ -25,23 +22,23 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def give(variables: Mapping[str, str]) -> None:
+def give(variables):
     for name in (THRESHOLD, ROUNDS, APART, TUNES):
         os.environ.pop(name, None)
     os.environ.update(variables)
 
 
-def told() -> dict[str, str]:
+def told():
     return {name: os.environ[name] for name in (THRESHOLD, ROUNDS, APART, TUNES) if name in os.environ}
 
 
-def start() -> float | None:
+def start():
     bucket_bytes = settle_environment(CPU)
     note_start(running=False)
     return bucket_bytes
 
 
-def test_a_threshold_of_the_environment_cuts_buckets_and_never_reaches_horovod() -> None:
+def test_a_threshold_of_the_environment_cuts_buckets_and_never_reaches_horovod():
     """Its second start in a process would crash where threshold and cycle time are both fixed."""
     for _ in range(2):
         give({THRESHOLD: "4096", ROUNDS: "1"})
@@ -52,13 +49,13 @@ def test_a_threshold_of_the_environment_cuts_buckets_and_never_reaches_horovod()
     assert told() == {APART: "1", ROUNDS: "5.0"}
 
 
-def test_autotuning_is_refused() -> None:
+def test_autotuning_is_refused():
     give({TUNES: "1"})
     with pytest.raises(EngineError, match="leave out horovodrun's --autotune"):
         start()
 
 
-def test_over_mpi_it_starts_once() -> None:
+def test_over_mpi_it_starts_once():
     start()
     settle_environment(CPU)
     note_start(running=True)
@@ -69,7 +66,7 @@ def test_over_mpi_it_starts_once() -> None:
         note_start(running=True)
 
 
-def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch):
     monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
     settle_environment(CPU)
     assert environment.ASYNC_COMPLETION not in os.environ

@@ -1,12 +1,7 @@
 """Model folders from somebody else: nothing in them runs, leads out of them or makes training wait; one line says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,18 +15,18 @@ CODE = "raise SystemExit('code of the folder has run')\n"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "m", max_shard_size="1KB")
     return tmp_path / "m"
 
 
-def edit(path: Path, **changes: Any) -> None:
+def edit(path, **changes):
     write_json(path, {**json.loads(path.read_text() if path.exists() else "{}"), **changes})
 
 
-def shard(value: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def shard(value):
+    def change(folder):
         index = folder / "model.safetensors.index.json"
         weight_map = read_json(index)["weight_map"]
         edit(index, weight_map={**weight_map, next(iter(weight_map)): value})
@@ -39,8 +34,8 @@ def shard(value: Any) -> Callable[[Path], None]:
     return change
 
 
-def code(file: str, auto: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def code(file, auto):
+    def change(folder):
         (folder / "evil.py").write_text(CODE)
         edit(folder / "config.json", model_type="evil")
         edit(folder / file, auto_map={auto: "evil.Evil"})
@@ -48,15 +43,15 @@ def code(file: str, auto: str) -> Callable[[Path], None]:
     return change
 
 
-def pipe(folder: Path) -> None:
+def pipe(folder):
     os.mkfifo(folder / "x.safetensors")
 
 
-def loop(folder: Path) -> None:
+def loop(folder):
     (folder / "tokenizer.json").symlink_to("tokenizer.json")
 
 
-def load(folder: Path) -> None:
+def load(folder):
     config = _transformers.configure("AutoModelForCausalLM", str(folder), {})
     _transformers.build("AutoModelForCausalLM", config, str(folder))
 
@@ -74,13 +69,13 @@ def load(folder: Path) -> None:
         (loop, "tokenizer.json is neither a file nor a folder"),
     ],
 )
-def test_a_model_folder(change: Callable[[Path], None], words: str, folder: Path) -> None:
+def test_a_model_folder(change, words, folder):
     change(folder)
     with pytest.raises(TaskError, match=words):
         load(folder)
 
 
-def test_a_tokenizers_code_is_not_run(folder: Path) -> None:
+def test_a_tokenizers_code_is_not_run(folder):
     edit(folder / "tokenizer_config.json", tokenizer_class="Evil")
     code("tokenizer_config.json", "AutoTokenizer")(folder)
     (folder / "tokenizer.json").write_text("{}")

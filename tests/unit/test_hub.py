@@ -1,15 +1,10 @@
 """Models of the Hugging Face hub: out of its cache, by the library that made it, and what is said where they cannot be had."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CODES = {"gated": "GatedRepo", "secret": "RepoNotFound", "old": "RevisionNotFound"}
 
 
-def cached(home: Path, name: str, vocabulary: int = 400) -> Path:
+def cached(home, name, vocabulary=400):
     """A model of transformers with its tokenizer, where huggingface_hub has what it has downloaded."""
     place = home / "hub" / f"models--{name.replace('/', '--')}"
     (place / "refs").mkdir(parents=True)
@@ -42,7 +37,7 @@ def cached(home: Path, name: str, vocabulary: int = 400) -> Path:
 class Hub(BaseHTTPRequestHandler):
     """Refuses as the hub does."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         kind = next((kind for kind in CODES if f"/{kind}" in self.path), "secret")
         self.send_response(403 if kind == "gated" else 404)
         self.send_header("X-Error-Code", CODES[kind])
@@ -51,12 +46,12 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815  # the name of a method of http.server
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def endpoint() -> Iterator[str]:
+def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -76,14 +71,14 @@ for address in sys.argv[1:]:
 """
 
 
-def asked(addresses: list[str], home: Path, **variables: str) -> list[str]:
+def asked(addresses, home, **variables):
     """What a program says of each model, in a process of its own: the library reads its variables once."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_HOME": str(home), **variables}
     return run_program([sys.executable, "-c", PROGRAM, *addresses], env=environment).stdout.splitlines()
 
 
-def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path: Path, endpoint: str) -> None:
+def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path, endpoint):
     folder = cached(tmp_path, "me/tiny")
     names = ["hub:me/tiny", "hub:me/tiny@main", f"hub:me/tiny@{COMMIT}", "hub:me/other@v2"]
     *found, missing = asked(names, tmp_path, HF_HUB_OFFLINE="1")
@@ -101,13 +96,13 @@ def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path: Path, endpoint: st
         assert words in line
 
 
-def settings(**section: Any) -> Any:
+def settings(**section):
     task = {"name": "causal-language-model", "context": 16, "corpus": "synthetic", **section}
     file = ds_config(1, engine="single", steps=1, task=task)
     return load(file).settings
 
 
-def test_a_model_of_the_hub_is_trained_and_its_commit_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_trained_and_its_commit_recorded(tmp_path, monkeypatch):
     folder = cached(tmp_path, "me/tiny")
     monkeypatch.setattr(hub, "snapshot", lambda address: folder)
     task = build(settings(model="hub:me/tiny").task, 0)
@@ -118,7 +113,7 @@ def test_a_model_of_the_hub_is_trained_and_its_commit_recorded(tmp_path: Path, m
     assert hub.origin(str(tmp_path)) is None
 
 
-def test_a_model_grows_to_its_tokenizer(tmp_path: Path) -> None:
+def test_a_model_grows_to_its_tokenizer(tmp_path):
     folder = cached(tmp_path, "me/tiny", vocabulary=300)
     with pytest.raises(TaskError, match=r'vocab_size 300 is too small: .* tokens; write "resize_emb'):
         build(settings(model=str(folder)).task, 0)
@@ -138,10 +133,10 @@ def test_a_model_grows_to_its_tokenizer(tmp_path: Path) -> None:
         assert task.model().get_parameter("lm_head.weight").shape == (tokens, 32)
 
 
-def test_an_adapter_trains_the_rows_of_new_tokens(tmp_path: Path) -> None:
+def test_an_adapter_trains_the_rows_of_new_tokens(tmp_path):
     folder = cached(tmp_path, "me/tiny", vocabulary=300)
     section = {"name": "causal-language-model", "context": 16, "corpus": "synthetic", "model": str(folder)}
-    file: dict[str, Any] = ds_config(1, engine="single", steps=1, adapter={"r": 2})
+    file = ds_config(1, engine="single", steps=1, adapter={"r": 2})
     file["dsframe"]["task"] = {**section, "resize_embeddings": True}
     config = load(file)
     model = build(config.settings.task, 0).model()

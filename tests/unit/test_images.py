@@ -1,14 +1,10 @@
 """Pictures as a person sees them, from folders that people and systems have written to."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
 import unicodedata
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,19 +26,19 @@ FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
 
 
-def written(place: Path, image: Image.Image, **options: Any) -> Path:
+def written(place, image, **options):
     place.parent.mkdir(parents=True, exist_ok=True)
     image.save(place, **options)
     return place
 
 
-def transparent() -> Image.Image:
+def transparent():
     black = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
     black.putalpha(Image.fromarray(255 - RAMP))
     return black
 
 
-FORMS: dict[str, tuple[Image.Image, str]] = {
+FORMS = {
     "8 bits": (Image.fromarray(RAMP), "png"),
     "palette": (Image.fromarray(RAMP).convert("P"), "png"),
     "gif": (Image.fromarray(RAMP).convert("P"), "gif"),
@@ -53,7 +49,7 @@ FORMS: dict[str, tuple[Image.Image, str]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> None:
+def test_every_form_of_a_ramp_is_the_same_ramp(form, tmp_path):
     image, suffix = FORMS[form]
     place = written(tmp_path / f"a.{suffix}", image)
     with Image.open(place) as file:
@@ -61,7 +57,7 @@ def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("turned", range(1, 9))
-def test_a_camera_says_which_way_is_up(turned: int) -> None:
+def test_a_camera_says_which_way_is_up(turned):
     exif = Image.Exif()
     exif[0x0112] = turned
     content = io.BytesIO()
@@ -84,12 +80,12 @@ def test_a_camera_says_which_way_is_up(turned: int) -> None:
         (Image.fromarray(np.full((4, 4), 0.5, np.float32)), {}, "mode F.; scale them"),
     ],
 )
-def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words: str, tmp_path: Path) -> None:
+def test_what_has_no_one_look_is_refused(image, options, words, tmp_path):
     with Image.open(written(tmp_path / "a.tif", image, **options)) as file, pytest.raises(ValueError, match=words):
         folder.rgb(file)
 
 
-def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path: Path) -> None:
+def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path):
     picture = Image.fromarray(RAMP).convert("RGB")
     previews = written(tmp_path / "a.jpg", picture, format="MPO", save_all=True, append_images=[picture])
     film = written(tmp_path / "b.jpg", picture)
@@ -103,19 +99,19 @@ def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def pictures(tmp_path):
     for name in ("cat", "dog"):
         for number in range(3):
             written(tmp_path / "train" / name / f"{number}.png", Image.fromarray(RAMP))
     return tmp_path
 
 
-def read(place: Path) -> list[str]:
+def read(place):
     found = folder.load(str(place), FACTS, train=True, augment=False)
     return [str(path.relative_to(place / "train")) for path, _ in found.samples]
 
 
-def test_what_systems_leave_is_neither_class_nor_picture(pictures: Path) -> None:
+def test_what_systems_leave_is_neither_class_nor_picture(pictures):
     before = read(pictures)
     for name in (".ipynb_checkpoints", "__MACOSX", "cat/.ipynb_checkpoints", "cat/@eaDir"):
         written(pictures / "train" / name / "9.png", Image.fromarray(RAMP))
@@ -126,7 +122,7 @@ def test_what_systems_leave_is_neither_class_nor_picture(pictures: Path) -> None
     assert read(pictures) == before
 
 
-def test_folders_behind_links_are_read_once(pictures: Path) -> None:
+def test_folders_behind_links_are_read_once(pictures):
     before = read(pictures)
     written(pictures / "elsewhere" / "7.png", Image.fromarray(RAMP))
     (pictures / "train" / "cat" / "more").symlink_to(pictures / "elsewhere")
@@ -135,7 +131,7 @@ def test_folders_behind_links_are_read_once(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("places", [("train",), ("train", "val")])
-def test_an_accent_is_the_same_letter_in_each_way_to_write_it(places: tuple[str, ...], pictures: Path) -> None:
+def test_an_accent_is_the_same_letter_in_each_way_to_write_it(places, pictures):
     """Copied from macOS, a name has its accent as a character of its own."""
     for number, form in enumerate(("NFC", "NFD")):
         place = pictures / places[number % len(places)] / unicodedata.normalize(form, "café")
@@ -147,12 +143,12 @@ def test_an_accent_is_the_same_letter_in_each_way_to_write_it(places: tuple[str,
     names = folder.class_names(str(pictures))
     assert names == [unicodedata.normalize("NFC", "café"), "cat", "dog"]
     assert [label for _, label in folder.load(str(pictures), FACTS, train=False, augment=False).samples] == [0]
-    said: list[str] = []
+    said = []
     folder.check(str(pictures), names, said.append)
     assert said == [f"no images of cat, dog in {pictures / 'val'}"]
 
 
-def test_a_pipe_is_not_waited_for(pictures: Path) -> None:
+def test_a_pipe_is_not_waited_for(pictures):
     os.mkfifo(pictures / "train" / "cat" / "9.png")
     with pytest.raises(DataError, match=r"9\.png \(it is no file\)"):
         folder.check(str(pictures), ["cat", "dog"], print)
@@ -161,9 +157,9 @@ def test_a_pipe_is_not_waited_for(pictures: Path) -> None:
         find_files(str(pictures / "rows.jsonl"), "task.data.train")
 
 
-def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures: Path) -> None:
+def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures):
     (pictures / "train" / "dog" / "9.heic").write_bytes(b"x")
-    said: list[str] = []
+    said = []
     folder.check(str(pictures), ["cat", "dog"], said.append)
     assert said == [f"files in {pictures} that are not read as images: 1 with .heic"]
     written(pictures / "val" / "cat" / "0.png", Image.fromarray(RAMP))
@@ -175,8 +171,8 @@ def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures:
         read(pictures)
 
 
-def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> None:
-    said: list[str] = []
+def test_damaged_files_are_named_all_at_once_before_training(pictures):
+    said = []
     folder.check(str(pictures), ["cat", "dog"], said.append)
     cut = pictures / "train" / "cat" / "1.png"
     cut.write_bytes(cut.read_bytes()[:-20])
@@ -187,7 +183,7 @@ def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["bmp", "tif", "gif", "jpg", "webp"])
-def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind: str, tmp_path: Path) -> None:
+def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind, tmp_path):
     """A thumbnail in a JPEG has the end of a picture, too."""
     thumbnail = io.BytesIO()
     Image.fromarray(RAMP).save(thumbnail, "JPEG")
@@ -200,7 +196,7 @@ def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind: str, 
     assert folder._damage(place)
 
 
-def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:
+def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures):
     """A folder that was renamed, or is gone, is said before an evaluation and before a resume."""
     section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
     shutil.copytree(pictures / "train", pictures / "val")

@@ -1,12 +1,9 @@
 """What starting a run imports: nothing that no training uses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ print(sorted(heavy & set(sys.modules)), autotuner.has_mlflow, mlflow.__file__)
 """
 
 
-def test_deepspeed_comes_without_what_no_training_uses(tmp_path: Path) -> None:
+def test_deepspeed_comes_without_what_no_training_uses(tmp_path):
     package = tmp_path / "mlflow"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -50,7 +47,7 @@ FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence")
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
+def test_a_run_imports_the_features_that_its_file_has(stage):
     """``import deepspeed`` itself brings the pipeline and AutoTP; a ZeRO optimizer brings Muon."""
     program = ONE_RANK.replace("STAGE", str(stage))
     found = run_program([sys.executable, "-c", program], cwd=REPOSITORY, check=False)
@@ -79,7 +76,7 @@ def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
     assert ("deepspeed.runtime.zero.muon.original_muon" in later) == (stage > 0)
 
 
-def test_torch_waits_until_the_number_of_threads_is_settled() -> None:
+def test_torch_waits_until_the_number_of_threads_is_settled():
     """It reads OMP_NUM_THREADS and its log level once, when it is imported."""
     program = "import sys, dsframe.run, dsframe.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, timeout=60, check=False).returncode == 0

@@ -6,11 +6,8 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from dsframe.data.loader import DatasetSource
 from dsframe.errors import CheckpointError, DsframeError, TaskError
 from dsframe.host import generators
 from dsframe.inference import load_model
-from dsframe.job import Run
 from dsframe.run import execute, prepared
 from dsframe.tools import evaluate
 from dsframe.training.predictions import rows_of, take_inputs_alone
@@ -42,14 +38,14 @@ class Plane(Line):
 
     inputs, outputs = 3, 2
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         numbers = torch.Generator().manual_seed(1)
         return TensorSource(torch.randn(SAMPLES, 3, generator=numbers), torch.randn(SAMPLES, 2, generator=numbers))
 
-    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+    def predictions(self, outputs, targets):
         return {
             "output": outputs,
             "wrong": (outputs - targets).abs().sum(1),
@@ -57,26 +53,25 @@ class Plane(Line):
         }
 
 
-def file(run: Path, **more: Any) -> dict[str, Any]:
+def file(run, **more):
     settings = {"engine": "single", "steps": 6, "run_dir": str(run), "task": {"name": f"{__name__}:Plane"}, **more}
     return ds_config(8, "AdamW", 0.05, **settings)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dsframe.Summary]:
+def trained(tmp_path_factory):
     run = tmp_path_factory.mktemp("inference") / "run"
     return run, execute(dsframe.load(file(run, ema={"decay": 0.8})))
 
 
-def expected(run: Path, *, averages: bool | None = None) -> Tensor:
+def expected(run, *, averages=None):
     model = load_model(run, averages=averages)
     assert not model.training
     with torch.no_grad():
-        found: Tensor = model(Plane().eval_data().batch(torch.arange(SAMPLES), 0)[0])
-    return found
+        return model(Plane().eval_data().batch(torch.arange(SAMPLES), 0)[0])
 
 
-def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+def test_evaluate_gives_the_runs_last_evaluation(trained, tmp_path):
     run, summary = trained
     out = tmp_path / "metrics.json"
     finished = run_ranks(
@@ -92,7 +87,7 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
-def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+def test_predict_writes_each_sample_once_in_order(trained, tmp_path):
     out = tmp_path / "rows.jsonl"
     write(trained[0], out)
     wanted = expected(trained[0])
@@ -104,7 +99,7 @@ def test_predict_writes_each_sample_once_in_order(trained: tuple[Path, dsframe.S
 
 
 @contextmanager
-def prepared_again(run: Path, task: dsframe.Task | None = None) -> Iterator[tuple[Run, Path]]:
+def prepared_again(run, task=None):
     """The run as the commands prepare it, and its newest checkpoint."""
     path = store.complete(run)
     with prepared(dsframe.load(store.config_of(path)), task, World()) as made:
@@ -112,23 +107,23 @@ def prepared_again(run: Path, task: dsframe.Task | None = None) -> Iterator[tupl
         yield dataclasses.replace(made, data=read), path
 
 
-def write(run: Path, out: Path, *, averages: bool | None = None, task: dsframe.Task | None = None) -> int:
+def write(run, out, *, averages=None, task=None):
     with prepared_again(run, task) as (made, path):
         return inference.predict(made, World(), path, out, averages=averages)
 
 
-def outputs_in(out: Path) -> Tensor:
+def outputs_in(out):
     return torch.tensor([json.loads(line)["output"] for line in out.read_text().splitlines()])
 
 
-def test_averages_are_predicted_on_request(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+def test_averages_are_predicted_on_request(trained, tmp_path):
     write(trained[0], tmp_path / "a.jsonl", averages=True)
     rows = outputs_in(tmp_path / "a.jsonl")
     torch.testing.assert_close(rows, expected(trained[0], averages=True), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(rows, expected(trained[0]))
 
 
-def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path: Path) -> None:
+def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path):
     """The averages with "ema": {"evaluate": true}; the weights, too, on request."""
     run = tmp_path / "run"
     summary = execute(dsframe.load(file(run, ema={"decay": 0.8, "evaluate": True})))
@@ -141,7 +136,7 @@ def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path: Path
     torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), expected(run), rtol=1e-6, atol=1e-6)
 
 
-def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path: Path) -> None:
+def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path):
     execute(dsframe.load(file(tmp_path / "run", eval_samples=5)))
     assert write(tmp_path / "run", tmp_path / "a.jsonl") == SAMPLES
     assert len(outputs_in(tmp_path / "a.jsonl")) == SAMPLES
@@ -150,8 +145,8 @@ def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path: 
 class InputsAlone(Plane):
     predictions = dsframe.Task.predictions
 
-    def __init__(self, data: Any) -> None:
-        self.predict_data = lambda: data  # type: ignore[method-assign]
+    def __init__(self, data):
+        self.predict_data = lambda: data
 
 
 INPUTS = torch.arange(15.0).view(5, 3) / 10
@@ -166,21 +161,21 @@ INPUTS = torch.arange(15.0).view(5, 3) / 10
         [{"input": row.tolist()} for row in INPUTS],
     ],
 )
-def test_predictions_need_no_targets(trained: tuple[Path, dsframe.Summary], tmp_path: Path, data: Any) -> None:
+def test_predictions_need_no_targets(trained, tmp_path, data):
     assert write(trained[0], tmp_path / "a.jsonl", task=InputsAlone(data)) == len(INPUTS)
     with torch.no_grad():
         wanted = load_model(trained[0])(INPUTS)
     torch.testing.assert_close(outputs_in(tmp_path / "a.jsonl"), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_collate_need_not_give_targets_for_predictions() -> None:
+def test_a_collate_need_not_give_targets_for_predictions():
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
-    source: Any = DatasetSource(rows, 0, Pad())  # type: ignore[arg-type]
+    source = DatasetSource(rows, 0, Pad())
     take_inputs_alone(source)
     inputs, targets = source.batch(torch.arange(2), 0)
     assert inputs["input_ids"].tolist() == [[1, 2], [3, 0]]
     assert targets.tolist() == [0, 0]
-    labelled: Any = DatasetSource([{**row, "labels": 1} for row in rows], 0, Pad())  # type: ignore[arg-type]
+    labelled = DatasetSource([{**row, "labels": 1} for row in rows], 0, Pad())
     take_inputs_alone(labelled)
     assert isinstance(labelled.collate, Pad)
 
@@ -190,16 +185,16 @@ class Ragged(dsframe.Task):
 
     collate = Pad()
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Positions()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    def loss_weight(self, targets: Tensor) -> Tensor:
+    def loss_weight(self, targets):
         return (targets != -100).sum()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return [
             {"input_ids": torch.arange(size), "labels": torch.zeros(size, dtype=torch.int64)} for size in (2, 5) * 8
         ]
@@ -208,23 +203,21 @@ class Ragged(dsframe.Task):
 
 
 class Cut(Ragged):
-    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+    def predictions(self, outputs, targets):
         return {"output": [row[kept] for row, kept in zip(outputs, targets != -100, strict=True)]}
 
 
 class Positions(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 3)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    def forward(self, input_ids, attention_mask):
         return self.table(input_ids)
 
 
 @pytest.mark.parametrize("task", [Ragged, Cut])
-def test_padding_in_predicted_rows_is_said_once(
-    task: type[Ragged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_padding_in_predicted_rows_is_said_once(task, tmp_path, capsys):
     execute(dsframe.load(file(tmp_path / "run", task={"name": f"{__name__}:{task.__name__}"})))
     capsys.readouterr()
     write(tmp_path / "run", tmp_path / "a.jsonl")
@@ -241,9 +234,7 @@ def test_padding_in_predicted_rows_is_said_once(
         (["evaluate", "RUN", "--config", "none.json"], "none.json"),
     ],
 )
-def test_what_is_wrong_is_one_line(
-    trained: tuple[Path, dsframe.Summary], tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_what_is_wrong_is_one_line(trained, tmp_path, words, message):
     (tmp_path / "there.jsonl").touch()
     given = [word.replace("RUN", str(trained[0])).replace("OUT", str(tmp_path)) for word in words]
     with pytest.raises(DsframeError, match=message):
@@ -277,12 +268,12 @@ BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4)
         ({"logits": torch.ones(2), "loss": None}, [{"logits": 1.0, "loss": None}] * 2),
     ],
 )
-def test_a_prediction_has_a_row_for_each_sample(outputs: Any, rows: list[Any]) -> None:
+def test_a_prediction_has_a_row_for_each_sample(outputs, rows):
     assert rows_of(dsframe.Task(), outputs, None, 2) == rows
 
 
 class Odd(Plane):
-    def predictions(self, outputs: Any, targets: Any) -> Any:
+    def predictions(self, outputs, targets):
         return outputs
 
 
@@ -298,21 +289,21 @@ class Odd(Plane):
         ({"a": [object(), object()]}, "'a': object is nothing that can be written"),
     ],
 )
-def test_predictions_without_a_row_for_each_sample_are_refused(given: Any, message: str) -> None:
+def test_predictions_without_a_row_for_each_sample_are_refused(given, message):
     with pytest.raises(TaskError, match=message):
         rows_of(Odd(), given, None, 2)
 
 
-def test_load_model_names_another_model(trained: tuple[Path, dsframe.Summary]) -> None:
+def test_load_model_names_another_model(trained):
     class Other(Plane):
-        def model(self) -> nn.Module:
+        def model(self):
             return nn.Linear(3, 2)
 
     with pytest.raises(CheckpointError, match="belongs to another model"):
         load_model(trained[0], Other())
 
 
-def test_a_checkpoint_alone_and_its_task_are_enough(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+def test_a_checkpoint_alone_and_its_task_are_enough(trained, tmp_path):
     """The file of the run is not asked for."""
     (path,) = sorted((trained[0] / "checkpoints").glob("step-*"))[-1:]
     shutil.copytree(path, tmp_path / path.name)
@@ -322,49 +313,49 @@ def test_a_checkpoint_alone_and_its_task_are_enough(trained: tuple[Path, dsframe
 class Waves(nn.Module):
     """Has a constant that no checkpoint keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.constant = torch.randn(3, 8)
         self.register_buffer("other", torch.randn(8), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return torch.cos(inputs @ self.constant + self.get_buffer("other"))
 
 
 class Whole(Plane):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(Waves(), nn.Linear(8, 2))
 
 
 class Layers(Plane):
     model = dsframe.Task.model
 
-    def layers(self) -> Any:
+    def layers(self):
         return [Waves, partial(nn.Linear, 8, 2)]
 
 
 class Several(Plane):
     model = dsframe.Task.model
 
-    def models(self) -> Any:
+    def models(self):
         return {"one": Whole().model}
 
-    def losses(self) -> Any:
+    def losses(self):
         return {"one": lambda models, inputs, targets: self.loss(models["one"](inputs), targets)}
 
 
 @pytest.mark.parametrize("task", [Whole, Layers, Several])
-def test_load_model_draws_what_the_training_drew(task: Callable[[], dsframe.Task], tmp_path: Path) -> None:
+def test_load_model_draws_what_the_training_drew(task, tmp_path):
     """And leaves the caller's random generators, and its task, as they were."""
     run = tmp_path / "run"
     settings = file(run, seed=3)
     del settings["dsframe"]["task"]
     summary, given = dsframe.fit(task(), settings), task()
     before = generators.capture(torch.device("cpu"))
-    model: Any = load_model(run, given)
+    model = load_model(run, given)
     assert generators.capture(torch.device("cpu")) == before
     assert given.seed == 0
-    inputs, targets = given.eval_data().batch(torch.arange(SAMPLES), 0)  # type: ignore[union-attr]
+    inputs, targets = given.eval_data().batch(torch.arange(SAMPLES), 0)
     with torch.no_grad():
         outputs = (model["one"] if task is Several else model)(inputs)
     assert given.loss(outputs, targets).item() == pytest.approx(summary.metrics["loss"], rel=1e-5)

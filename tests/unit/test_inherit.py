@@ -1,10 +1,6 @@
 """Defaults that a file inherits: the right ones, said before training, and torch's on request, on every engine."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,16 +16,16 @@ from tests.files import ds_config, write_json
 from tests.lines import Line
 
 
-def file(kind: str = "Adam", inherits: str | None = None, **params: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"engine": "single", "steps": 3, "checkpoints": {"at_end": False}}
+def file(kind="Adam", inherits=None, **params):
+    settings = {"engine": "single", "steps": 3, "checkpoints": {"at_end": False}}
     return ds_config(4, {"type": kind, "params": params}, **(settings | ({"inherit": inherits} if inherits else {})))
 
 
-def found(document: dict[str, Any]) -> dict[str, Any]:
+def found(document):
     return {str(one.path[-1]): one.value for one in load(document).inherited}
 
 
-def test_deepspeeds_defaults_are_deepspeeds() -> None:
+def test_deepspeeds_defaults_are_deepspeeds():
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime import config, constants
 
@@ -44,7 +40,7 @@ def test_deepspeeds_defaults_are_deepspeeds() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop"])
-def test_torchs_defaults_are_torchs(kind: str) -> None:
+def test_torchs_defaults_are_torchs(kind):
     cls = getattr(torch.optim, kind)
     spec = optimizers.read(load(file(kind, "torch")))
     assert spec.cls is cls
@@ -62,14 +58,14 @@ def test_torchs_defaults_are_torchs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_deepspeed_is_handed_torchs(kind: str) -> None:
+def test_deepspeed_is_handed_torchs(kind):
     handed = optimizers.read(load(file(kind, "torch"))).for_deepspeed()["params"]
     assert handed["adam_w_mode"] == (kind == "AdamW")
     assert handed["weight_decay"] == (0.01 if kind == "AdamW" else 0.0)
     assert load(file(kind, "torch")).for_deepspeed(1)["gradient_clipping"] == 0
 
 
-def test_what_the_file_says_is_not_inherited() -> None:
+def test_what_the_file_says_is_not_inherited():
     document = file("AdamW", None, lr=0.1, weight_decay=0.3, betas=[0.8, 0.9], eps=1e-6, bias_correction=True)
     assert inherit.sentence(load(document | {"gradient_clipping": 2.0}).inherited) == ""
     kept = load(document | {"dsframe": {"inherit": "torch"}})
@@ -79,7 +75,7 @@ def test_what_the_file_says_is_not_inherited() -> None:
     assert found(ds_config(4, "AdamW"))["weight_decay"] == 0.0
 
 
-def test_it_is_said_at_the_start_and_by_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_said_at_the_start_and_by_check(here, capsys):
     said = (
         "the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0, "
         'bias_correction true, adam_w_mode true ("Adam" is AdamW); DeepSpeed\'s defaults'
@@ -96,7 +92,7 @@ def test_it_is_said_at_the_start_and_by_check(here: Path, capsys: pytest.Capture
     assert "inherited, DeepSpeed's default" in shown
 
 
-def test_dsframe_launch_leaves_it_to_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dsframe_launch_leaves_it_to_the_run(tmp_path, capsys):
     path = tmp_path / "adam.json"
     write_json(path, file(inherits="torch"))
     assert cli.main(["check", str(path)]) == 0

@@ -1,7 +1,5 @@
 """The table of what dsframe uses inside of DeepSpeed: complete, and true of the installed release."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
@@ -20,11 +18,11 @@ TABLE = {name for names in INTERNALS.values() for name in names}
 
 
 @cache
-def trees(folder: str) -> list[ast.AST]:
+def trees(folder):
     return [ast.parse(path.read_text()) for path in (REPOSITORY / "dsframe" / folder).rglob("*.py")]
 
 
-def used() -> set[str]:
+def used():
     """Attributes that the engine's files read, set or ask for by name."""
     nodes = [node for tree in trees("engines/deepspeed") for node in ast.walk(tree)]
     asked = {"getattr", "hasattr", "setattr", "delattr"}
@@ -33,9 +31,9 @@ def used() -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | {str(text) for text in texts}
 
 
-def ours() -> set[str]:
+def ours():
     """Names that dsframe defines, and those of torch and the standard library."""
-    names: set[str] = set()
+    names = set()
     for node in (node for tree in trees(".") for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
@@ -57,7 +55,7 @@ def ours() -> set[str]:
     return names.union(*map(dir, known))
 
 
-def test_nothing_is_used_that_is_not_in_the_table() -> None:
+def test_nothing_is_used_that_is_not_in_the_table():
     files = {path: path.read_text(errors="ignore") for path in (PACKAGE / "runtime").rglob("*.py")}
     private = "\n".join(files.values())
     candidates = used() - ours()
@@ -66,12 +64,12 @@ def test_nothing_is_used_that_is_not_in_the_table() -> None:
     assert defined - TABLE == {"get_path", "model_type"}, "those are sysconfig's and transformers'"
 
 
-def test_each_is_where_the_table_says_and_is_used() -> None:
+def test_each_is_where_the_table_says_and_is_used():
     assert not internals.missing(PACKAGE)
     assert not TABLE - used()
 
 
-def test_a_release_that_has_lost_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_has_lost_one_is_refused(tmp_path, monkeypatch):
     versions.check("0.19.9", speaks=False)
     monkeypatch.setitem(INTERNALS, "runtime/engine.py", {"_no_such_name": ""})
     with pytest.raises(EngineError, match=r"DeepSpeed 0\.19\.9 has no longer .*: runtime/engine\.py: _no_such_name;"):

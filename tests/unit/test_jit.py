@@ -1,11 +1,8 @@
 """Ops that DeepSpeed compiles: none on the default path, and no waiting for the locks of the dead."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,12 +30,12 @@ NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}
         ({"type": "Adagrad", "params": {}}, CPU, ("cpu_adagrad",)),
     ],
 )
-def test_which_ops_a_file_asks_for(optimizer: dict[str, Any], zero: dict[str, Any], ops: tuple[str, ...]) -> None:
+def test_which_ops_a_file_asks_for(optimizer, zero, ops):
     config = load({"train_batch_size": 8, "optimizer": optimizer, "zero_optimization": zero})
     assert jit.needed_ops(config, optimizers.read(config)) == ops
 
 
-def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+def test_only_locks_that_nobody_holds_are_removed(tmp_path):
     for op in ("dead", "alive"):
         (tmp_path / op).mkdir()
         (tmp_path / op / "lock").touch()
@@ -51,9 +48,7 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "dead" / "lock").exists()
 
 
-def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "async_io.so").touch()
@@ -69,7 +64,7 @@ def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(
     assert "compiling async_io" in capsys.readouterr().err, "ninja would compile it with other options"
 
 
-def test_every_process_asks_for_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_asks_for_the_same_options(tmp_path, monkeypatch):
     """Else one that finds the op compiles it again."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -80,7 +75,7 @@ def test_every_process_asks_for_the_same_options(tmp_path: Path, monkeypatch: py
     assert "-g" not in AsyncIOBuilder().cxx_args()
 
 
-def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_said_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "_has_libaio", lambda: False)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
@@ -91,7 +86,7 @@ def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pyte
         jit.prepare(("cpu_adam",), World())
 
 
-def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_environment_has_its_own_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mine = jit.extensions_directory()
@@ -101,12 +96,12 @@ def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tm
     assert jit.extensions_directory() == Path("/given")
 
 
-def on_nfs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_nfs(folder, monkeypatch):
     mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (("/", "ext4"), (folder, "nfs4"))]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
 
 
-def test_hosts_that_share_a_home_compile_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_share_a_home_compile_each_for_itself(tmp_path, monkeypatch):
     """For its own processor, and with locks whose owner can be told to be alive."""
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

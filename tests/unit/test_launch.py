@@ -1,13 +1,10 @@
 """``dsframe launch`` without processes: hosts, each launcher's command line, and when a failed run is started again."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,25 +29,25 @@ TWO = (Host("node1", 2), Host("node2", 2))
         "\ufeffnode1 slots = 2 max_slots=4\nnode2:2",
     ],
 )
-def test_host_files(text: str, tmp_path: Path) -> None:
+def test_host_files(text, tmp_path):
     (tmp_path / "hosts").write_text(text)
     assert hosts.read_file(tmp_path / "hosts") == TWO
 
 
 @pytest.mark.parametrize("text", ["node1:2\nnode2 slot=2", "node1:0", "node1:2\nnode1:2", "# nothing\n"])
-def test_host_files_that_are_wrong(text: str, tmp_path: Path) -> None:
+def test_host_files_that_are_wrong(text, tmp_path):
     (tmp_path / "hosts").write_text(text, encoding="latin-1")
     with pytest.raises(WorldError, match=r"hosts: \"node[12]|hosts names no host"):
         hosts.read_file(tmp_path / "hosts")
 
 
-def test_hosts_of_a_slurm_allocation() -> None:
+def test_hosts_of_a_slurm_allocation():
     environment = {"SLURM_JOB_NODELIST": "node[1-2],gpu1", "SLURM_TASKS_PER_NODE": "2(x2),1"}
     assert hosts.from_slurm(environment) == (*TWO, Host("gpu1", 1))
     assert hosts.from_slurm({}) == ()
 
 
-def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str) -> list[str]:
+def shown(capsys, monkeypatch, typed):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(launchers, "python", lambda: "python")
     monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
@@ -61,9 +58,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return capsys.readouterr().out.splitlines()
 
 
-def test_variables_of_the_network_travel_with_mpirun(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_network_travel_with_mpirun(capsys, monkeypatch):
     for name in ("FI_PROVIDER", "UCX_TLS", "NCCL_DEBUG", "SECRET_OF_MINE"):
         monkeypatch.setenv(name, "some")
     (line,) = shown(capsys, monkeypatch, "-H node1:2,node2:2 --launcher mpirun")
@@ -73,9 +68,7 @@ def test_variables_of_the_network_travel_with_mpirun(
     assert "SECRET_OF_MINE" not in sent
 
 
-def test_the_command_is_shown_without_keys_of_accounts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_is_shown_without_keys_of_accounts(capsys, monkeypatch):
     typed = "--config zero3.json -np 2 --set comet.api_key=the-key"
     (line,) = shown(capsys, monkeypatch, typed)
     assert "comet.api_key=***" in line
@@ -110,15 +103,13 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
         ),
     ],
 )  # fmt: skip
-def test_each_launchers_command(
-    options: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_launchers_command(options, lines, capsys, monkeypatch):
     found = shown(capsys, monkeypatch, f"--config zero3.json {options}")
     assert [line.replace("OMP_NUM_THREADS=3 ", "") for line in found] == lines
     assert all("OMP_NUM_THREADS=3 " in line for line in found)
 
 
-def counted_by_scripts(folder: Path, variables: dict[str, str]) -> str:
+def counted_by_scripts(folder, variables):
     command, environment = [str(REPOSITORY / "launch" / "gpus"), str(folder)], {"PATH": os.environ["PATH"], **variables}
     return run_program(command, env=environment).stdout
 
@@ -134,7 +125,7 @@ def counted_by_scripts(folder: Path, variables: dict[str, str]) -> str:
         ("GPU-1b,MIG-2c", ["GPU-1b", "MIG-2c"]),
     ],
 )
-def test_gpus_are_those_that_cuda_would_show(visible: str | None, gpus: list[str], tmp_path: Path) -> None:
+def test_gpus_are_those_that_cuda_would_show(visible, gpus, tmp_path):
     """Up to the first that is none, by CUDA's own rule; `dsframe launch` and the scripts of launch/ count the same."""
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert devices.visible(variables, tmp_path) == ()
@@ -144,7 +135,7 @@ def test_gpus_are_those_that_cuda_would_show(visible: str | None, gpus: list[str
     assert counted_by_scripts(tmp_path, variables) == f"{len(gpus)}\n"
 
 
-def test_gpus_of_wsl_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_wsl_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     """WSL2 has /dev/dxg in place of a file for each GPU."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1b)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -157,9 +148,7 @@ def test_gpus_of_wsl_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pyte
     assert devices.installed(tmp_path) == 0
 
 
-def test_cuda_visible_devices_are_what_a_run_takes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     for number in range(8):
         (tmp_path / f"nvidia{number}").touch()
@@ -186,7 +175,7 @@ def test_cuda_visible_devices_are_what_a_run_takes(
             shown(capsys, monkeypatch, f"--config zero3.json {options}")
 
 
-def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_chooses_srun(capsys, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
@@ -208,9 +197,7 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ),
     ],
 )
-def test_what_cannot_be_launched(
-    options: str, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_launched(options, variables, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WorldError, match=message):
@@ -218,13 +205,13 @@ def test_what_cannot_be_launched(
 
 
 @pytest.mark.parametrize("option", [["--num_gpus", "2"], ["--nproc-per-node=2"]])
-def test_other_launchers_options_are_answered(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_launchers_options_are_answered(option, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(option)
     assert f"unrecognized arguments: {option[0]}; the number of processes in all is -np N" in capsys.readouterr().err
 
 
-def test_a_wrong_file_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_starts_nothing(here, capsys):
     (here / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
     arguments = ["-np", "2", "--config", "odd.json", "--run-dir", "run"]
     assert command.main(arguments) == 2
@@ -235,7 +222,7 @@ def test_a_wrong_file_starts_nothing(here: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture(autouse=True)
-def _as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_it_is(monkeypatch):
     """Nothing is cleaned up, nobody waits."""
     monkeypatch.setattr(attempts, "clean", lambda: None)
     monkeypatch.setattr(supervise, "wait_for_signal", lambda seconds: 0)
@@ -244,19 +231,19 @@ def _as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 class Played:
     """Attempts that say what a script tells them to, and the options that each of them got."""
 
-    def __init__(self, attempts: Attempts, *script: Callable[[Path], int]) -> None:
+    def __init__(self, attempts, *script):
         self._report, self._script = attempts.report, list(script)
-        self.resumed: list[bool] = []
+        self.resumed = []
 
-    def __call__(self, resume: bool, received: list[int]) -> int:
+    def __call__(self, resume, received):
         self.resumed.append(resume)
         return self._script.pop(0)(self._report)
 
 
-def says(code: int, *records: dict[str, object], saved: int | None = None) -> Callable[[Path], int]:
+def says(code, *records, saved=None):
     """An attempt whose launcher ends with ``code`` and whose processes say ``records``."""
 
-    def play(report: Path) -> int:
+    def play(report):
         if saved is not None:
             (report.parent / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
         for record in records:
@@ -267,15 +254,15 @@ def says(code: int, *records: dict[str, object], saved: int | None = None) -> Ca
     return play
 
 
-BEGAN: dict[str, object] = {"began": True}
-DONE: dict[str, object] = {"done": True}
+BEGAN = {"began": True}
+DONE = {"done": True}
 
 
-def failed(step: int, message: str, code: int = 1, rank: int = 0) -> dict[str, object]:
+def failed(step, message, code=1, rank=0):
     return {"rank": rank, "step": step, "code": code, "message": message}
 
 
-def lost(step: int) -> dict[str, object]:
+def lost(step):
     return failed(step, outcome.LOST_A_PEER, code=7, rank=1)
 
 
@@ -313,13 +300,13 @@ def lost(step: int) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_restarts(
-    script: list[Callable[[Path], int]],
-    code: int,
-    resumed: list[bool],
-    said: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    script,
+    code,
+    resumed,
+    said,
+    tmp_path,
+    capfd,
+):
     launched = Attempts(tmp_path, restarts=3, wait_seconds=1.0)
     played = Played(launched, *script)
     assert launched.run(played) == code
@@ -328,7 +315,7 @@ def test_restarts(
     assert not list(tmp_path.glob("outcome*")), "it was for the launcher alone"
 
 
-def test_a_program_that_is_not_there_starts_no_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_is_not_there_starts_no_process(here, capsys):
     (here / "circles.py").touch()
     write_json(here / "config.json", {"train_batch_size": 2})
     with pytest.raises(SystemExit):
@@ -336,12 +323,12 @@ def test_a_program_that_is_not_there_starts_no_process(here: Path, capsys: pytes
     assert "--script: cirlces.py is no file; did you mean circles.py?" in capsys.readouterr().err
 
 
-def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(tmp_path: Path) -> None:
+def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(tmp_path):
     """Its processes are refused; what the first's have said, and say afterwards, is still read."""
     first, second = (Attempts(tmp_path, restarts=0, wait_seconds=1.0) for _ in range(2))
-    codes: list[int] = []
+    codes = []
 
-    def play(report: Path) -> int:
+    def play(report):
         says(0, BEGAN, DONE)(report)
         refused = says(1, failed(0, "the directory is in use", WorldError.exit_code))
         codes.append(second.run(Played(second, refused)))
@@ -352,12 +339,10 @@ def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(tmp_path: P
 
 
 @pytest.mark.parametrize("left", ["nothing", "step-00000005.damaged"])
-def test_what_was_saved_and_is_gone_is_not_trained_again(
-    left: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_saved_and_is_gone_is_not_trained_again(left, tmp_path, capfd):
     """A disk that is away, or damage: the next attempt would begin at step 0, for nobody to see until it is over."""
 
-    def loses(report: Path) -> int:
+    def loses(report):
         folder = report.parent / "checkpoints"
         shutil.move(folder / "step-00000005", folder / left if left != "nothing" else tmp_path / "away")
         return says(1, lost(8))(report)
@@ -371,10 +356,10 @@ def test_what_was_saved_and_is_gone_is_not_trained_again(
     assert ("step-00000005.damaged" in said) == (left != "nothing")
 
 
-def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_waits_grow_and_a_signal_ends_them(tmp_path, monkeypatch):
+    waits = []
 
-    def wait(seconds: float) -> int:
+    def wait(seconds):
         waits.append(seconds)
         return int(signal.SIGTERM) if len(waits) == 5 else 0
 
@@ -386,10 +371,10 @@ def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("code", [130, 246, 1])
-def test_a_signal_of_ours_is_no_failure(code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_of_ours_is_no_failure(code, tmp_path, capfd):
     """``code``: torchrun's, DeepSpeed's and horovodrun's where workers were asked to end before they could hear it."""
 
-    def attempt(resume: bool, received: list[int]) -> int:
+    def attempt(resume, received):
         received.append(signal.SIGINT)
         return code
 
@@ -397,7 +382,7 @@ def test_a_signal_of_ours_is_no_failure(code: int, tmp_path: Path, capfd: pytest
     assert "ended by SIGINT" in capfd.readouterr().err
 
 
-def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
+def test_the_report_is_lines_of_many_processes(tmp_path):
     path = tmp_path / "run" / "outcome.jsonl"
     assert outcome.read(path) == outcome.Outcome()
     first, second = (outcome.Reporter(str(path), rank) for rank in (0, 1))
@@ -415,7 +400,7 @@ def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
     "torn",
     [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"17\n", b'{"code": 7}\n', b"\n"],
 )
-def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, torn: bytes) -> None:
+def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path, torn):
     """As NFS leaves them, where appending is no single step over several hosts."""
     path = tmp_path / "outcome.jsonl"
     outcome.Reporter(str(path), 0).say(began=True)
@@ -425,9 +410,7 @@ def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, to
     assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
 
 
-def test_deepspeed_reads_a_host_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_reads_a_host_file(tmp_path, capsys, monkeypatch):
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nnode2 slots=4\n")
     (line,) = shown(capsys, monkeypatch, f"--config zero3.json --hostfile {file} --launcher deepspeed")
@@ -448,15 +431,13 @@ def test_deepspeed_reads_a_host_file(
         ("horovod", (), "horovodrun"),
     ],
 )
-def test_several_hosts_take_what_is_installed(
-    engine: str, installed: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_hosts_take_what_is_installed(engine, installed, launcher, monkeypatch):
     monkeypatch.setattr(launchers.shutil, "which", lambda name, path: name if name in installed else None)
     job = launchers.Job(4, ("-m", "dsframe.train"), (), hosts=TWO, hostfile=Path("hosts"))
     assert launchers.natural(engine, job) == launcher
 
 
-def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:
+def test_what_the_check_says_is_said_once(tmp_path):
     """By the launch, and not again by the process that trains."""
     settings = {"engine": "single", "steps": 1, "run_dir": "run", "task": {"name": "tests.lines:Line"}}
     write_json(tmp_path / "file.json", ds_config(4, "SGD", 0.1, {"_why": "a comment"}, **settings))
@@ -465,8 +446,8 @@ def test_what_the_check_says_is_said_once(tmp_path: Path) -> None:
     assert finished.output.count("taken as a comment") == 1
 
 
-def test_ctrl_c_while_torch_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> int:
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(monkeypatch):
+    def interrupted():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torchrun, "_run", interrupted)

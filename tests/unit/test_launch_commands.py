@@ -4,8 +4,6 @@ DeepSpeed's launcher is a stand-in here, of the same build: a runner that starts
 The real one is in tests/faults.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import importlib.machinery
@@ -17,20 +15,18 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
 
-from tests.processes import HAS_GPUS, MARK, REPOSITORY, Running, marked, run_program, run_ranks
+from tests.processes import HAS_GPUS, MARK, REPOSITORY, marked, run_program, run_ranks
 
 COMMAND = REPOSITORY / "launch" / "bin" / "deepspeed"
 ON_CPU = os.environ | {"DS_ACCELERATOR": "cpu"}
 
 
-def load_command() -> ModuleType:
+def load_command():
     loader = importlib.machinery.SourceFileLoader("deepspeed_command", str(COMMAND))
     spec = importlib.util.spec_from_loader("deepspeed_command", loader)
     assert spec is not None
@@ -46,9 +42,9 @@ def load_command() -> ModuleType:
 command = load_command()
 
 
-def rewritten(typed: str, *, gpus: bool = False, hostfile: bool = False, visible: str | None = None) -> str:
+def rewritten(typed, *, gpus=False, hostfile=False, visible=None):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    arguments: list[str] = command.rewrite(typed.split(), environment, gpus=gpus, hostfile=hostfile, port=1234)
+    arguments = command.rewrite(typed.split(), environment, gpus=gpus, hostfile=hostfile, port=1234)
     return " ".join(arguments)
 
 
@@ -83,7 +79,7 @@ def rewritten(typed: str, *, gpus: bool = False, hostfile: bool = False, visible
         ("-m dsframework.train", "--master_port=1234 --module dsframework.train"),
     ],
 )
-def test_command_line(typed: str, handed_over: str | None) -> None:
+def test_command_line(typed, handed_over):
     if handed_over is None:
         position = typed.rindex("train.py")
         handed_over = f"{typed[:position]}--master_port=1234 {typed[position:]}"
@@ -104,7 +100,7 @@ CONSOLE_SCRIPT = (
         ("--num_gpus=2 -m dsframe.train --verbose", "--master_port=1234 --module dsframe.train --verbose"),
     ],
 )
-def test_one_hosts_launcher_is_started_at_once(typed: str, directly: str, tmp_path: Path) -> None:
+def test_one_hosts_launcher_is_started_at_once(typed, directly, tmp_path):
     (tmp_path / "deepspeed").write_text(CONSOLE_SCRIPT)
     *start, world, address = (started := command.launch(str(tmp_path / "deepspeed"), rewritten(typed).split()))[:6]
     assert start == ["/env/bin/python3", "-u", "-m", "deepspeed.launcher.launch"]
@@ -130,7 +126,7 @@ def test_one_hosts_launcher_is_started_at_once(typed: str, directly: str, tmp_pa
         ("--num_gpus=2", CONSOLE_SCRIPT.replace("runner", "other")),
     ],
 )  # fmt: skip
-def test_what_needs_the_runner_gets_it(options: str, script: str, tmp_path: Path) -> None:
+def test_what_needs_the_runner_gets_it(options, script, tmp_path):
     (tmp_path / "deepspeed").write_text(script)
     assert command.launch(str(tmp_path / "deepspeed"), rewritten(f"{options} t.py").split()) is None
 
@@ -146,11 +142,11 @@ except Started as started: print(json.dumps(started.args[0]))
 """
 
 
-def test_it_is_started_as_the_installed_runner_would() -> None:
+def test_it_is_started_as_the_installed_runner_would():
     """But for what the runner always names and what is its default."""
     typed = "--num_gpus=2 --master_port=1234 --no_local_rank --module pkg.train --config x"
     ran = run_program([sys.executable, "-c", RUN_RUNNER, *typed.split()], env=ON_CPU)
-    theirs: list[str] = json.loads(ran.stdout.splitlines()[-1])
+    theirs = json.loads(ran.stdout.splitlines()[-1])
     installed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert installed
     ours = command.launch(installed, typed.split())
@@ -169,7 +165,7 @@ os.write(1, f"\\n{json.dumps([sys.argv, kept], sort_keys=True)}\\n".encode())  #
 """
 
 
-def test_ranks_find_what_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
+def test_ranks_find_what_deepspeeds_launcher_gives_them(tmp_path):
     """Without its log the launcher of one host's processes is ours, which imports no DeepSpeed: no rank may see which it was."""
     (tmp_path / "show.py").write_text(SHOW)
     installed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
@@ -185,7 +181,7 @@ def test_ranks_find_what_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_short_launcher_imports_the_standard_library_alone() -> None:
+def test_the_short_launcher_imports_the_standard_library_alone():
     program = f"import runpy, sys; runpy.run_path({command.ranks.__file__!r}); print([*sys.modules])"
     done = run_program([sys.executable, "-S", "-c", program])
     assert not {"torch", "deepspeed", "numpy", "argparse"} & set(ast.literal_eval(done.stdout))
@@ -201,7 +197,7 @@ deepspeed.launcher.runner.parse_args()
 """
 
 
-def test_knows_every_option_of_the_installed_launcher() -> None:
+def test_knows_every_option_of_the_installed_launcher():
     listed = run_program([sys.executable, "-c", LIST_OPTIONS], env=ON_CPU)
     options = json.loads(listed.stdout.splitlines()[-1])
     takes_value = {name: nargs != 0 for names, nargs in options for name in names if name.startswith("--")}
@@ -211,7 +207,7 @@ def test_knows_every_option_of_the_installed_launcher() -> None:
     assert short == command.SHORT
 
 
-def test_visible_devices_choose_the_gpus() -> None:
+def test_visible_devices_choose_the_gpus():
     assert (
         rewritten("--num_gpus=2 t.py", gpus=True, visible="2,3,5") == "--master_port=1234 --include=localhost:2,3 t.py"
     )
@@ -226,24 +222,24 @@ def test_visible_devices_choose_the_gpus() -> None:
         ("GPU-1b,GPU-2c", "CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only"),
     ],
 )
-def test_gpus_that_the_user_hid_are_not_taken(visible: str, said: str) -> None:
+def test_gpus_that_the_user_hid_are_not_taken(visible, said):
     """DeepSpeed drops the variable where ``--num_gpus`` is given, and takes GPUs 0 to N-1."""
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         rewritten("--num_gpus=2 t.py", gpus=True, visible=visible)
     assert rewritten("--num_gpus=2 t.py", visible=visible) == "--num_gpus=2 --master_port=1234 t.py"
 
 
-def test_deepspeed_without_a_number_takes_what_is_visible() -> None:
+def test_deepspeed_without_a_number_takes_what_is_visible():
     for visible in (None, "2,3"):
         assert rewritten("t.py", gpus=True, visible=visible) == "--master_port=1234 t.py"
     assert rewritten("--num_gpus=2 t.py", gpus=True) == "--num_gpus=2 --master_port=1234 t.py"
 
 
-def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines() -> None:
+def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines():
     assert rewritten("--num_gpus=2 t.py", gpus=True, hostfile=True, visible="2,3") == "--num_gpus=2 t.py"
 
 
-def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_the_next_one_on_path(tmp_path, monkeypatch):
     (tmp_path / "deepspeed").write_text("")
     monkeypatch.setenv("PATH", f"{COMMAND.parent}:{tmp_path}")
     assert command.supervise.next_on_path(COMMAND) is None, "not executable"
@@ -269,7 +265,7 @@ def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
     ],
 )
-def test_without_the_library(name: str, message: str) -> None:
+def test_without_the_library(name, message):
     finished = run_program([sys.executable, "-S", COMMAND.parent / name, "train.py"], env={"PATH": ""}, check=False)
     assert (finished.returncode, finished.stderr) == (127, f"{message}\n")
 
@@ -303,31 +299,31 @@ sys.exit(int(os.environ.get("CODE", "0")))
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> dict[str, str]:
+def stand_in(tmp_path):
     (tmp_path / "deepspeed").write_text(STAND_IN.format(python=sys.executable))
     (tmp_path / "deepspeed").chmod(0o755)
     return {"PATH": f"{COMMAND.parent}:{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLEEP": "60"}
 
 
-def pid_of(running: Running, role: str) -> int:
+def pid_of(running, role):
     return next(int(line.split()[1]) for line in running.stdout.splitlines() if line.startswith(role))
 
 
-def when_ready(running: Running) -> None:
+def when_ready(running):
     running.wait_for(lambda: running.stdout.count("ready") == 2, timeout_seconds=20, what="both workers were ready")
 
 
-def sends(number: signal.Signals) -> Callable[[Running], None]:
+def sends(number):
     """What sends it to the launcher."""
 
-    def send(running: Running) -> None:
+    def send(running):
         when_ready(running)
         running.process.send_signal(number)
 
     return send
 
 
-def test_horovodrun_gets_the_command_line_as_typed(tmp_path: Path) -> None:
+def test_horovodrun_gets_the_command_line_as_typed(tmp_path):
     (tmp_path / "horovodrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 3\n')
     (tmp_path / "horovodrun").chmod(0o755)
     path = f"{COMMAND.parent}:{tmp_path}:{os.environ['PATH']}"
@@ -360,9 +356,7 @@ sys.exit(max(map(wait, workers)))
 
 
 @pytest.fixture(params=["deepspeed.launcher.launch", "ranks"])
-def without_runner(
-    stand_in: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
-) -> tuple[dict[str, str], list[str]]:
+def without_runner(stand_in, tmp_path, request):
     """The environment and the command of a job that needs no runner: one with the log of DeepSpeed's launcher, one without it."""
     (tmp_path / "deepspeed").rename(tmp_path / "worker.py")
     (tmp_path / "deepspeed").write_text(CONSOLE_SCRIPT.replace("/env/bin/python3", sys.executable))
@@ -380,9 +374,7 @@ def without_runner(
 
 @pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_job_without_a_runner(
-    without_runner: tuple[dict[str, str], list[str]], number: signal.Signals
-) -> None:
+def test_a_signal_ends_a_job_without_a_runner(without_runner, number):
     """With the code that the runner's end by a signal gave."""
     environment, words = without_runner
     finished = run_ranks(words, env=environment, timeout_seconds=30, settle_seconds=0, while_running=sends(number))
@@ -390,7 +382,7 @@ def test_a_signal_ends_a_job_without_a_runner(
 
 
 @pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
-def test_deaf_workers_of_a_job_without_a_runner_are_killed(without_runner: tuple[dict[str, str], list[str]]) -> None:
+def test_deaf_workers_of_a_job_without_a_runner_are_killed(without_runner):
     """In the time that all of them have, however long the launcher waits for each."""
     environment, words = without_runner
     deaf, send = environment | {"DEAF": "1", "DSFRAME_SHUTDOWN_SECONDS": "1"}, sends(signal.SIGTERM)
@@ -402,21 +394,21 @@ def test_deaf_workers_of_a_job_without_a_runner_are_killed(without_runner: tuple
 
 @pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
 @pytest.mark.parametrize("code", [0, 1, 7])
-def test_exit_code_without_a_runner(without_runner: tuple[dict[str, str], list[str]], code: int) -> None:
+def test_exit_code_without_a_runner(without_runner, code):
     environment, words = without_runner
     finished = run_ranks(words, env=environment | {"SLEEP": "0", "CODE": str(code)}, timeout_seconds=30)
     assert finished.returncode == code
 
 
-def test_usr1_reaches_the_workers_and_no_launcher(stand_in: dict[str, str]) -> None:
+def test_usr1_reaches_the_workers_and_no_launcher(stand_in):
     words = ["deepspeed", "t.py"]
     finished = run_ranks(words, env=stand_in, timeout_seconds=30, while_running=sends(signal.SIGUSR1))
     assert finished.returncode == 0
     assert finished.stdout.count("heard USR1") == 2
 
 
-def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
-    def kill(running: Running) -> None:
+def test_workers_that_will_not_end_are_killed(stand_in):
+    def kill(running):
         when_ready(running)
         psutil.Process(pid_of(running, "runner")).kill()
         psutil.Process(pid_of(running, "middle")).kill()
@@ -431,14 +423,14 @@ def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
     assert finished.returncode == 128 + signal.SIGKILL
 
 
-def test_nohup_is_respected(stand_in: dict[str, str]) -> None:
+def test_nohup_is_respected(stand_in):
     words, hang_up = ["nohup", "deepspeed", "t.py"], sends(signal.SIGHUP)
     finished = run_ranks(words, env=stand_in | {"SLEEP": "3"}, timeout_seconds=30, while_running=hang_up)
     assert finished.returncode == 0
 
 
-def test_stopping_stops_the_workers_and_continuing_continues_them(stand_in: dict[str, str]) -> None:
-    def stop(running: Running) -> None:
+def test_stopping_stops_the_workers_and_continuing_continues_them(stand_in):
+    def stop(running):
         when_ready(running)
         worker = psutil.Process(pid_of(running, "worker"))
         running.process.send_signal(signal.SIGTSTP)

@@ -1,11 +1,7 @@
 """Where figures are written, beyond the run's own record. ``tests/engines/test_loggers.py`` reads back what real runs wrote."""
 
-from __future__ import annotations
-
 import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,12 +10,12 @@ from dsframe.run_dir import loggers
 from dsframe.run_dir.loggers import Loggers
 
 
-def make(file: dict[str, Any], folder: Path, done: int = 0) -> Loggers:
+def make(file, folder, done=0):
     config = load({"train_batch_size": 4} | file)
     return Loggers(config, {}, folder, train_batch_size=4, done_steps=done)
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -27,7 +23,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_path):
     file = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     first = make(file, tmp_path)
     for step in (1, 2, 3):
@@ -47,7 +43,7 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
 
 
 @pytest.mark.parametrize("done", [0, 1])
-def test_a_run_deletes_nothing_that_another_run_has_written(here: Path, done: int) -> None:
+def test_a_run_deletes_nothing_that_another_run_has_written(here, done):
     """A new run unlinked by a pattern all event files of a folder that runs share."""
     place = {"enabled": True, "output_path": "shared", "job_name": "job"}
     file = {"tensorboard": place}
@@ -63,7 +59,7 @@ def test_a_run_deletes_nothing_that_another_run_has_written(here: Path, done: in
     assert len(list((here / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
 
 
-def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_a_run_logs_into_its_own_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     found = make({"tensorboard": {"enabled": True}}, tmp_path)
@@ -73,12 +69,10 @@ def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatc
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
 
 
-def test_a_logger_that_fails_is_said_once_and_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeypatch, capsys):
     """The server of W&B is lost, TensorBoard's folder cannot be made."""
 
-    def lost(*arguments: Any, **named: Any) -> None:
+    def lost(*arguments, **named):
         raise RuntimeError("API request to https://me:the-key@host:5000/api/2.0 failed\nwith\nmany lines")
 
     (tmp_path / "board").write_text("a file, where a folder is wanted")
@@ -93,7 +87,7 @@ def test_a_logger_that_fails_is_said_once_and_ends_no_training(
     assert "(RuntimeError: API request to https://host:5000/api/2.0 failed with many lines)" in second
 
 
-def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     config = load({"train_batch_size": 4, "wandb": {"enabled": True}})

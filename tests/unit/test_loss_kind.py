@@ -1,7 +1,5 @@
 """A loss that is a sum over rows trains as the sum over the global batch where the task says so, and is an error where not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
@@ -27,43 +25,43 @@ Loss = Callable[[Any, Any], Any]
 class Line(lines.HeldOut):
     inputs, outputs, rows = 3, 4, 32
 
-    def __init__(self, loss: Loss, **says: Any) -> None:
+    def __init__(self, loss, **says):
         self._loss = loss
         for name, value in says.items():
             setattr(self, name, value)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return self._loss(outputs, targets)
 
 
-def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+def mean(outputs, targets):
     return functional.mse_loss(outputs, targets)
 
 
-def total(outputs: Tensor, targets: Tensor) -> Tensor:
+def total(outputs, targets):
     return functional.mse_loss(outputs, targets, reduction="sum")
 
 
-def by_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+def by_batch(outputs, targets):
     return torch.cdist(outputs, outputs).mean()
 
 
-def largest(outputs: Tensor, targets: Tensor) -> Tensor:
+def largest(outputs, targets):
     """Over the worse half of the rows."""
     return (outputs - targets).square().mean(1).topk(max(1, len(targets) // 2))[0].mean()
 
 
-def by_count(outputs: Tensor, targets: Tensor) -> Tensor:
+def by_count(outputs, targets):
     """Weights of classes by how often they are there: over two rows it is the mean."""
     classes = targets.argmax(1)
     return functional.cross_entropy(outputs, classes, weight=1 / (1 + torch.bincount(classes, minlength=4).float()))
 
 
-def drawing(outputs: Tensor, targets: Tensor) -> Tensor:
+def drawing(outputs, targets):
     return mean(outputs + 3 * torch.randn_like(outputs), targets)
 
 
-KINDS: dict[str, tuple[Loss, str]] = {
+KINDS = {
     "mean": (mean, "mean"),
     "mean and a constant": (lambda o, t: mean(o, t) + 3, "mean"),
     "its own": (lambda o, t: o.mean() * 0 + 2.0, "mean"),
@@ -82,7 +80,7 @@ KINDS: dict[str, tuple[Loss, str]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kind_of_a_loss(name: str) -> None:
+def test_the_kind_of_a_loss(name):
     numbers = torch.Generator().manual_seed(1)
     rows = [torch.randn(9, 4, generator=numbers) for _ in range(2)]
     loss, kind = KINDS[name]
@@ -90,7 +88,7 @@ def test_the_kind_of_a_loss(name: str) -> None:
     assert _kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
 
 
-def file(accumulation: int, steps: int = 6) -> dict[str, Any]:
+def file(accumulation, steps=6):
     return ds_config(
         8,
         "SGD",
@@ -102,7 +100,7 @@ def file(accumulation: int, steps: int = 6) -> dict[str, Any]:
     )
 
 
-def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys):
     with pytest.raises(
         TaskError, match=r"Line\.loss gives a sum .* gradients would be 1/2 of those of the whole batch"
     ):
@@ -111,7 +109,7 @@ def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys: pytest.Cap
     assert 'with more ranks or accumulation the task needs loss_is = "sum"' in capsys.readouterr().err
 
 
-def test_a_sum_is_of_the_global_batch() -> None:
+def test_a_sum_is_of_the_global_batch():
     one, two, four = (dsframe.fit(Line(total, loss_is="sum"), file(count)) for count in (1, 2, 4))
     assert two.loss == pytest.approx(one.loss, rel=1e-6)
     assert four.loss == pytest.approx(one.loss, rel=1e-6)
@@ -119,7 +117,7 @@ def test_a_sum_is_of_the_global_batch() -> None:
     assert one.metrics["loss"] == pytest.approx(two.metrics["loss"], rel=1e-6)
 
 
-def test_neither_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_neither_is_announced_once(capsys):
     said = "neither a mean nor a sum over rows, so the training depends on the micro batch size"
     dsframe.fit(Line(by_batch), file(2, steps=2))
     assert capsys.readouterr().err.count(said) == 1
@@ -130,10 +128,10 @@ def test_neither_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("first", [9, 41])
-def test_what_the_first_batch_does_not_show_is_announced_later(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_first_batch_does_not_show_is_announced_later(first, capsys):
     """From the second batch on, and from the sixth."""
 
-    def ignoring(outputs: Tensor, targets: Tensor) -> Tensor:
+    def ignoring(outputs, targets):
         return functional.cross_entropy(outputs, targets.argmax(1).masked_fill(targets[:, 0] > 9, -100))
 
     rows, targets = (data.repeat(2, 1) for data in Line(mean).train_data()._data)
@@ -147,7 +145,7 @@ def test_what_the_first_batch_does_not_show_is_announced_later(first: int, capsy
         assert capsys.readouterr().err.count("from loss_weight(targets)") == times
 
 
-def test_what_a_task_says_has_to_be_true() -> None:
+def test_what_a_task_says_has_to_be_true():
     with pytest.raises(TaskError, match="gives a mean over the rows of a micro-batch, but the task says"):
         dsframe.fit(Line(mean, loss_is="sum"), file(1))
     with pytest.raises(TaskError, match='loss_is is \'total\'; write "mean" or "sum"'):
@@ -157,45 +155,45 @@ def test_what_a_task_says_has_to_be_true() -> None:
 class Rows(Line):
     """Rows of a data set, with a model, a loss and a collate under test."""
 
-    def __init__(self, loss: Loss, model: Callable[[], nn.Module], collate: Any = None) -> None:
+    def __init__(self, loss, model, collate=None):
         super().__init__(loss)
         self._model, self.collate = model, collate
 
-    def model(self) -> nn.Module:
+    def model(self):
         return self._model()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return TensorDataset(*super().train_data()._data)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return None
 
 
 class TimeFirst(nn.Linear):
     """Outputs ``[time, rows, classes]`` of rows with three numbers."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs).expand(6, *inputs.shape[:1], 4).log_softmax(-1)
 
 
 class LossInside(nn.Linear):
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs).square().sum()
 
 
 class LossBeside(nn.Linear):
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+    def forward(self, inputs):
         outputs = super().forward(inputs)
         return {"outputs": outputs, "loss": outputs.square().sum()}
 
 
 class OneSize(nn.Linear):
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs.view(4, 3)).mean()
 
 
-def ctc(reduction: str) -> Loss:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def ctc(reduction):
+    def loss(outputs, targets):
         labels = targets.reshape(-1, 4)[:, :2].abs().round().long().clamp(1, 3)
         rows = len(labels)
         lengths = [torch.full((rows,), length) for length in (6, 2)]
@@ -204,23 +202,23 @@ def ctc(reduction: str) -> Loss:
     return loss
 
 
-def mixed(rows: list[Any]) -> tuple[Tensor, Tensor]:
+def mixed(rows):
     inputs, targets = default_collate(rows)
     return (inputs + inputs.roll(1, 0)) / 2, targets
 
 
-def mixed_a_little(rows: list[Any]) -> tuple[Tensor, Tensor]:
+def mixed_a_little(rows):
     inputs, targets = default_collate(rows)
     return 0.9 * inputs + 0.1 * inputs.flip(0), targets
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Linear(3, 4)
 
 
 SUM = "gives a sum over the rows of a micro-batch"
 NEITHER = "neither a mean nor a sum over rows"
-FORMS: dict[str, tuple[Rows, str]] = {
+FORMS = {
     "time first, sum": (Rows(ctc("sum"), lambda: TimeFirst(3, 4)), SUM),
     "time first, mean": (Rows(ctc("mean"), lambda: TimeFirst(3, 4)), ""),
     "loss inside": (Rows(lambda loss, _: loss, lambda: LossInside(3, 4)), SUM),
@@ -236,13 +234,13 @@ FORMS: dict[str, tuple[Rows, str]] = {
 class InOrder(Line):
     """Classes one after the other, as a folder of images has them."""
 
-    def train_data(self) -> Any:
+    def train_data(self):
         inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
         return TensorSource(inputs, torch.arange(32) // 4 % 4)
 
 
 @pytest.mark.parametrize("order", ["sequential", "shuffled"])
-def test_what_halves_show_is_not_overruled_by_other_samples(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_halves_show_is_not_overruled_by_other_samples(order, capsys):
     weight, said = torch.tensor([1.0, 2.0, 3.0, 4.0]), file(1)
     said["dsframe"]["order"] = order
     dsframe.fit(InOrder(lambda outputs, classes: functional.cross_entropy(outputs, classes, weight)), said)
@@ -250,7 +248,7 @@ def test_what_halves_show_is_not_overruled_by_other_samples(order: str, capsys: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kind_where_outputs_have_no_rows(form, capsys):
     task, said = FORMS[form]
     if said == SUM:
         with pytest.raises(TaskError, match=SUM):
@@ -263,28 +261,28 @@ def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFi
     assert said or "gives a row" not in printed
 
 
-def writing(outputs: Tensor, targets: Tensor) -> Tensor:
+def writing(outputs, targets):
     return mean(outputs.mul_(2.0), targets.sub_(1.0))
 
 
 class Holding(Line):
     """Its loss draws from a generator that the task holds."""
 
-    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+    def __init__(self, generator, draw):
         self.generator, self.draw = generator, draw
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return mean(outputs, targets) * (1 + self.draw(self.generator))
 
 
-def of_torch(generator: torch.Generator) -> float:
+def of_torch(generator):
     return torch.rand(1, generator=generator).item()
 
 
 class Logging(Line):
     """Keeps its last loss, and a table that it makes once: nothing that moves a loss."""
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         if not hasattr(self, "scale"):
             self.scale = torch.ones(4)
         self.last = mean(outputs * self.scale, targets)
@@ -295,10 +293,10 @@ class Logging(Line):
 class Centred(Line):
     """Its loss gives a buffer another tensor: always, or where it is trained."""
 
-    def __init__(self, always: bool) -> None:
+    def __init__(self, always):
         self.always, self.centre = always, nn.BatchNorm1d(4, affine=False)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         loss = mean(outputs - self.centre.running_mean, targets)
         if self.always or outputs.requires_grad:
             self.centre.running_mean = self.centre.running_mean + outputs.detach().mean(0)
@@ -308,19 +306,19 @@ class Centred(Line):
 class Counting(LossInside):
     """A model with a state: a number, a tensor and a buffer that each forward pass moves, and random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 4)
         self.calls, self.noise = 0, torch.zeros(())
         self.register_buffer("scale", torch.ones(()))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += 1
         self.noise += torch.rand(())
         self.scale *= 1.5
         return super().forward(inputs) * 1e-3 * (self.calls + self.noise) * self.scale / len(inputs)
 
 
-TRACES: dict[str, Callable[[], Line]] = {
+TRACES = {
     "draws": lambda: Line(drawing),
     "writes to its arguments": lambda: Line(writing),
     "draws of torch": lambda: Holding(torch.Generator().manual_seed(0), of_torch),
@@ -334,7 +332,7 @@ TRACES: dict[str, Callable[[], Line]] = {
 
 
 @pytest.mark.parametrize("kind", TRACES)
-def test_the_look_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_look_leaves_no_trace(kind, monkeypatch):
     """The training goes on as if nobody had looked."""
     looked = dsframe.fit(TRACES[kind](), file(1)).loss
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
@@ -343,15 +341,15 @@ def test_the_look_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert dsframe.fit(TRACES[kind](), file(1)).loss == looked
 
 
-def with_noise(outputs: Tensor, targets: Tensor) -> Tensor:
+def with_noise(outputs, targets):
     return mean(outputs + torch.rand_like(outputs), targets)
 
 
-def numpys(outputs: Tensor, targets: Tensor) -> Tensor:
+def numpys(outputs, targets):
     return mean(outputs, targets) * (1 + np.random.rand())
 
 
-def pythons(outputs: Tensor, targets: Tensor) -> Tensor:
+def pythons(outputs, targets):
     return mean(outputs, targets) * (1 + random.random())
 
 
@@ -359,21 +357,21 @@ OTHERS = "model or loss draws with NumPy, Python's random or a generator of its 
 
 
 class OwnGenerator(nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 4)
         self.numbers = torch.Generator().manual_seed(0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs) * torch.rand((), generator=self.numbers)
 
 
 class HoldsGenerator(OwnGenerator):
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return nn.Linear.forward(self, inputs)
 
 
 class DrawingHook(dsframe.Hooks):
-    def on_step(self, run: dsframe.RunView) -> None:
+    def on_step(self, run):
         np.random.rand()
         random.random()
 
@@ -389,7 +387,7 @@ class DrawingHook(dsframe.Hooks):
         (Centred(False), "loss changes centre.running_mean of the task"),
     ],
 )
-def test_what_a_loss_draws_and_changes_is_said(task: Line, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_loss_draws_and_changes_is_said(task, said, capsys):
     dsframe.fit(task, file(2))
     assert said in capsys.readouterr().err
 
@@ -397,7 +395,7 @@ def test_what_a_loss_draws_and_changes_is_said(task: Line, said: str, capsys: py
 @pytest.mark.parametrize(
     "task", [Line(mean), Logging(mean), Rows(mean, HoldsGenerator), Line(mean, hooks=[DrawingHook()])]
 )
-def test_nothing_else_is_said(task: Line, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_else_is_said(task, capsys):
     """Of what the loss keeps for others, of a generator that is only held; what is called after the step may draw."""
     said = file(2)
     said["dsframe"]["per_sample_randomness"] = True
@@ -407,8 +405,8 @@ def test_nothing_else_is_said(task: Line, capsys: pytest.CaptureFixture[str]) ->
     assert "this task" not in printed
 
 
-def test_draws_of_a_loss_belong_to_samples() -> None:
-    def trained(loss: Loss, accumulation: int) -> float:
+def test_draws_of_a_loss_belong_to_samples():
+    def trained(loss, accumulation):
         said = file(accumulation)
         said["dsframe"]["per_sample_randomness"] = True
         return dsframe.fit(Line(loss), said).loss

@@ -1,17 +1,10 @@
 """A loss that cannot train is named in one line, and who ends the process in the middle of a training is no success."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 import dsframe
-from dsframe.data import TensorSource
 from dsframe.errors import TaskError
 from tests.files import ds_config, write_json
 from tests.lines import Line
@@ -25,14 +18,14 @@ class Lossy(Line):
 
     rows = 16
 
-    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+    def __init__(self, kind):
         self._kind = kind
 
-    def loss(self, outputs: Any, targets: Any) -> Any:
+    def loss(self, outputs, targets):
         return self._kind((outputs - targets).square())
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+KINDS = {
     "int": (lambda errors: 3, "returned int, not a tensor"),
     "None": (lambda errors: None, "returned NoneType, not a tensor"),
     "a vector": (lambda errors: errors, r"returned a tensor of shape \[4, 1\], not a scalar; return its mean"),
@@ -45,29 +38,29 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_loss(kind: str, here: Path) -> None:
+def test_what_is_no_loss(kind, here):
     loss, message = KINDS[kind]
     with pytest.raises(TaskError, match=rf"Lossy\.loss: {message}"):
         dsframe.fit(Lossy(loss), FILE)
 
 
 class Evaluated(Lossy):
-    def eval_data(self) -> TensorSource:
+    def eval_data(self):
         return self.train_data()
 
 
-def test_what_is_no_loss_in_an_evaluation(here: Path) -> None:
+def test_what_is_no_loss_in_an_evaluation(here):
     """The evaluation is tried before the first step, so a model of transformers that got no labels ends here."""
     message = r"Evaluated\.loss: returned NoneType, not a tensor; .* compute the loss of outputs\.logits and targets"
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Evaluated(lambda errors: None), FILE)
 
 
-def test_one_element_is_a_scalar(here: Path) -> None:
+def test_one_element_is_a_scalar(here):
     assert dsframe.fit(Lossy(lambda errors: errors.mean().reshape(1)), FILE).steps == 2
 
 
-def test_who_leaves_early_has_not_succeeded(tmp_path: Path) -> None:
+def test_who_leaves_early_has_not_succeeded(tmp_path):
     code = f"""
 import sys, torch, dsframe
 sys.path.insert(0, {str(REPOSITORY)!r})

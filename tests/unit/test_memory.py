@@ -1,9 +1,5 @@
 """What memory a process can still take: of the system, and of its control group."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import psutil
 import pytest
 import torch
@@ -13,7 +9,7 @@ from dsframe.host import memory
 CPU = torch.device("cpu")
 
 
-def test_the_ranks_of_a_host_share_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_of_a_host_share_what_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
     left, total = memory.available_bytes(CPU, 1), psutil.virtual_memory().total
     assert 0 < left < total
@@ -23,9 +19,7 @@ def test_the_ranks_of_a_host_share_what_is_left(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("outer", "inner", "expected"), [("max", "max", None), ("max", "5000", 4000), ("3000", "max", 500)]
 )
-def test_a_control_group_may_have_less(
-    outer: str, inner: str, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_control_group_may_have_less(outer, inner, expected, monkeypatch, tmp_path):
     own = tmp_path / "job" / "task"
     own.mkdir(parents=True)
     for folder, limit, used in ((own, inner, 1000), (own.parent, outer, 2500)):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +19,7 @@ from tests.files import ds_config
 from tests.lines import Line
 
 
-def fit(
-    folder: Path, task: str | dsframe.Task, steps: int, settings: Any = (), optimizer: Any = (), **more: Any
-) -> None:
+def fit(folder, task, steps, settings=(), optimizer=(), **more):
     own = {"engine": "single", "steps": steps, "run_dir": str(folder), "order": "sequential", "log_every_steps": 1}
     file = ds_config(8, optimizer or {"type": "AdamW", "params": {"lr": 0.01}}, **own | dict(settings))
     if isinstance(task, str):
@@ -44,9 +39,7 @@ def fit(
         ("nothing", ""),
     ],
 )
-def test_a_state_is_said_and_a_resume_refused(
-    what: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_is_said_and_a_resume_refused(what, names, tmp_path, capsys):
     fit(tmp_path, what, 2)
     said = "from one forward pass to the next, and its loss depends on them"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line] or [""]
@@ -58,7 +51,7 @@ def test_a_state_is_said_and_a_resume_refused(
         fit(tmp_path, what, 4, resume="auto")
 
 
-def test_the_look_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_look_leaves_no_trace(tmp_path, monkeypatch):
     fit(tmp_path / "a", "queue", 3)
     monkeypatch.setattr("dsframe.training.module_state.ModuleState._depends", lambda *_: "no")
     fit(tmp_path / "b", "queue", 3)
@@ -70,7 +63,7 @@ class Meter:
 
     mean = 0.0
 
-    def follow(self, value: float) -> None:
+    def follow(self, value):
         self.mean = 0.5 * self.mean + value
 
 
@@ -84,7 +77,7 @@ class Slotted:
     __slots__ = ("mean",)
     follow = Meter.follow
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.mean = 0.0
 
 
@@ -93,12 +86,12 @@ class Ticks:
 
     count = 0
 
-    def __next__(self) -> int:
+    def __next__(self):
         self.count += 1
         return self.count - 1
 
 
-KEPT: dict[str, Callable[[], Any]] = {
+KEPT = {
     "array": lambda: np.zeros(1),
     "arrays": lambda: {"mean": np.zeros(1)},
     "float64": lambda: np.float64(0),
@@ -109,7 +102,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 }
 
 
-def followed(holder: Any, value: float) -> float:
+def followed(holder, value):
     """The mean that ``holder.kept`` follows, after ``value``."""
     kept = holder.kept
     if hasattr(kept, "__next__"):
@@ -131,30 +124,30 @@ def followed(holder: Any, value: float) -> float:
 
 
 class Follower(nn.Linear):
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept):
         super().__init__(8, 3)
         self.kept = kept
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return followed(self, float(rows.abs().mean())) * super().forward(rows)
 
 
 class Follows(Remembers):
     """Keeps a mean in the model, or in the task."""
 
-    def __init__(self, kept: Any, *, in_task: bool) -> None:
+    def __init__(self, kept, *, in_task):
         self.made, self.in_task, self.kept = kept, in_task, kept if in_task else None
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(8, 3) if self.in_task else Follower(self.made)
 
-    def loss(self, outputs: Any, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         loss = super().loss(outputs, targets)
         return loss * followed(self, float(loss.detach())) if self.in_task else loss
 
 
 @pytest.mark.parametrize("in_task", [False, True])
-def test_the_look_moves_no_state_of_any_kind(in_task: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_look_moves_no_state_of_any_kind(in_task, tmp_path, capsys):
     """In arrays of NumPy, complex numbers, counters and objects it moved: 7e-2 in the losses of one process."""
     fit(tmp_path / "float", Follows(0.0, in_task=in_task), 3)
     for kind, kept in KEPT.items():
@@ -165,7 +158,7 @@ def test_the_look_moves_no_state_of_any_kind(in_task: bool, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("in_task", [False, True])
-def test_the_look_moves_no_counter(in_task: bool, tmp_path: Path) -> None:
+def test_the_look_moves_no_counter(in_task, tmp_path):
     for kind, kept in {"ticks": Ticks(), "count": itertools.count(), "list": iter([*range(99)])}.items():
         fit(tmp_path / kind, Follows(kept, in_task=in_task), 3)
         assert losses(tmp_path / kind) == losses(tmp_path / "ticks"), kind
@@ -174,12 +167,12 @@ def test_the_look_moves_no_counter(in_task: bool, tmp_path: Path) -> None:
 class Scaled(nn.Module):
     """Counts its calls, and has a factor that a hook sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.calls, self.factor = nn.Linear(8, 3), 0, 1.0
-        self.factors: list[float] = []
+        self.factors = []
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         self.calls += 1
         if self.training:
             self.factors.append(self.factor)
@@ -189,31 +182,29 @@ class Scaled(nn.Module):
 class SetByHook(Remembers, dsframe.Hooks):
     """Its hook sets the factor after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hooks, self.scaled = [self], Scaled()
 
-    def model(self) -> nn.Module:
+    def model(self):
         return self.scaled
 
-    def on_step(self, run: dsframe.RunView) -> None:
+    def on_step(self, run):
         self.scaled.factor += 1.0
 
 
-def test_what_a_hook_sets_after_the_first_step_stays(tmp_path: Path) -> None:
+def test_what_a_hook_sets_after_the_first_step_stays(tmp_path):
     task = SetByHook()
     fit(tmp_path, task, 3)
     assert task.scaled.factors == [1.0, 2.0, 3.0]
 
 
 class OtherInEvaluation(Scaled):
-    def forward(self, rows: Tensor) -> Any:
+    def forward(self, rows):
         outputs = super().forward(rows)
         return outputs if self.training else {"scores": outputs}
 
 
-def test_a_model_that_evaluates_otherwise_is_looked_at_as_it_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_evaluates_otherwise_is_looked_at_as_it_trains(tmp_path, capsys):
     task = SetByHook()
     task.scaled = OtherInEvaluation()
     fit(tmp_path, task, 2)
@@ -223,12 +214,12 @@ def test_a_model_that_evaluates_otherwise_is_looked_at_as_it_trains(
 class Once(Scaled):
     """Computes nothing without gradients."""
 
-    def forward(self, rows: Tensor) -> Any:
+    def forward(self, rows):
         assert torch.is_grad_enabled()
         return super().forward(rows)
 
 
-def test_what_cannot_be_looked_at_is_no_reason_to_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_looked_at_is_no_reason_to_refuse(tmp_path, capsys):
     task = SetByHook()
     task.scaled = Once()
     fit(tmp_path, task, 2)
@@ -238,17 +229,17 @@ def test_what_cannot_be_looked_at_is_no_reason_to_refuse(tmp_path: Path, capsys:
 class Names(nn.LSTM):
     """Has other names for its weights, and values of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(2, 2)
         self.alias, self.weights = self.weight_ih_l0.data, [self.weight_hh_l0]
         self.pair, self.by_name = (torch.zeros(2), 1), {"x": torch.zeros(1)}
 
-    def forward(self, input: Tensor, hx: Any = None) -> Any:  # torch's names
+    def forward(self, input, hx=None):  # torch's names
         self.pair, self.by_name["x"] = (input[0, 0], 2), input.mean()
         return super().forward(input, hx)
 
 
-def test_names_of_weights_are_no_state() -> None:
+def test_names_of_weights_are_no_state():
     model = Names()
     before = held.attributes(model)
     model(torch.ones(3, 1, 2))[0].sum().backward()
@@ -265,21 +256,21 @@ def test_names_of_weights_are_no_state() -> None:
 class Counted(nn.Linear):
     """Counts rows in a buffer that no checkpoint has, as DeepSpeed's experts do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(8, 3)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         self.seen += len(rows)
         return super().forward(rows)
 
 
 class Counts(Remembers):
-    def model(self) -> nn.Module:
+    def model(self):
         return Counted()
 
 
-def test_a_count_that_nothing_depends_on_may_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_that_nothing_depends_on_may_be_lost(tmp_path, capsys):
     fit(tmp_path, Counts(), 2)
     fit(tmp_path, Counts(), 4, resume="auto")
     assert "depend" not in capsys.readouterr().err
@@ -290,12 +281,12 @@ class Counting(nn.Module):
 
     calls: Tensor
 
-    def __init__(self, power: float) -> None:
+    def __init__(self, power):
         super().__init__()
         self.inner, self.power = nn.Linear(8, 1), power
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, rows: Tensor) -> Any:
+    def forward(self, rows):
         self.calls += self.training
         return self.inner(rows) * self.calls.clone() ** self.power
 
@@ -304,13 +295,11 @@ class Counting(nn.Module):
     ("power", "accumulation", "meant", "said"),
     [(1.0, 2, False, True), (1.0, 1, False, False), (0.0, 2, False, False), (1.0, 2, True, False)],
 )
-def test_buffers_that_count_forward_passes_are_said(
-    power: float, accumulation: int, meant: bool, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buffers_that_count_forward_passes_are_said(power, accumulation, meant, said, tmp_path, capsys):
     class Task(Line):
         batch_dependent, inputs, rows = meant, 8, 16
 
-        def model(self) -> nn.Module:
+        def model(self):
             return Counting(power)
 
     accumulated = {"gradient_accumulation_steps": accumulation}
@@ -321,12 +310,12 @@ def test_buffers_that_count_forward_passes_are_said(
 class _Tracking(nn.Linear):
     """Follows the size of its outputs in training; evaluations alone are divided by it."""
 
-    def __init__(self, *, saves: bool) -> None:
+    def __init__(self, *, saves):
         super().__init__(2, 1)
         self.register_buffer("size", torch.ones(()), persistent=saves)
         self.last = torch.ones(())
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name
+    def forward(self, input):  # torch's name
         outputs = super().forward(input)
         if self.training:
             self.size = 0.5 * self.size + outputs.detach().abs().mean()
@@ -336,17 +325,15 @@ class _Tracking(nn.Linear):
 
 
 class Tracks(Line):
-    def __init__(self, *, saves: bool) -> None:
+    def __init__(self, *, saves):
         self.saves = saves
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Tracking(saves=self.saves)
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_state_that_evaluations_need_is_said_and_a_resume_refused(
-    saves: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_that_evaluations_need_is_said_and_a_resume_refused(saves, tmp_path, capsys):
     fit(tmp_path, Tracks(saves=saves), 2)
     assert ("its evaluation depends on them (last, size)" in capsys.readouterr().err) != saves
     if saves:

@@ -1,12 +1,10 @@
 """Every bug of ``make mutants`` has its place in the code: who moves the code moves the row, before the night finds out."""
 
-from __future__ import annotations
-
 from tests.mutants import mutants
 from tests.processes import REPOSITORY
 
 
-def test_each_bug_has_one_place_and_tests_that_are_there() -> None:
+def test_each_bug_has_one_place_and_tests_that_are_there():
     rows = mutants()
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:

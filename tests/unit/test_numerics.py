@@ -1,11 +1,7 @@
 """Deterministic algorithms and TF32: what a file asks for holds while it trains, and not afterwards."""
 
-from __future__ import annotations
-
 import os
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ from tests.files import ds_config
 from tests.lines import Line
 
 
-def switches() -> tuple[Any, ...]:
+def switches():
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cuda.mem_efficient_sdp_enabled(),
@@ -30,7 +26,7 @@ def switches() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def test_deterministic_algorithms_hold_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_algorithms_hold_inside(monkeypatch):
     monkeypatch.delenv(CUBLAS, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = switches()
@@ -46,7 +42,7 @@ def test_deterministic_algorithms_hold_inside(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_products_and_convolutions_are_in_one_format(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_convolutions_are_in_one_format(tf32, monkeypatch):
     """torch's own default has TF32 for convolutions, and not for products."""
     before = switches()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -61,16 +57,16 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 class Seen(Line):
     """A model whose loss notes what it was computed with."""
 
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
+    def __init__(self):
+        self.seen = []
 
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs, targets):
         self.seen.append(torch.are_deterministic_algorithms_enabled())
         return super().loss(outputs, targets)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_run_computes_as_its_file_says(deterministic: bool, here: Path) -> None:
+def test_a_run_computes_as_its_file_says(deterministic, here):
     task = Seen()
     section = {"engine": "single", "steps": 2, "run_dir": "run", "deterministic": deterministic}
     run.execute(load(ds_config(4, SGD, **section)), task=task, world=World(), quiet=True)
@@ -81,29 +77,29 @@ def test_a_run_computes_as_its_file_says(deterministic: bool, here: Path) -> Non
 class Drawn(Seen):
     """Draws, and fails after the number of losses that ``fails`` says."""
 
-    def __init__(self, fails: int = 100) -> None:
+    def __init__(self, fails=100):
         super().__init__()
         self.fails = fails
 
-    def model(self) -> torch.nn.Module:
+    def model(self):
         return torch.nn.Sequential(super().model(), torch.nn.Dropout())
 
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs, targets):
         self.fails -= 1
         if not self.fails:
             raise KeyError("the user's own")
         return super().loss(outputs, targets) + 0 * (random.random() + np.random.rand())
 
-    def train_data(self) -> torch.utils.data.TensorDataset:
+    def train_data(self):
         return torch.utils.data.TensorDataset(torch.ones(8, 2, dtype=torch.float32), torch.ones(8, 1))
 
 
-def fitted(task: dsframe.Task, folder: Any) -> float:
+def fitted(task, folder):
     section = {"engine": "single", "steps": 2, "run_dir": str(folder), "threads_per_rank": 1}
     return dsframe.fit(task, ds_config(4, SGD, **section)).loss
 
 
-def test_a_program_draws_on_where_it_was(tmp_path: Any) -> None:
+def test_a_program_draws_on_where_it_was(tmp_path):
     """A random search in one process: each trial seeds all generators for itself. After an error, too."""
     device, threads = torch.device("cpu"), torch.get_num_threads()
     torch.set_num_threads(3)
@@ -118,7 +114,7 @@ def test_a_program_draws_on_where_it_was(tmp_path: Any) -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_run_trains_as_outside_of_the_callers_modes(tmp_path: Any) -> None:
+def test_a_run_trains_as_outside_of_the_callers_modes(tmp_path):
     alone = fitted(Drawn(), tmp_path / "alone")
     modes = (
         torch.no_grad(),
@@ -132,7 +128,7 @@ def test_a_run_trains_as_outside_of_the_callers_modes(tmp_path: Any) -> None:
         torch.set_grad_enabled(True)  # set_grad_enabled holds from the call on
 
 
-def test_defaults_of_torch_that_a_run_cannot_have_are_refused(tmp_path: Any) -> None:
+def test_defaults_of_torch_that_a_run_cannot_have_are_refused(tmp_path):
     with torch.device("meta"), pytest.raises(EngineError, match=r"torch's default device is meta, .* call"):
         fitted(Drawn(), tmp_path)
     torch.set_default_dtype(torch.float64)

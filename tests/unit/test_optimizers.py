@@ -1,11 +1,7 @@
 """One optimizer everywhere: what the file's section means, in torch and for DeepSpeed."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from tests.files import ds_config
 from tests.lines import Line
 
 
-def read(kind: str, params: dict[str, Any]) -> optimizers.OptimizerSpec:
+def read(kind, params):
     return optimizers.read(load(ds_config(8, {"type": kind, "params": params})))
 
 
@@ -41,9 +37,7 @@ def read(kind: str, params: dict[str, Any]) -> optimizers.OptimizerSpec:
         ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {"fused": True}),  # with torch's decay
     ],
 )
-def test_adam_is_decoupled_and_without_decay_where_the_file_is_silent(
-    kind: str, params: dict[str, Any], cls: Any, arguments: dict[str, Any]
-) -> None:
+def test_adam_is_decoupled_and_without_decay_where_the_file_is_silent(kind, params, cls, arguments):
     spec = read(kind, params)
     assert spec.cls is cls
     assert spec.arguments == arguments
@@ -53,13 +47,13 @@ KINDS = ("AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_of_torch_makes_its_update_from_its_own_rate(kind: str) -> None:
+def test_every_optimizer_of_torch_makes_its_update_from_its_own_rate(kind):
     spec = read(kind, {})
     assert spec.learning_rate == spec.build([nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]
     optimizers.try_out(spec, torch.device("cpu"))
 
 
-def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
+def test_the_rate_of_muon_is_that_of_its_faster_half():
     assert read("Muon", {}).learning_rate == 0.02  # and 3e-4 for the other
     assert read("Muon", {"lr": 0.1}).learning_rate == 0.1
     assert read("Muon", {"muon_lr": 3e-4}).learning_rate == 3e-4
@@ -67,7 +61,7 @@ def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
 
 
 @pytest.mark.parametrize("params", [{"torch_adam": False}, {"bias_correction": False}])
-def test_deepspeeds_own_op_on_request_and_where_torchs_will_not_do(params: dict[str, Any]) -> None:
+def test_deepspeeds_own_op_on_request_and_where_torchs_will_not_do(params):
     section = {"type": "AdamW", "params": {"lr": 0.1, **params}, "legacy_fusion": True}
     spec = optimizers.read(load(ds_config(8, section)))
     assert spec.cls is None
@@ -76,13 +70,13 @@ def test_deepspeeds_own_op_on_request_and_where_torchs_will_not_do(params: dict[
         spec.build([])
 
 
-def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
+def test_no_other_engine_leaves_the_bias_as_it_is():
     section = {"type": "AdamW", "params": {"bias_correction": False}}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: torch's Adam, which engine ddp uses"):
         load(ds_config(8, section, engine="ddp"))
 
 
-def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own() -> None:
+def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own():
     read("AdamW", {"set_grad_none": True}).build([nn.Parameter(torch.zeros(2))])
 
 
@@ -93,7 +87,7 @@ def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own() 
         ("SGD", {"lr": 0.1, "momentum": 0.9}),
     ],
 )
-def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) -> None:
+def test_deepspeed_builds_the_same_optimizer(kind, params):
     """By DeepSpeed's own code, from the section handed over."""
     from types import SimpleNamespace
 
@@ -112,13 +106,13 @@ def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) 
     assert theirs.defaults == ours.defaults
 
 
-def test_a_beta_of_0_is_a_number_as_any_other() -> None:
+def test_a_beta_of_0_is_a_number_as_any_other():
     """GANs write [0.0, 0.9]; a file's reader makes 0 of it, and torch takes floats alone."""
     (group,) = read("Adam", {"betas": [0, 0.9]}).build([nn.Parameter(torch.zeros(2))]).param_groups
     assert group["betas"] == (0.0, 0.9)
 
 
-def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
+def test_what_torch_refuses_is_a_mistake_of_the_file():
     with pytest.raises(ConfigError, match=r"optimizer\.params"):
         read("SGD", {"lr": -1.0}).build([nn.Parameter(torch.zeros(2))])
 
@@ -135,12 +129,12 @@ def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
         ("AdamW", {"torch_adam": True, "foreach": True, "fused": True}, "fused: not possible with foreach"),
     ],
 )
-def test_what_torch_refuses_at_the_first_update(kind: str, params: dict[str, Any], message: str) -> None:
+def test_what_torch_refuses_at_the_first_update(kind, params, message):
     with pytest.raises(ConfigError, match=message):
         optimizers.try_out(read(kind, params), torch.device("cpu"))
 
 
-def test_a_file_without_an_optimizer_is_told_what_to_add() -> None:
+def test_a_file_without_an_optimizer_is_told_what_to_add():
     with pytest.raises(ConfigError, match='optimizer: missing; add "optimizer"'):
         optimizers.read(load({"train_batch_size": 8}))
 
@@ -148,11 +142,11 @@ def test_a_file_without_an_optimizer_is_told_what_to_add() -> None:
 class Signs(torch.optim.Optimizer):
     """Steps of one size in the direction of a moving average."""
 
-    def __init__(self, params: Any, lr: float, decay: float = 0.5) -> None:
+    def __init__(self, params, lr, decay=0.5):
         super().__init__(params, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
@@ -164,16 +158,16 @@ class Ramp(Line):
     inputs, rows = 3, 32
 
 
-def of_task(made: Any) -> optimizers.OptimizerSpec:
+def of_task(made):
     return optimizers.OptimizerSpec("task", made, {"lr": 0.1})
 
 
-def own(steps: int, name: str = "Signs", engine: str = "single", **params: Any) -> dict[str, Any]:
+def own(steps, name="Signs", engine="single", **params):
     settings = {"engine": engine, "steps": steps}
     return ds_config(8, {"type": f"{__name__}:{name}", "params": params}, **settings)
 
 
-def test_an_optimizer_of_ones_own_trains_and_goes_on(here: Path) -> None:
+def test_an_optimizer_of_ones_own_trains_and_goes_on(here):
     whole = dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9))
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -182,7 +176,7 @@ def test_an_optimizer_of_ones_own_trains_and_goes_on(here: Path) -> None:
         inputs, targets = data.batch(order.global_batch(step)[0][1], 0)
         optimizer.zero_grad()
         loss = Ramp().loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert whole.loss == loss.item()
@@ -194,14 +188,14 @@ def test_an_optimizer_of_ones_own_trains_and_goes_on(here: Path) -> None:
 class Factory(Ramp):
     """A task that makes its optimizer, or something else."""
 
-    def __init__(self, made: Any = Signs) -> None:
+    def __init__(self, made=Signs):
         self.made = made
 
-    def optimizer(self, groups: list[Any], **params: Any) -> Any:
+    def optimizer(self, groups, **params):
         return self.made(groups, **params)
 
 
-def test_an_optimizer_that_the_task_makes(here: Path) -> None:
+def test_an_optimizer_that_the_task_makes(here):
     """The training of the same class by its name; tests/engines/test_parts.py has the other engines."""
     wanted = dsframe.fit(Ramp(), own(5, lr=0.01, decay=0.9)).loss
     made = {**own(5, lr=0.01, decay=0.9), "optimizer": {"type": "task", "params": {"lr": 0.01, "decay": 0.9}}}
@@ -215,13 +209,13 @@ def test_an_optimizer_that_the_task_makes(here: Path) -> None:
         load({**made, "optimizer": {"type": "task"}})
 
 
-def by_shape(groups: list[Any], lr: float) -> torch.optim.Optimizer:
+def by_shape(groups, lr):
     """Rates of its own, by shape."""
     matrices, rest = ([p for p in groups if (p.dim() > 1) is matrix] for matrix in (True, False))
     return torch.optim.SGD([{"params": matrices, "lr": 0.5 * lr}, {"params": rest}], lr=lr)
 
 
-def test_rates_of_groups_that_the_task_makes_are_kept(here: Path) -> None:
+def test_rates_of_groups_that_the_task_makes_are_kept(here):
     file = {**own(5), "optimizer": {"type": "task", "params": {"lr": 0.1}}}
     found = dsframe.fit(Factory(by_shape), file).loss
     file = {**own(5), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -243,7 +237,7 @@ def test_rates_of_groups_that_the_task_makes_are_kept(here: Path) -> None:
         (lambda groups, **params: torch.optim.Optimizer.__new__(Signs), "and call its __init__"),
     ],
 )
-def test_an_optimizer_over_other_tensors_is_refused(made: Any, message: str) -> None:
+def test_an_optimizer_over_other_tensors_is_refused(made, message):
     spec = of_task(made)
     with pytest.raises(TaskError, match=message):
         spec.build([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
@@ -253,7 +247,7 @@ class ByNorm(Signs):
     """Steps of a length, as LARS takes them: each tensor's numbers depend on each other."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=self.param_groups[0]["lr"])
 
@@ -266,7 +260,7 @@ class ByNorm(Signs):
         (by_shape, (3,)),
     ],
 )
-def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tuple[int, ...]) -> None:
+def test_an_optimizer_that_shards_would_change_is_refused(made, refused):
     spec = of_task(made)
     for stage in (1, 3):
         said = pytest.raises(EngineError, match=f"its update of a number depends on others.*ZeRO-{stage}")
@@ -277,22 +271,22 @@ def test_an_optimizer_that_shards_would_change_is_refused(made: Any, refused: tu
 class TwoSteps(Signs):
     """As sharpness-aware minimisation is often written: the loss is computed again between two steps."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         raise NotImplementedError
 
 
 class Closure(Signs):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         assert closure is not None, "needs a closure"
         with torch.enable_grad():
             closure()
 
 
 class ScheduleFree(Signs):
-    def train(self) -> None: ...
+    def train(self): ...
 
-    def eval(self) -> None: ...
+    def eval(self): ...
 
 
 @pytest.mark.parametrize(
@@ -304,7 +298,7 @@ class ScheduleFree(Signs):
         (ScheduleFree, "ScheduleFree has other weights for evaluations"),
     ],
 )
-def test_an_optimizer_that_needs_more_than_a_step_is_refused(made: Any, message: str) -> None:
+def test_an_optimizer_that_needs_more_than_a_step_is_refused(made, message):
     spec = of_task(made)
     with pytest.raises(TaskError, match=message):
         optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
@@ -313,16 +307,16 @@ def test_an_optimizer_that_needs_more_than_a_step_is_refused(made: Any, message:
 class Around(torch.optim.Optimizer):
     """Has the groups of the optimizer inside, with a weight decay, as wrappers do."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
         self.inner = torch.optim.SGD(self.param_groups, lr=lr)
         self.param_groups = self.inner.param_groups
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.inner.step()
 
 
-def test_a_decay_of_the_optimizer_inside_is_its_own() -> None:
+def test_a_decay_of_the_optimizer_inside_is_its_own():
     spec = of_task(Around)
     optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
     with pytest.raises(ConfigError, match="Around has no weight_decay"):
@@ -331,13 +325,13 @@ def test_a_decay_of_the_optimizer_inside_is_its_own() -> None:
 
 class Factored(Signs):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["rows"] = parameter.grad.mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_state_of_another_shape_needs_whole_weights(shards: bool) -> None:
+def test_state_of_another_shape_needs_whole_weights(shards):
     spec = of_task(Factored)
     weight = nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
@@ -367,7 +361,7 @@ def test_state_of_another_shape_needs_whole_weights(shards: bool) -> None:
         (own(1, lr=0.1, dekay=1), "unexpected keyword argument 'dekay'"),
     ],
 )
-def test_an_optimizer_of_ones_own_that_there_is_not(document: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_optimizer_of_ones_own_that_there_is_not(document, message, tmp_path):
     document["dsframe"]["run_dir"] = str(tmp_path)
     with pytest.raises(ConfigError, match=message):
         optimizers.read(load(document)).build([nn.Parameter(torch.ones(1))])

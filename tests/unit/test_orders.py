@@ -1,14 +1,11 @@
 """Orders of samples: from the file, from the task, with weights and by length; none depends on ranks, and each can go on."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.data import ImageSource, Loader, Sampler, orders
@@ -17,7 +14,7 @@ from dsframe.errors import CheckpointError, DataError, TaskError
 from tests.files import ds_config
 
 
-def test_weights_decide_how_often() -> None:
+def test_weights_decide_how_often():
     weights = torch.tensor([0.0, 1.0, 3.0, 0.0]).repeat(1000)
     found = Counter((orders.weighted(weights, 0, 0) % 4).tolist())
     assert set(found) == {1, 2}
@@ -30,14 +27,14 @@ def test_weights_decide_how_often() -> None:
             orders.weighted(torch.tensor(wrong), 0, 0)
 
 
-def test_classes_are_balanced() -> None:
+def test_classes_are_balanced():
     labels = torch.tensor([0] * 900 + [7] * 90 + [9] * 10)
     found = Counter(labels[orders.balanced(labels, 0, 0)].tolist())
     assert all(count == pytest.approx(1000 / 3, rel=0.15) for count in found.values())
     assert len(found) == 3
 
 
-def test_batches_of_equal_lengths() -> None:
+def test_batches_of_equal_lengths():
     lengths = torch.randint(1, 100, (205,), generator=torch.Generator().manual_seed(0))
     order = orders.by_length(lengths, 10, 0, 0)
     assert sorted(order.tolist()) == list(range(205))
@@ -46,7 +43,7 @@ def test_batches_of_equal_lengths() -> None:
     assert len({int(lengths[batch][0]) // 20 for batch in order.split(10)[:5]}) > 1  # batches are shuffled
 
 
-def test_the_order_cuts_batches_as_ever() -> None:
+def test_the_order_cuts_batches_as_ever():
     sampler = Sampler(6, 4, 0, order=lambda epoch, samples: (torch.arange(samples) + epoch) % samples)
     assert [[rows.tolist() for _, rows in sampler.global_batch(step)] for step in range(3)] == [
         [[0, 1, 2, 3]], [[4, 5], [1, 2]], [[3, 4, 5, 0]],
@@ -54,7 +51,7 @@ def test_the_order_cuts_batches_as_ever() -> None:
     assert [rows.tolist() for _, rows in sampler.micro_batch(0, 0, 1, 2, 2)] == [[2, 3]]
 
 
-WRONG: dict[str, Any] = {
+WRONG = {
     "shape \\[3\\]": torch.arange(3),
     "torch.float32 on cpu": torch.ones(6),
     "list": [0, 1, 2, 3, 4, 5],
@@ -63,7 +60,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_an_order_that_is_none(what: str) -> None:
+def test_an_order_that_is_none(what):
     with pytest.raises(DataError, match=f"the order of epoch 0 has {what}; give 6 indices from 0 to 5"):
         Sampler(6, 4, 0, order=lambda epoch, samples: WRONG[what]).global_batch(0)
 
@@ -71,27 +68,27 @@ def test_an_order_that_is_none(what: str) -> None:
 class Counting(dsframe.Task):
     """Whose loss is the number of the sample."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(1, 1)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return outputs.mean() * 0 + targets.mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return TensorSource(torch.ones(12, 1), torch.arange(12.0)[:, None])
 
 
 class Backwards(Counting):
-    def order(self, epoch: int, samples: int) -> Tensor:
+    def order(self, epoch, samples):
         return torch.arange(samples - 1, -1, -1)
 
 
-def losses(task: dsframe.Task, steps: int = 3, resume: str = "never", **settings: Any) -> float:
+def losses(task, steps=3, resume="never", **settings):
     file = ds_config(2, "SGD", 0.0, engine="single", steps=steps, run_dir="runs/x", **settings)
     return dsframe.fit(task, file, resume=resume).loss
 
 
-def test_the_file_and_the_task_say_the_order(here: Path) -> None:
+def test_the_file_and_the_task_say_the_order(here):
     assert losses(Backwards()) == 6.5
     assert losses(Backwards(), 5, "auto") == 2.5
     assert losses(Counting(), order="sequential") == 4.5
@@ -105,20 +102,20 @@ def test_the_file_and_the_task_say_the_order(here: Path) -> None:
 
 
 class Noise(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(1, 1)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return self.layer(rows + torch.randn_like(rows))
 
 
 class Drawing(Counting):
-    def model(self) -> nn.Module:
+    def model(self):
         return Noise()
 
 
-def test_draws_in_forward_are_announced_after_the_first_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draws_in_forward_are_announced_after_the_first_step(here, capsys):
     losses(Drawing())
     said = "this model draws random numbers in training, others on each rank, so the training depends on the number of processes"
     assert capsys.readouterr().err.count(said) == 1
@@ -130,23 +127,23 @@ def test_draws_in_forward_are_announced_after_the_first_step(here: Path, capsys:
 class Drawn(torch.utils.data.Dataset[Any]):
     """Rows with a draw."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 12
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.rand(3), index
 
 
-def _images() -> ImageSource:
+def _images():
     pixels = torch.randint(256, (12, 1, 8, 8), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     return ImageSource(pixels, torch.arange(12), classes=12, mean=(0.5,), std=(0.5,), padding=3, flip=True)
 
 
 @pytest.mark.parametrize("make", [Drawn, _images])
-def test_copies_of_a_sample_have_draws_of_their_own(make: Any) -> None:
+def test_copies_of_a_sample_have_draws_of_their_own(make):
     """A sample that comes several times in an epoch was the same picture each time."""
 
-    def seen(ranks: int) -> list[Any]:
+    def seen(ranks):
         loaders = [
             Loader(make(), seed=0, micro_batch_size=12 // ranks, rank=rank, ranks=ranks, order=lambda _, n: torch.arange(n) % 3)
             for rank in range(ranks)

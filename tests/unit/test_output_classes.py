@@ -1,11 +1,8 @@
 """Libraries that add hooks see the tensors in what a module returns, and what they cannot see is refused."""
 
-from __future__ import annotations
-
 from collections import UserDict, deque
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +15,19 @@ from dsframe.model import output_classes
 
 
 class Wrapped(nn.Module):
-    def __init__(self, wrap: Any) -> None:
+    def __init__(self, wrap):
         super().__init__()
         self.layer, self.wrap = nn.Linear(2, 2), wrap
 
-    def forward(self, rows: Tensor) -> Any:
+    def forward(self, rows):
         return self.wrap(self.layer(rows))
 
 
-def seen(model: nn.Module) -> tuple[list[Any], Any]:
+def seen(model):
     """The tensors that a library's hook sees, as FSDP looks for them; and what the caller gets, with the library's tensors."""
-    held: list[Any] = []
+    held = []
 
-    def replaced(value: Any) -> Any:
+    def replaced(value):
         if isinstance(value, Tensor):
             held.append(value)
             return value + 1
@@ -53,7 +50,7 @@ def seen(model: nn.Module) -> tuple[list[Any], Any]:
         (lambda rows: [SimpleNamespace(inner=SimpleNamespace(rows=rows))], lambda value: value[0].inner.rows),
     ],
 )
-def test_tensors_in_objects_are_seen_and_replaced(wrap: Any, unwrap: Any) -> None:
+def test_tensors_in_objects_are_seen_and_replaced(wrap, unwrap):
     model = Wrapped(wrap)
     held, value = seen(model)
     assert [tensor.shape for tensor in held] == [(1, 2)]
@@ -71,20 +68,20 @@ def test_tensors_in_objects_are_seen_and_replaced(wrap: Any, unwrap: Any) -> Non
         lambda rows: SimpleNamespace(make=lambda: rows),
     ],
 )
-def test_hidden_tensors_are_refused(wrap: Any) -> None:
+def test_hidden_tensors_are_refused(wrap):
     with pytest.raises(TaskError, match=r"Wrapped returns a .* that holds tensors with gradients"):
         seen(Wrapped(wrap))
     with torch.no_grad():
         seen(Wrapped(wrap))
 
 
-def test_what_holds_no_gradients_is_returned() -> None:
+def test_what_holds_no_gradients_is_returned():
     seen(Wrapped(lambda rows: (rows, len, "text", 3, SimpleNamespace(scale=rows.detach()))))
 
 
-def test_objects_as_inputs_are_cast_and_have_digests() -> None:
+def test_objects_as_inputs_are_cast_and_have_digests():
     class Graph:
-        def __init__(self, nodes: Tensor, edges: Tensor) -> None:
+        def __init__(self, nodes, edges):
             self.nodes, self.edges = nodes, edges
 
     graph = Graph(torch.ones(2, 3), torch.tensor([[0], [1]]))

@@ -1,15 +1,12 @@
 """Where a model is cut into stages, and what is said of one that cannot be. No process is started for it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -21,35 +18,34 @@ from dsframe.config import load
 from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
-from dsframe.errors import DsframeError, EngineError, TaskError
+from dsframe.errors import EngineError, TaskError
 from dsframe.model.build import described
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.tasks.layers import Layer
 from reference_engines.modelparallel import ModelParallelEngine
 
 
 class Given(Task):
     """A task with this model, or these layers."""
 
-    def __init__(self, model: nn.Module | None = None, layers: Sequence[Layer] | None = None) -> None:
+    def __init__(self, model=None, layers=None):
         self._model, self._layers = model, layers
 
-    def layers(self) -> Sequence[Layer] | None:
+    def layers(self):
         return self._layers
 
-    def model(self) -> nn.Module:
+    def model(self):
         return self._model or super().model()
 
 
 class OfLayers(Task):
     """A task with these layers alone."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers):
         self.layers = lambda: layers
 
 
-def cut(task: Task, **pipeline: Any) -> Cut:
+def cut(task, **pipeline):
     config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
     return Cut(
         cast(Plan, SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path()))
@@ -59,19 +55,19 @@ def cut(task: Task, **pipeline: Any) -> Cut:
 class Own(nn.Sequential):
     """More than its modules one after another."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs) + inputs  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return super().forward(inputs) + inputs
 
 
-def test_the_model_is_described_as_other_engines_build_it() -> None:
-    layers: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
+def test_the_model_is_described_as_other_engines_build_it():
+    layers = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
     for task in (Given(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), OfLayers(layers)):
         assert cut(task).manifest == {"course": {"modules": described(task.model())}}
 
 
 @pytest.mark.parametrize("model", [Own(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)])
-def test_the_reference_refuses_what_is_no_plain_chain(model: nn.Module) -> None:
-    engine: Any = object.__new__(ModelParallelEngine)
+def test_the_reference_refuses_what_is_no_plain_chain(model):
+    engine = object.__new__(ModelParallelEngine)
     engine.plan, engine._rank, engine._last = SimpleNamespace(task=Given(model)), 0, 1
     with pytest.raises(TaskError, match="is not made of layers; return an"):
         engine._place(model)
@@ -80,19 +76,19 @@ def test_the_reference_refuses_what_is_no_plain_chain(model: nn.Module) -> None:
 class Looks(nn.Linear):
     """An initialisation that needs numbers: it cannot be made without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 3)
         assert float(self.weight.detach().sum()) != 0
 
 
 class Frozen(nn.BatchNorm1d):
-    def train(self, mode: bool = True) -> Frozen:
+    def train(self, mode=True):
         return super().train(False)
 
 
 LINEAR = partial(nn.Linear, 3, 3)
 TWICE = nn.Sequential(*[nn.Linear(3, 3), nn.ReLU()] * 2)
-EMBEDDED: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
+EMBEDDED = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ EMBEDDED: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear,
         (Given(layers=[LINEAR, LINEAR, nn.ReLU, Looks]), {"partition": "type:looks|lin"}, [0, 3, 4], [12, 12, 0, 12]),
     ],
 )
-def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds: list[int], sizes: list[int]) -> None:
+def test_stages_hold_about_the_same(task, pipeline, bounds, sizes):
     found = cut(task, **pipeline)
     assert found.sizes == sizes
     assert found.bounds == bounds
@@ -122,9 +118,7 @@ def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds
         (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
     ],
 )  # fmt: skip
-def test_what_makes_no_stages_is_said(
-    task: Task, pipeline: dict[str, Any], kind: type[DsframeError], message: str
-) -> None:
+def test_what_makes_no_stages_is_said(task, pipeline, kind, message):
     with pytest.raises(kind, match=message):
         cut(task, **pipeline)
 
@@ -137,13 +131,13 @@ def test_what_makes_no_stages_is_said(
         (Given(layers=[LINEAR, LINEAR, partial(Frozen, 3)]), False),
     ],
 )
-def test_every_rank_knows_of_batchnorm_in_the_last_stage(task: Task, found: bool) -> None:
+def test_every_rank_knows_of_batchnorm_in_the_last_stage(task, found):
     """The first stage's rank announces it."""
     assert bool(cut(task).depends) == found
     assert not task.batch_dependent
 
 
-def hooked(register: str) -> nn.Module:
+def hooked(register):
     model = nn.Sequential(LINEAR(), nn.Tanh(), LINEAR())
     getattr(model, register)(lambda *_: None)
     return model
@@ -152,7 +146,7 @@ def hooked(register: str) -> nn.Module:
 class Fixed(nn.Sequential):
     """Its dropout stays as in evaluation."""
 
-    def train(self, mode: bool = True) -> Fixed:
+    def train(self, mode=True):
         super().train(mode)
         self[1].eval()
         return self
@@ -161,7 +155,7 @@ class Fixed(nn.Sequential):
 class Drawn(Fixed):
     """Its dropout draws in evaluations, too."""
 
-    def train(self, mode: bool = True) -> Drawn:
+    def train(self, mode=True):
         super().train(mode)
         self[1].train()
         return self
@@ -170,10 +164,10 @@ class Drawn(Fixed):
 class OfParts(Task):
     """A network that is cut into its first and its last part."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, **parts):
         self.parts = parts
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = nn.Module()
         for name, part in {"first": LINEAR(), "last": LINEAR(), **self.parts}.items():
             if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
@@ -182,14 +176,14 @@ class OfParts(Task):
                 setattr(model, name, part)
         return model
 
-    def cut(self, model: Any) -> Sequence[Layer]:
+    def cut(self, model):
         return [model.first, model.last]
 
 
 class Initialised(OfLayers):
     """Its model is that of its layers, with other weights."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return super().model().apply(lambda module: None)
 
 
@@ -211,14 +205,14 @@ ONES = torch.ones(3)
         (Initialised([LINEAR, LINEAR]), r"^Initialised has layers\(\) and a model\(\) of its own"),
     ],
 )  # fmt: skip
-def test_what_a_model_does_besides_its_layers_is_refused(task: Task, message: str | None) -> None:
+def test_what_a_model_does_besides_its_layers_is_refused(task, message):
     """Stages left it out without a word."""
     with pytest.raises(TaskError, match=message) if message else contextlib.nullcontext():
         cut(task)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3, affine=False), nn.InstanceNorm1d(3, track_running_stats=True)])
-def test_running_statistics_in_two_stages_are_refused(norm: nn.Module) -> None:
+def test_running_statistics_in_two_stages_are_refused(norm):
     """Each stage would have its own; within a stage, and where they do not change, they may be used twice."""
     with pytest.raises(
         TaskError, match=r"layer 3, .*Norm1d, shares running statistics .*; give it a .*Norm1d of its own"
@@ -232,30 +226,30 @@ def test_running_statistics_in_two_stages_are_refused(norm: nn.Module) -> None:
 class Chain(nn.Module):
     """An activation between two layers, and dropout, which an evaluation leaves out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.last(functional.dropout(self.first(inputs).relu(), 0.5, self.training))  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return self.last(functional.dropout(self.first(inputs).relu(), 0.5, self.training))
 
 
 class Chained(Task):
     """Cut with these modules in between."""
 
-    def __init__(self, *between: nn.Module) -> None:
+    def __init__(self, *between):
         self.between = between
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Chain()
 
-    def cut(self, model: Any) -> Sequence[Layer]:
+    def cut(self, model):
         return [model.first, *self.between, model.last]
 
 
-def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch() -> None:
+def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch():
     rows = torch.randn(4, 3)
-    engine: Any = object.__new__(PipelineEngine)
+    engine = object.__new__(PipelineEngine)
     engine._cut = cut(Chained())
     with pytest.raises(
         TaskError, match=r"^the layers of Chain, one after the other, compute something else than it does itself"
@@ -273,7 +267,7 @@ def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch() -> N
 class Whole(nn.Module):
     """A model that is more than its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
         self.criterion, self.weighted = nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.ones(3))
@@ -281,7 +275,7 @@ class Whole(nn.Module):
         self.classes, self.extra = 3, 0.0
 
 
-def _first(model: Any) -> Any:
+def _first(model):
     return model.body[0]
 
 
@@ -298,7 +292,7 @@ def _first(model: Any) -> Any:
         lambda model: setattr(_first(model), "factor", 2),
     ],
 )
-def test_a_loss_that_uses_what_another_stage_has_is_refused(used: Callable[[Any], Any]) -> None:
+def test_a_loss_that_uses_what_another_stage_has_is_refused(used):
     model = Whole()
     weight, others = model.body[0].weight, Elsewhere()
     others.add(model, nn.Sequential(model.body[2]), nn.Sequential(*model.body))
@@ -328,7 +322,7 @@ def test_a_loss_that_uses_what_another_stage_has_is_refused(used: Callable[[Any]
         ((), "nothing in a tuple"),
     ],
 )
-def test_what_is_not_sent_between_stages_is_named(outputs: Any, what: str) -> None:
+def test_what_is_not_sent_between_stages_is_named(outputs, what):
     stage = cast(Stage, SimpleNamespace(parts=[0, 2, 4], stage_id=0))
     with pytest.raises(TaskError, match=f"layer 1, .* returns {what}.*: pass a tensor or a tuple of tensors"):
         Stage._refuse_unsendable(stage, outputs)

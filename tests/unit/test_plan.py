@@ -1,11 +1,7 @@
 """``dsframe plan``: against numbers that others have published, and against arithmetic that can be done by hand."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +19,11 @@ GPU, CPU = gpu(80e9), Device("any", float("inf"), on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
 
 
-def plan(folder: Path, file: dict[str, Any], capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def plan(folder, file, capsys, *arguments):
     path = folder / "file.json"
     write_json(path, file)
     assert main(["plan", "--config", str(path), "--format", "json", *arguments]) in (0, 1)
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return report
+    return json.loads(capsys.readouterr().out)
 
 
 # Rajbhandari et al. 2020, arXiv 1910.02054: figure 1 and table 1, GB a device with Adam in fp16 (K = 12), and 24 GB for GPT-2's
@@ -51,14 +46,14 @@ ZERO_TABLE = [
     [({"type": "Lamb"}, 2), ({"type": "AdamW"}, 2), ({"type": "Lion"}, 1), ({"type": "SGD"}, 0),
      ({"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}, 1)],
 )  # fmt: skip
-def test_numbers_that_an_optimizer_keeps_for_each_parameter(optimizer: dict[str, Any], count: int) -> None:
+def test_numbers_that_an_optimizer_keeps_for_each_parameter(optimizer, count):
     assert moments(load(ds_config(8, optimizer)).deepspeed) == count
 
 
-def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_the_zero_paper(tmp_path, capsys):
     file = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM}
     worlds = sorted({ranks for _, ranks, _ in ZERO_TABLE})
-    found: dict[tuple[float, int, int], float] = {}
+    found = {}
     for size in sorted({size for size, _, _ in ZERO_TABLE}):
         for stage in (0, 1, 2, 3):
             kind = "fp16" if stage else "bf16"  # which fills as much; fp16 at stage 0 is refused
@@ -73,7 +68,7 @@ def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixtu
             assert found[size, ranks, stage] == pytest.approx(printed, rel=0.006, abs=0.006), (size, ranks, stage)
 
 
-def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_175_billion_parameters(tmp_path, capsys):
     task = {"name": "language", "layers": 24, "heads": 96, "width": 24576, "context": 2048, "corpus": "synthetic"}
     file = {"train_batch_size": 2048, "bf16": {"enabled": True}, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
     file |= {"pipeline": {"stages": 8}, "dsframe": {"task": task}}
@@ -98,7 +93,7 @@ def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.Captur
     [({"name": "language", "layers": 2}, "2."), ({"name": "vision", "dataset": "synthetic"}, "0.")],
     ids=["layers", "whole"],
 )
-def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], layer: str) -> None:
+def test_frozen_groups_have_neither_gradients_nor_moments(task, layer):
     """Layers that are the same but for that are told apart."""
     settings = {"task": task, "parameter_groups": [{"match": [f"{layer}*"], "freeze": True}]}
     config = load(ds_config(2, **settings))
@@ -110,15 +105,15 @@ def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], 
     assert (whole.frozen, whole.parameters) == (0, sum(sizes.values()))
 
 
-def test_what_a_block_keeps_is_what_torch_keeps() -> None:
+def test_what_a_block_keeps_is_what_torch_keeps():
     """Activations counted without memory, and by torch's own hooks on real tensors."""
     task = tasks.build(load(ds_config(1, task={"name": "language", "layers": 2})).settings.task, 0)
     known = trace(task, torch.float32)
     network = task.model()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
-    kept: dict[int, tuple[Any, int]] = {}
+    kept = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage, storage.nbytes()
@@ -133,14 +128,14 @@ def test_what_a_block_keeps_is_what_torch_keeps() -> None:
     assert known.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
-def language(*, tied: bool = True, **file: Any) -> tuple[Any, Any]:
+def language(*, tied=True, **file):
     """A file of a GPT of 0.4 million parameters, and its model."""
     task = {"name": "language", "layers": 2, "width": 128, "corpus": "synthetic", "tie_embeddings": tied}
     config = load(ds_config(16, ADAM, sections=file, task=task, **file.pop("dsframe", {})))
     return config, trace(tasks.build(config.settings.task, 0), torch.float32)
 
 
-def test_the_copy_of_a_save_in_the_background_counts() -> None:
+def test_the_copy_of_a_save_in_the_background_counts():
     """On the host of a GPU, and in a CPU's own memory: weights and two moments in fp32, a rank's share of them."""
     for device in (GPU, CPU):
         held = []
@@ -168,13 +163,13 @@ ADVICE = [
 
 @pytest.mark.parametrize(("shape", "samples", "ranks", "memory", "first", "fits"), ADVICE)
 def test_advice(
-    shape: tuple[int, int, int], samples: int, ranks: int, memory: str, first: str | None, fits: bool, here: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    shape, samples, ranks, memory, first, fits, here,
+    capsys,
+):  # fmt: skip
     """What experts do: nothing where the model fits; shards, then the host's memory; each file can be loaded."""
     layers, heads, width = shape
     task = {"name": "language", "layers": layers, "heads": heads, "width": width, "context": 2048}
-    file: dict[str, Any] = {
+    file = {
         "train_batch_size": samples,
         "bf16": {"enabled": True},
         "optimizer": ADAM,
@@ -193,7 +188,7 @@ def test_advice(
         assert any(line.startswith("nothing fits: ") and "; take" in line for line in lines) == (first is None)
 
 
-def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
+def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host():
     """Of a list of layers and of a model in one piece; all blocks keep less than every second one."""
     llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     for task in (
@@ -214,8 +209,8 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
         assert known.block < known.parameters / 2, "ZeRO-3 gathers a recomputed block, not the model"
 
 
-def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
-    file: dict[str, Any] = ds_config(
+def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself():
+    file = ds_config(
         8,
         sections={"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
         task={"name": "language", "layers": 2, "width": 64, "tie_embeddings": False},
@@ -227,9 +222,7 @@ def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize("beginning", ["own", "text"])
-def test_the_plan_agrees_with_itself_on_what_init_writes(
-    beginning: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_agrees_with_itself_on_what_init_writes(beginning, here, capsys, monkeypatch):
     """It said "as written: yes" and then "nothing fits": a ConfigError of a variant was swallowed."""
     assert main(["init", "first", "--from", beginning]) == 0
     monkeypatch.chdir(here / "first")
@@ -241,7 +234,7 @@ def test_the_plan_agrees_with_itself_on_what_init_writes(
     assert any(re.match(r"DDP .* yes ", line) for line in lines), lines
 
 
-def test_a_plan_of_no_task_says_what_it_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_no_task_says_what_it_planned(tmp_path, capsys):
     path = tmp_path / "file.json"
     write_json(path, ds_config(8, ADAM))
     main(["plan", "--config", str(path)])

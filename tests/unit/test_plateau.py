@@ -1,10 +1,7 @@
 """ReduceLROnPlateau over evaluations: torch's rates, kept in checkpoints, the same after a restart wherever it stops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +17,10 @@ from tests.lines import HeldOut
 METRICS = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 9.0, 1.0, 1.0, 1.0]
 
 
-def test_the_rates_are_torchs_and_go_on() -> None:
+def test_the_rates_are_torchs_and_go_on():
     params = {"factor": 0.5, "patience": 1, "cooldown": 1}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
-    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **params)  # type: ignore[arg-type]
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **params)
     ours, rates = Plateau(0.8, params), []
     for step, value in enumerate(METRICS, start=1):
         ours.observe(step, {"loss": value})
@@ -38,7 +35,7 @@ def test_the_rates_are_torchs_and_go_on() -> None:
     Plateau(0.8, {"mode": "max"}).restore(Plateau(0.8, {"mode": "max"}).state())
 
 
-def fallen(**params: Any) -> dict[str, Any]:
+def fallen(**params):
     """The state after the rate 0.8 has become 0.4."""
     found = Plateau(0.8, {"factor": 0.5, "patience": 0, **params})
     for step in (1, 2):
@@ -47,7 +44,7 @@ def fallen(**params: Any) -> dict[str, Any]:
     return found.state()
 
 
-def test_a_new_base_rate_falls_as_often() -> None:
+def test_a_new_base_rate_falls_as_often():
     for base, expected in ((0.8, 0.4), (0.08, 0.04), (0.0, 0.0)):
         again = Plateau(base, {"factor": 0.5, "patience": 0})
         again.restore(fallen())
@@ -63,14 +60,14 @@ def test_a_new_base_rate_falls_as_often() -> None:
 
 
 @pytest.mark.parametrize("params", [{"metric": "accuracy"}, {"mode": "max"}])
-def test_of_another_metric_only_the_rate_is_taken(params: dict[str, str]) -> None:
+def test_of_another_metric_only_the_rate_is_taken(params):
     again = Plateau(0.8, {"factor": 0.5, "patience": 0, **params})
     fresh = again.state()
     again.restore(fallen())
     assert again.state() == fresh | {"rate": 0.4}
 
 
-def test_a_run_says_the_new_rate_and_counts_anew(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_the_new_rate_and_counts_anew(here, capsys):
     dsframe.fit(Stuck(), file("run", 7))
     other = file("run", 10, metric="loss")
     other["optimizer"]["params"]["lr"] = 0.04
@@ -82,7 +79,7 @@ def test_a_run_says_the_new_rate_and_counts_anew(here: Path, capsys: pytest.Capt
     assert rates("run")[8] == pytest.approx(0.02)
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_what_is_wrong_is_said():
     with pytest.raises(TaskError, match="no metric 'accuracy' in the evaluation; it has loss"):
         Plateau(0.1, {"metric": "accuracy"}).check({"loss": 1.0})
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau: .*mode"):
@@ -95,26 +92,24 @@ def test_what_is_wrong_is_said() -> None:
 class Stuck(HeldOut):
     """Whose evaluation never gets better."""
 
-    def metrics(self, outputs: Any, targets: Any) -> Any:
+    def metrics(self, outputs, targets):
         return {"score": Sum(torch.tensor(3.0 * len(targets)), len(targets))}
 
 
-def file(run: str, steps: int = 12, metric: str = "score", **more: Any) -> dict[str, Any]:
+def file(run, steps=12, metric="score", **more):
     settings = {"engine": "single", "steps": steps, "eval_every_steps": 2, "run_dir": run, "log_every_steps": 1, **more}
     params = {"metric": metric, "patience": 1, "factor": 0.5}
     scheduler = {"scheduler": {"type": "ReduceLROnPlateau", "params": params}}
     return ds_config(8, "SGD", 0.4, scheduler, **settings)
 
 
-def rates(run: str) -> dict[int, float]:
+def rates(run):
     lines = read_rows(Path(run) / "metrics.jsonl")
     return {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
 
 
 @pytest.mark.parametrize(("stops_at", "every"), [(7, 7), (8, 4)])
-def test_a_run_that_goes_on_has_the_same_rates(
-    stops_at: int, every: int, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_on_has_the_same_rates(stops_at, every, here, capsys):
     whole = dsframe.fit(Stuck(), file("whole"))
     assert [rates("whole")[step] for step in (1, 4, 6, 7, 10, 11)] == [0.4, 0.4, 0.4, 0.2, 0.2, 0.1]
     assert "step 6: score no longer gets better: learning rate 0.4 -> 0.2" in capsys.readouterr().err
@@ -125,7 +120,7 @@ def test_a_run_that_goes_on_has_the_same_rates(
     assert parts.loss == whole.loss
 
 
-def test_before_training_it_is_known_what_it_waits_for(here: Path) -> None:
+def test_before_training_it_is_known_what_it_waits_for(here):
     with pytest.raises(TaskError, match="no metric 'right' in the evaluation; it has loss, score"):
         dsframe.fit(Stuck(), file("a", metric="right"))
     task = Stuck()

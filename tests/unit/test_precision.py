@@ -1,12 +1,9 @@
 """Loss scaling and clipping beside DeepSpeed's and torch's own."""
 
-from __future__ import annotations
-
 import logging
 import random
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +18,7 @@ from reference_engines.server import ParameterServerEngine
 
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_the_loss_scale_moves_as_deepspeeds_does(
-    consecutive: bool, hysteresis: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_scale_moves_as_deepspeeds_does(consecutive, hysteresis, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from deepspeed.runtime.fp16 import loss_scaler
@@ -41,20 +36,20 @@ def test_the_loss_scale_moves_as_deepspeeds_does(
         assert ours.scale == theirs.cur_scale, step
 
 
-def test_a_static_scale_stays() -> None:
+def test_a_static_scale_stays():
     scale = LossScale(loss_scale=128.0)
     scale.update(overflow=True)
     assert scale.scale == 128.0
 
 
-def test_overflow_at_the_lowest_scale_ends_the_training() -> None:
+def test_overflow_at_the_lowest_scale_ends_the_training():
     scale = LossScale(initial_scale_power=0, hysteresis=1)
     with pytest.raises(TrainingError, match="lowest loss scale, 1"):
         scale.update(overflow=True)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_is_torchs(max_norm: float) -> None:
+def test_clipping_is_torchs(max_norm):
     parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(7))]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -75,18 +70,18 @@ AUTOCAST = {"train_batch_size": 2, "torch_autocast": {"enabled": True}}
         (ParameterServerEngine, AUTOCAST, "cannot leave out an update on all ranks"),
     ],
 )
-def test_float16_is_refused_before_the_processes_meet(engine: Any, file: dict[str, Any], message: str) -> None:
+def test_float16_is_refused_before_the_processes_meet(engine, file, message):
     plan = SimpleNamespace(config=load(file), device=torch.device("cuda"))
     assert precision.scales_losses(plan.config, plan.device), "torch's own choice on a GPU"
     with pytest.raises(EngineError, match=message):
         engine(plan)
 
 
-def test_without_clipping_no_norm_is_computed() -> None:
+def test_without_clipping_no_norm_is_computed():
     assert precision.clip([torch.ones(2)], 0.0) is None
 
 
-def test_masters_carry_what_16_bits_would_lose() -> None:
+def test_masters_carry_what_16_bits_would_lose():
     model = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     masters = precision.MasterWeights(model)
     before = masters.masters[0].detach().clone()

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,17 +15,16 @@ from dsframe.cluster.world import World
 from dsframe.errors import ConfigError, DataError, TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.preparation import _SharedPreparation, alone
-from dsframe.tasks.task import Say
 from tests.files import ds_config
 
 
 class Slow(Task):
     """Notes when it begins and ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.data_dir = str(folder)
 
-    def prepare(self, say: Say) -> None:
+    def prepare(self, say):
         with Path(str(self.data_dir), "notes").open("a") as notes:
             notes.write(f"begin {os.getpid()}\n")
             notes.flush()
@@ -34,14 +32,14 @@ class Slow(Task):
             notes.write(f"end {os.getpid()}\n")
 
 
-def test_two_jobs_do_not_prepare_the_same_at_once(tmp_path: Path) -> None:
+def test_two_jobs_do_not_prepare_the_same_at_once(tmp_path):
     child = os.fork()
     if child == 0:
         alone(Slow(tmp_path), lambda line: None)
         os._exit(0)
     while not (tmp_path / "notes").exists():
         time.sleep(0.01)
-    said: list[str] = []
+    said = []
     alone(Slow(tmp_path), said.append)
     os.waitpid(child, 0)
     own = os.getpid()
@@ -52,11 +50,11 @@ def test_two_jobs_do_not_prepare_the_same_at_once(tmp_path: Path) -> None:
     assert line.endswith(f"prepares the same data in {tmp_path}; waiting until it is done")
 
 
-def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path: Path) -> None:
+def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path):
     class Wrong(Slow):
         error: Exception = KeyError("url")
 
-        def prepare(self, say: Say) -> None:
+        def prepare(self, say):
             raise self.error
 
     with pytest.raises(DataError, match=r"Wrong.prepare\(\) failed: KeyError: 'url' \(.*test_preparation.py:\d+\)"):
@@ -66,7 +64,7 @@ def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path:
         alone(Wrong(tmp_path), lambda line: None)
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         DataError, match=r"cannot write .*Slow.lock \(Not a directory\); set data_dir or \$DSFRAME_DATA"
@@ -77,13 +75,13 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 class Store(dict[str, bytes]):
     """As torch's, for what is asked here."""
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return all(key in self for key in keys)
 
 
-def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_process_on_another_host_is_given_up(monkeypatch):
     monkeypatch.setattr(preparation, "SILENT_SECONDS", 0.3)
-    store: Any = Store()
+    store = Store()
     waiting = _SharedPreparation(Task(), World(rank=1, size=2), lambda line: None, store)
     until = time.monotonic() + 0.6
     count = 0
@@ -99,10 +97,10 @@ def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.Monkey
     assert said.first_is_gone
 
 
-def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch):
     """Without one it would be taken for a process that does not prepare, and waited for for ever."""
-    store: Any = Store()
-    signs: list[str] = []
+    store = Store()
+    signs = []
     monkeypatch.setattr(store, "set", lambda key, value: signs.append(key), raising=False)
     over = threading.Event()
     preparing = threading.Thread(
@@ -115,7 +113,7 @@ def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch: pytest.M
     assert signs == ["sign/0"]
 
 
-def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
+def test_a_file_without_an_optimizer_is_refused_before(tmp_path):
     with pytest.raises(ConfigError, match="optimizer: "):
         dsframe.fit(Slow(tmp_path), ds_config(8, engine="single", run_dir=str(tmp_path)))
     assert not (tmp_path / "notes").exists()

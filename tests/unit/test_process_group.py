@@ -1,13 +1,8 @@
 """What torch.distributed is opened with, and what libraries find in the environment then."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,9 +21,9 @@ SECOND_GPU, ONLY_GPU, CPU = torch.device("cuda", 1), torch.device("cuda", 0), to
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def opened(monkeypatch):
     """What torch is told."""
-    told: list[dict[str, Any]] = []
+    told = []
     monkeypatch.setattr(process_group, "meet", lambda *_: None)
     monkeypatch.setattr(process_group, "PrefixStore", lambda *_: None)
     monkeypatch.setattr(process_group, "rendezvous_address", lambda _: ("127.0.0.1", 1))
@@ -48,22 +43,20 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         (World(1, 2, 1, 2), CPU, "1"),
     ],
 )
-def test_libraries_take_the_local_rank_for_the_number_of_the_gpu(
-    world: World, device: torch.device, number: str, opened: list[dict[str, Any]]
-) -> None:
+def test_libraries_take_the_local_rank_for_the_number_of_the_gpu(world, device, number, opened):
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "1"
     process_group.open_process_group(world, device)
     assert os.environ["LOCAL_RANK"] == number
     assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == number, "DeepSpeed asserts that they are equal"
 
 
-def test_open_mpis_variable_is_not_made_up(opened: list[dict[str, Any]]) -> None:
+def test_open_mpis_variable_is_not_made_up(opened):
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     process_group.open_process_group(World(), CPU)
     assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
 
 
-def test_one_process_binds_no_device(opened: list[dict[str, Any]]) -> None:
+def test_one_process_binds_no_device(opened):
     """NCCL's start has failed with it (DeepSpeed's issue 8248)."""
     process_group.open_process_group(World(), ONLY_GPU)
     process_group.open_process_group(World(1, 2, 1, 2), SECOND_GPU)
@@ -76,7 +69,7 @@ def test_one_process_binds_no_device(opened: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 300.0])
-def test_the_watchdog_is_first(seconds: float, opened: list[dict[str, Any]]) -> None:
+def test_the_watchdog_is_first(seconds, opened):
     """Its report names the rank that is missing; NCCL's ten minutes end a run without."""
     limit = collective_limit(seconds)
     dog = max(seconds * watchdog.FIRST_FACTOR, watchdog.SETUP_SECONDS) if seconds else 24 * 3600.0
@@ -85,8 +78,8 @@ def test_the_watchdog_is_first(seconds: float, opened: list[dict[str, Any]]) -> 
     assert opened[0]["timeout"] == limit
 
 
-def test_groups_of_libraries_have_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_groups_of_libraries_have_the_same_limit(monkeypatch):
+    given = []
     monkeypatch.setattr(process_group.dist, "is_initialized", lambda: True)
     distributed = process_group.dist.distributed_c10d
     monkeypatch.setattr(distributed, "_world", mock.Mock(pg_map={"world": 1, "another": 2}))
@@ -98,7 +91,7 @@ def test_groups_of_libraries_have_the_same_limit(monkeypatch: pytest.MonkeyPatch
 FILE = ds_config(4, "SGD", 0.1, engine="ddp", steps=1)
 
 
-def _line(slope: float = 1.0) -> dsframe.Task:
+def _line(slope=1.0):
     rows = torch.ones(8, 1)
     return dsframe.Task.from_module(
         lambda: torch.nn.Linear(1, 1),
@@ -107,14 +100,14 @@ def _line(slope: float = 1.0) -> dsframe.Task:
     )
 
 
-def test_a_notebook_goes_on_after_a_run_with_an_error(here: Path) -> None:
+def test_a_notebook_goes_on_after_a_run_with_an_error(here):
     """The first had no time to leave its process group."""
     with pytest.raises(ZeroDivisionError):
         dsframe.fit(_line(0), FILE)
     assert dsframe.fit(_line(), FILE).steps == 1
 
 
-def test_a_process_group_of_the_programs_own_is_named(here: Path) -> None:
+def test_a_process_group_of_the_programs_own_is_named(here):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(WorldError, match=r"initialized torch\.distributed itself.*destroy_process_group"):

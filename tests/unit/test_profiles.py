@@ -1,11 +1,8 @@
 """What traces a training and marks output. ``tests/engines/test_loggers.py`` has real runs with all of it."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, run_program
 
 FILE = ds_config(4, steps=4)
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+MISTAKES = {
     "longer than the run": ({"dsframe": {"steps": 4, "profile": {"active": 9}}}, "(1 + 1 + 9) x 1 = 11 steps, but the run"),
     "no rank": ({"dsframe": {"profile": {"ranks": []}}}, "the list is empty"),
     "a rank that is not there": ({"dsframe": {"profile": {"ranks": [0, 2]}}}, "no rank 2 among 2 processes"),
@@ -27,9 +24,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_nonsense_is_found_before_anything_starts(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nonsense_is_found_before_anything_starts(mistake, tmp_path, capsys):
     more, message = MISTAKES[mistake]
     file = tmp_path / "file.json"
     write_json(file, {"train_batch_size": 4} | more)
@@ -37,10 +32,10 @@ def test_nonsense_is_found_before_anything_starts(
     assert message in capsys.readouterr().out
 
 
-def test_what_watched_a_run_is_kept_where_a_signal_stops_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_watched_a_run_is_kept_where_a_signal_stops_it(here, capsys):
     signals = [signal.SIGTERM]
 
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(outputs, targets):
         if signals:
             signal.raise_signal(signals.pop())
         return (outputs - targets).square().mean()
@@ -54,7 +49,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(here: Path, capsys: 
         "dsframe": settings,
     }
 
-    def kept() -> set[str]:
+    def kept():
         return {path.name for path in Path("run/profile").glob("*.gz")}
 
     with pytest.raises(StoppedError):
@@ -84,7 +79,7 @@ PLAIN = "before\none\ntwo after\n"
     ("how", "launcher", "out"),
     [("prefix", "torchrun", MARKED), ("prefix", "horovodrun", PLAIN), ("plain", "deepspeed", PLAIN)],
 )
-def test_what_other_ranks_print_says_whose_it_is(how: str, launcher: str, out: str) -> None:
+def test_what_other_ranks_print_says_whose_it_is(how, launcher, out):
     command = [sys.executable, "-c", PROGRAM, how, launcher]
     done = run_program(command, cwd=REPOSITORY)
     assert done.stdout == out

@@ -1,15 +1,11 @@
 """The README's example and the page on callbacks run, links lead somewhere, generated pages are up to date."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -21,12 +17,12 @@ CALLBACKS = REPOSITORY / "docs" / "how_to" / "callbacks.md"
 PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in REPOSITORY.glob(pattern))
 
 
-def test_generated_pages_are_up_to_date() -> None:
+def test_generated_pages_are_up_to_date():
     for path, text in runpy.run_path(str(REPOSITORY / "docs" / "generate.py"))["pages"]().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run make docs"
 
 
-def test_the_example_has_twelve_lines_and_trains(tmp_path: Path) -> None:
+def test_the_example_has_twelve_lines_and_trains(tmp_path):
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code
     assert len([line for line in code[1].splitlines() if line.strip()]) == 12
@@ -35,7 +31,7 @@ def test_the_example_has_twelve_lines_and_trains(tmp_path: Path) -> None:
     assert "20 steps in" in run_ranks(command, cwd=tmp_path, timeout_seconds=150).check().stderr
 
 
-def test_the_example_of_hooks_runs(tmp_path: Path) -> None:
+def test_the_example_of_hooks_runs(tmp_path):
     code = re.search(r"```python\n(.*?)```", CALLBACKS.read_text(encoding="utf-8"), re.DOTALL)
     assert code
     (tmp_path / "line.py").write_text(code[1])
@@ -44,39 +40,39 @@ def test_the_example_of_hooks_runs(tmp_path: Path) -> None:
     assert "loss is not better in 2 evaluation(s); the best was " in output
 
 
-def test_the_search_with_optuna_runs(here: Path) -> None:
+def test_the_search_with_optuna_runs(here):
     """One process a trial, in this one."""
     pytest.importorskip("optuna")
     code = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code
     file = ds_config(8, "SGD", 0.1, engine="single", steps=2, order="sequential")
-    ran: dict[str, Any] = {"task": Line(), "file": file}
+    ran = {"task": Line(), "file": file}
     exec(compile(code[1], "runs.md", "exec"), ran)
     assert len(ran["study"].trials) == 2
     assert {path.name for path in (here / "search").iterdir()} == {"0", "1"}
 
 
 class Line(dsframe.Task):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(1, 1)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def train_data(self) -> TensorDataset:
+    def train_data(self):
         return TensorDataset(torch.arange(32.0).reshape(-1, 1) / 32, torch.ones(32, 1))
 
     eval_data = train_data
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Of its headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     text = re.sub(r"`[^`\n]+`", "", page.read_text(encoding="utf-8"))  # models["a"](inputs) is no link
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for link in set(re.findall(r"\]\(([^)\s]+)\)", text)):

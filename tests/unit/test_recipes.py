@@ -1,10 +1,5 @@
 """Recipes of examples/recipes, on small models of their kinds with random weights: what is learned, and an export that loads."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +19,7 @@ from tests.text_files import jsonl
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 RECIPES = REPOSITORY / "examples" / "recipes"
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -40,19 +35,19 @@ TALK = [
 ]
 
 
-def words(kind: str) -> Any:
+def words(kind):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     marks = [ENDS[kind], *MARKS]
     letters = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
     made.add_special_tokens(marks)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token=ENDS[kind])
 
 
-def written(kind: str, folder: Path) -> dict[str, Any]:
+def written(kind, folder):
     """The recipe, for a small model of its kind on a CPU."""
     tokenizer = words(kind)
     tokenizer.save_pretrained(folder / "model")
@@ -60,7 +55,7 @@ def written(kind: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     jsonl(folder / "chats.jsonl", [{"messages": TALK}] * 32)
-    file: Any = read((RECIPES / f"{kind}.json").read_text()).root
+    file = read((RECIPES / f"{kind}.json").read_text()).root
     file |= {"train_batch_size": 4, "bf16": {"enabled": False}, "dsframe": {**file["dsframe"], "engine": "single"}}
     file["optimizer"]["params"]["lr"] = 0.01
     section = file["dsframe"]["task"]
@@ -71,7 +66,7 @@ def written(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_language_model_learns_its_answers_and_loads(kind: str, here: Path) -> None:
+def test_a_language_model_learns_its_answers_and_loads(kind, here):
     template = (RECIPES / f"{kind}.jinja").read_text()
     tokenizer = words(kind)
     (tokens,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", {"messages": TALK})])
@@ -88,7 +83,7 @@ def test_a_language_model_learns_its_answers_and_loads(kind: str, here: Path) ->
     assert type(_transformers.load(here / "out")).__name__.lower().startswith(MODELS[kind].split("_")[0])
 
 
-def test_a_vision_transformer(here: Path) -> None:
+def test_a_vision_transformer(here):
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     for split in ("train", "val"):
         for number, name in enumerate(("cat", "dog")):
@@ -100,11 +95,11 @@ def test_a_vision_transformer(here: Path) -> None:
     }
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
     transformers.ViTForImageClassification(config).save_pretrained(here / "model")
-    file: Any = read((RECIPES / "vit.json").read_text()).root
+    file = read((RECIPES / "vit.json").read_text()).root
     file["train_batch_size"] = 4
     file["dsframe"]["task"] |= {"model": "model", "data_dir": str(here), "image_size": 32}
     file["dsframe"] |= {"engine": "single", "epochs": None, "steps": 2, "run_dir": "run"}
     execute(load(file), quiet=True)
     assert export(["run", "--to", "huggingface", "--out", "out"]) == 0
-    assert _transformers.load(here / "out").config.id2label == {0: "cat", 1: "dog"}  # type: ignore[union-attr]
+    assert _transformers.load(here / "out").config.id2label == {0: "cat", 1: "dog"}
     assert dsframe.load_model(here / "run").num_labels == 2

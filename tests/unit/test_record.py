@@ -1,17 +1,10 @@
 """A run's record on a disk that is full for a while, or when the run goes on: nothing that was written is lost."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from dsframe import run
 from dsframe.cluster.world import World
@@ -26,16 +19,16 @@ from tests.files import ds_config, write_json
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
 
 
-def record(directory: Path, said: list[str], done_steps: int = 0) -> Record:
-    file: Any = ds_config(8, "SGD")
+def record(directory, said, done_steps=0):
+    file = ds_config(8, "SGD")
     device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
-    plan: Any = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
+    plan = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
     about = {"engine": "single", "description": "PyTorch, one process", "start_seconds": 1.0}
     return Record(plan, about, done_steps, loggers=Loggers, say=said.append)
 
 
 @contextmanager
-def full(size: int) -> Iterator[None]:
+def full(size):
     """No file grows beyond ``size`` bytes: on the way there, a line is half written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -45,12 +38,12 @@ def full(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def steps(directory: Path) -> list[int]:
+def steps(directory):
     return [line["step"] for line in read_metrics(directory) if "step" in line]
 
 
-def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_disk_that_is_full_for_a_while(tmp_path):
+    said = []
     own = record(tmp_path, said)
     own.write({"step": 1, "loss": 3.0})
     with full((tmp_path / "metrics.jsonl").stat().st_size + 7):
@@ -65,9 +58,9 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     assert line.startswith(f"warning: the record in {tmp_path} cannot be written ([Errno 27] File too large")
 
 
-def test_one_that_stays_full(tmp_path: Path) -> None:
+def test_one_that_stays_full(tmp_path):
     """The training comes to its end, and each half of what happened is said."""
-    said: list[str] = []
+    said = []
     own = record(tmp_path, said)
     with full(0):
         own.write({"step": 1, "loss": 3.0})
@@ -77,7 +70,7 @@ def test_one_that_stays_full(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path):
     own = record(tmp_path, [])
     for step in (1, 2, 3, 4):
         own.write({"step": step, "loss": 1.0})
@@ -95,11 +88,9 @@ def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
-def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_complete_stays_as_it_is(tmp_path, capsys):
     """--resume auto once more: its rate, its loss and its seconds are those of the training."""
-    file: dict[str, Any] = ds_config(
-        4, "SGD", 0.01, engine="single", steps=3, threads_per_rank=1, run_dir=str(tmp_path)
-    )
+    file = ds_config(4, "SGD", 0.01, engine="single", steps=3, threads_per_rank=1, run_dir=str(tmp_path))
     run.execute(load(file), task=Odd(), world=World(), quiet=True)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
     assert json.loads(before["summary.json"])["rate"] > 0
@@ -115,22 +106,22 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.Ca
     assert steps(tmp_path)[-1] == 5
 
 
-def test_what_may_hold_accounts_is_the_owners(tmp_path: Path) -> None:
+def test_what_may_hold_accounts_is_the_owners(tmp_path):
     (tmp_path / "run.json").write_text("of an earlier run, open to all")
     record(tmp_path, []).close(finished=False)
     for name in ("run.json", "config.json"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_secrets_of_the_command_line_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_command_line_are_not_recorded(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--set", "wandb.api_key=abc123", "--hub-token", "def456"])
     command = record_module.provenance()["command"]
     assert "wandb.api_key=***" in command
     assert not {"abc123", "def456"} & {word.rpartition("=")[2] for word in command}
 
 
-def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
+    said = []
     for number in range(2):
         current = record(tmp_path, said)
         (tmp_path / "tensorboard").mkdir()

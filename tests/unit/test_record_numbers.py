@@ -1,12 +1,8 @@
 """A run's own record: JSON that every reader takes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import torch
 
@@ -18,14 +14,14 @@ from dsframe.run_dir.record import Record
 from dsframe.tools.report.runs import numbers, read_run
 
 
-def strict(text: str) -> Any:
-    def refuse(name: str) -> NoReturn:
+def strict(text):
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
-def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
     nan = float("nan")
     plan = SimpleNamespace(
         directory=tmp_path,
@@ -35,7 +31,7 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
         batch=SimpleNamespace(train_batch_size=4),
     )
     about = {"engine": "single", "start_seconds": 1.0}
-    record = Record(plan, about, loggers=Loggers, say=print)  # type: ignore[arg-type]
+    record = Record(plan, about, loggers=Loggers, say=print)
     record.write({"step": 1, "loss": nan, "evaluation": {"loss": nan, "accuracy": 0.5, "worst": [float("inf")]}})
     summary = Summary(
         steps=1,

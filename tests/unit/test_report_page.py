@@ -1,15 +1,9 @@
 """A run's page: whole by itself, and its figures are those of the run's directory."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from dsframe.cli import main
 from dsframe.tools.report.pictures import Chart, Line, figure
@@ -17,10 +11,10 @@ from dsframe.tools.report.runs import names
 from tests.files import write_json
 
 
-def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
+def write_run(folder, losses, **more):
     """A run's directory, as a run leaves it."""
     folder.mkdir(parents=True)
-    lines: list[dict[str, Any]] = [{"run": {"description": "an <engine>", "world_size": 2, "start_seconds": 1.5}}]
+    lines = [{"run": {"description": "an <engine>", "world_size": 2, "start_seconds": 1.5}}]
     for step, loss in enumerate(losses, start=1):
         lines.append({"step": step, "loss": loss, "rate": 100.0 * step, "learning_rate": 0.1, "gradient_norm": None})
         if step % 2:
@@ -36,28 +30,28 @@ def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
 class Reader(HTMLParser):
     """Cells of tables by their row, and everything that would be fetched."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.rows: list[list[str]] = []
-        self.fetched: list[str] = []
+        self.rows = []
+        self.fetched = []
         self._in = ""
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.fetched += [value or "" for name, value in attributes if name in ("src", "href")]
         self._in = tag
         if tag == "tr":
             self.rows.append([])
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._in = ""
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._in in ("th", "td"):
             self.rows[-1].append(data)
 
 
-def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_of_two_runs(tmp_path, capsys):
     finished = {
         "steps": 3, "rate": 400.0, "unit": "samples", "units_per_step": 8, "seconds": 2.0, "first_step_seconds": 0.5,
         "startup_seconds": {"python": 4.0, "engine": 1.5, "first step": 0.75},
@@ -85,9 +79,7 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
 
-def test_without_matplotlib_there_are_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_are_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dsframe.tools.report.page.available", lambda: False)
     run = write_run(tmp_path / "a", [3.0, 2.0, 1.0])
     assert main(["report", str(run)]) == 0
@@ -97,6 +89,6 @@ def test_without_matplotlib_there_are_tables(
     assert {row[0]: row[1:] for row in Reader(text).rows if row}["last training loss"] == ["1"]
 
 
-def test_steps_are_whole_numbers_on_the_axis() -> None:
+def test_steps_are_whole_numbers_on_the_axis():
     (axes,) = figure(Chart("t", "y", [Line("a", [(3, 1.0), (6, 2.0)], 0)])).axes
     assert all(float(tick).is_integer() for tick in axes.get_xticks())

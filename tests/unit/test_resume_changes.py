@@ -1,15 +1,10 @@
 """What may change between two starts, and what must stay, as a run says it."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, differences, step_now
@@ -21,10 +16,10 @@ from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY, Finished, run_ranks, warm
+from tests.processes import REPOSITORY, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
-MANIFEST: dict[str, Any] = {
+MANIFEST = {
     "step": 100,
     "training": {
         "task": "circles:Circles",
@@ -69,7 +64,7 @@ SECTIONS = {"source": "source", "versions": "versions", "data": "training data"}
 """What stands beside the course and the run -> what follows from a change there."""
 
 
-def leaves(value: Any, path: str) -> Iterator[str]:
+def leaves(value, path):
     """The places of all values that are no sections."""
     if not isinstance(value, dict):
         yield path
@@ -78,7 +73,7 @@ def leaves(value: Any, path: str) -> Iterator[str]:
         yield from leaves(inner, f"{path}/{key}")
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
+def changed(path, value):
     """What a run tells of itself that differs there."""
     found = copy.deepcopy(MANIFEST)
     *above, last = path.split("/")
@@ -93,7 +88,7 @@ PLACES = [path for name in ("course", "run", *SECTIONS) for path in leaves(MANIF
 
 
 @pytest.mark.parametrize("path", PLACES)
-def test_a_change_anywhere_is_said_once_with_what_follows(path: str) -> None:
+def test_a_change_anywhere_is_said_once_with_what_follows(path):
     section, key, *_ = path.split("/")
     (line,) = differences(MANIFEST, changed(path, "another"))
     name = SECTIONS.get(section) or line.partition(" was ")[0].partition(".")[0]
@@ -105,13 +100,13 @@ def test_a_change_anywhere_is_said_once_with_what_follows(path: str) -> None:
         assert ' is "another"' in line
 
 
-def test_a_new_batch_says_where_it_stands() -> None:
+def test_a_new_batch_says_where_it_stands():
     (line,) = differences(MANIFEST, changed("training/train_batch_size", 128))
     assert line.startswith("train_batch_size was 64, is 128: step 100 is step 50 now, ")
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_must_stay_is_refused_with_the_reason(name: str) -> None:
+def test_what_must_stay_is_refused_with_the_reason(name):
     with pytest.raises(CheckpointError) as raised:
         differences(MANIFEST, changed(f"training/{name}", "another"))
     said = str(raised.value)
@@ -119,13 +114,13 @@ def test_what_must_stay_is_refused_with_the_reason(name: str) -> None:
     assert f'is "another" ({FIXED[name]}). ' in said
 
 
-def test_what_the_checkpoint_alone_has_must_stay() -> None:
+def test_what_the_checkpoint_alone_has_must_stay():
     kept = {**MANIFEST, "training": {**MANIFEST["training"], "adapter": {"r": 8}}}
     with pytest.raises(CheckpointError, match="adapter was "):
         differences(kept, MANIFEST)
 
 
-def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
+def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
     older = {key: MANIFEST[key] for key in ("step", "training", "run")}
     older["course"] = {"gradient_clipping": 1.0}
     for path in leaves(MANIFEST["course"], "course"):
@@ -155,7 +150,7 @@ NO_OTHER_TRAINING = {
 }  # fmt: skip
 
 
-def test_every_key_of_the_file_is_compared_or_makes_no_other_training() -> None:
+def test_every_key_of_the_file_is_compared_or_makes_no_other_training():
     """A new setting belongs to one of them."""
     keys = {*Settings.model_fields, *DeepSpeed.model_fields}
     assert keys == {*_OWN, *_FILE, *ELSEWHERE, *NO_OTHER_TRAINING}
@@ -165,7 +160,7 @@ def test_every_key_of_the_file_is_compared_or_makes_no_other_training() -> None:
     assert {*_OWN, *_FILE} <= MANIFEST["course"].keys() <= FOLLOWS.keys()
 
 
-def test_nothing_is_said_of_what_only_one_of_them_has() -> None:
+def test_nothing_is_said_of_what_only_one_of_them_has():
     """Another engine's library, a module that was added, a sample that there was no time to read."""
     other = copy.deepcopy(MANIFEST)
     other["versions"] = {"torch": "2.12.0", "horovod": "0.28.1"}
@@ -184,9 +179,7 @@ def test_nothing_is_said_of_what_only_one_of_them_has() -> None:
         (300, 100, True, 3, 10),  # the end of an epoch is the end of it
     ],
 )
-def test_a_new_batch_stands_where_the_samples_do(
-    before: int, now: int, drop_last: bool, step: int, stands_at: int
-) -> None:
+def test_a_new_batch_stands_where_the_samples_do(before, now, drop_last, step, stands_at):
     saved, own = copy.deepcopy(MANIFEST), copy.deepcopy(MANIFEST)
     for one, batch in ((saved, before), (own, now)):
         one["training"] |= {"train_batch_size": batch, "dataloader_drop_last": drop_last}
@@ -229,7 +222,7 @@ class net(nn.Linear):
 FILE = ds_config(8, "AdamW", 0.01)
 
 
-def train(folder: Path, run: str, *arguments: str, batch: int = 8, steps: int = 8) -> Finished:
+def train(folder, run, *arguments, batch=8, steps=8):
     file = FILE | ds_config(batch, engine="single", steps=steps)
     write_json(folder / "my.json", file)
     command = [str(folder / "task.py"), "--config", "my.json", "--run-dir", run, *arguments]
@@ -237,24 +230,24 @@ def train(folder: Path, run: str, *arguments: str, batch: int = 8, steps: int = 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "nets.py").write_text(NETS)
     return tmp_path
 
 
-def samples(finished: Finished) -> list[int]:
+def samples(finished):
     """Those that the loss has seen, in order."""
     return [
         int(word) for line in finished.check().stdout.splitlines() for word in line.split()[1:] if "samples" in line
     ]
 
 
-def changes(finished: Finished) -> list[str]:
+def changes(finished):
     return [line.partition("a change: ")[2] for line in finished.check().stderr.splitlines() if "a change: " in line]
 
 
-def test_code_rate_and_data_that_changed_are_said_by_a_run(folder: Path) -> None:
+def test_code_rate_and_data_that_changed_are_said_by_a_run(folder):
     train(folder, "run", steps=2).check()
     assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
     (folder / "nets.py").write_text(NETS + "# changed\n")
@@ -268,7 +261,7 @@ def test_code_rate_and_data_that_changed_are_said_by_a_run(folder: Path) -> None
     ]
 
 
-def test_a_manifest_without_the_new_fields_is_gone_on_from(folder: Path) -> None:
+def test_a_manifest_without_the_new_fields_is_gone_on_from(folder):
     from dsframe.checkpoint.store import MANIFEST as NAME
     from dsframe.checkpoint.store import dump
 
@@ -286,7 +279,7 @@ def test_a_manifest_without_the_new_fields_is_gone_on_from(folder: Path) -> None
     assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
 
 
-def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder: Path) -> None:
+def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):
     whole = samples(train(folder, "whole", steps=8))
     assert sorted(whole) == list(range(64))
     first = samples(train(folder, "run", steps=3))
@@ -307,38 +300,38 @@ def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder: Path) -> No
 class Shaped(dsframe.Task):
     """A task with an argument."""
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self, kind=""):
         self.kind = kind
 
-    def model(self) -> nn.Module:
-        layers: list[nn.Module] = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
+    def model(self):
+        layers = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
         if self.kind == "frozen":
             layers[0].requires_grad_(False)
         return nn.Sequential(*layers)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         numbers = torch.Generator().manual_seed(1)
         return torch.utils.data.TensorDataset(
             torch.randn(48, 8, generator=numbers), torch.randint(0, 3, (48,), generator=numbers)
         )
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data()
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
+    def metrics(self, outputs, targets):
         right = (outputs.argmax(1) == targets).sum()
         return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum(right, len(targets))}
 
 
 @pytest.fixture
-def said_at_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def said_at_a_resume(tmp_path, capsys):
     """Trains, resumes with changes, and returns the lines about them."""
 
-    def run(first: dict[str, Any], then: dict[str, Any], resume: str = "auto") -> list[str]:
-        def fit(task: Shaped = Shaped(), top: Any = None, name: str = "run", resume: str = "never", **own: Any) -> None:  # noqa: B008
+    def run(first, then, resume="auto"):
+        def fit(task=Shaped(), top=None, name="run", resume="never", **own):  # noqa: B008
             file = FILE | (top or {}) | {"dsframe": {"engine": "single", "run_dir": str(tmp_path / name), **own}}
             dsframe.fit(task, file, resume=resume)
 
@@ -352,7 +345,7 @@ def said_at_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-EMA: dict[str, Any] = {"ema": {"decay": 0.9}}
+EMA = {"ema": {"decay": 0.9}}
 LATE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
 SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 
@@ -374,15 +367,13 @@ SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
         ({"top": LATE, "steps": 1}, {"top": LATE | SLOW}, "learning rate was 0.01, is 0.001: the new schedule"),
     ],
 )
-def test_a_change_of_a_setting_or_of_the_model_is_said_by_a_run(
-    said_at_a_resume: Any, first: dict[str, Any], then: dict[str, Any], line: str
-) -> None:
+def test_a_change_of_a_setting_or_of_the_model_is_said_by_a_run(said_at_a_resume, first, then, line):
     said = said_at_a_resume(first, then)
     assert len(said) == bool(line)
     assert not line or said[0].startswith(line)
 
 
-def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume: Any) -> None:
+def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume):
     """It was another code's: the next evaluation has it."""
 
     class Before(Shaped):
@@ -394,10 +385,10 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume: Any)
     assert line.startswith("stop.metric was ")
 
 
-def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any) -> None:
+def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume):
     key = "num_training_steps"
 
-    def top(batch: int, length: int | str = "auto") -> dict[str, Any]:
+    def top(batch, length="auto"):
         return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: length}}}
 
     first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
@@ -411,13 +402,13 @@ def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume: Any
     assert not [line for line in said if line.startswith("the schedule is for")]
 
 
-def test_a_model_is_described_without_addresses_and_earlier_trainings() -> None:
+def test_a_model_is_described_without_addresses_and_earlier_trainings():
     class Addressed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.of = object()
 
-        def extra_repr(self) -> str:
+        def extra_repr(self):
             return repr(self.of)
 
     model, other = (nn.Sequential(nn.Linear(2, 2), Addressed()) for _ in range(2))

@@ -1,16 +1,12 @@
 """A run's directory: one place from the start to the end, whatever a task or somebody else does to it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dsframe
 from dsframe.cluster.world import World
@@ -25,22 +21,22 @@ class Wanders(Line):
 
     rows = 16
 
-    def __init__(self, does: Any) -> None:
+    def __init__(self, does):
         self.does, self.calls = does, 0
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         self.calls += torch.is_grad_enabled()
         if self.calls == 3 and torch.is_grad_enabled():
             self.does()
         return super().loss(outputs, targets)
 
 
-def train(does: Any, run_dir: str = "run") -> None:
+def train(does, run_dir="run"):
     settings = {"engine": "single", "steps": 4, "run_dir": run_dir, "checkpoints": {"every_steps": 2}}
     file = ds_config(4, "SGD", 0.1, **settings)
     saved = Path(run_dir).absolute() / "checkpoints" / "latest"
 
-    def later() -> None:
+    def later():
         while not saved.exists():  # a save is committed while training goes on; this is its last file
             time.sleep(0.01)
         does()
@@ -48,11 +44,11 @@ def train(does: Any, run_dir: str = "run") -> None:
     dsframe.fit(Wanders(later), file)
 
 
-def steps(run: Path) -> list[str]:
+def steps(run):
     return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
 
 
-def test_a_task_that_changes_the_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_changes_the_folder(here, capsys):
     (here / "elsewhere").mkdir()
     train(lambda: os.chdir("elsewhere"))
     assert steps(here / "run") == ["step-00000002", "step-00000004"]
@@ -60,25 +56,25 @@ def test_a_task_that_changes_the_folder(here: Path, capsys: pytest.CaptureFixtur
     assert "results     run\n" in capsys.readouterr().err  # as the file says, not the absolute path
 
 
-def test_a_directory_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_was_moved(tmp_path, capsys):
     run = tmp_path / "run"
     train(lambda: run.rename(tmp_path / "moved"), str(run))
     assert (steps(tmp_path / "moved"), steps(run)) == (["step-00000002"], ["step-00000004"])
     assert f"warning: {run} was moved, deleted or replaced" in capsys.readouterr().err
 
 
-def test_a_directory_that_was_deleted(tmp_path: Path) -> None:
+def test_a_directory_that_was_deleted(tmp_path):
     run = tmp_path / "run"
     train(lambda: shutil.rmtree(run), str(run))
     assert steps(run) == ["step-00000004"]
 
 
-def test_another_run_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_run_in_its_place(tmp_path, monkeypatch):
     """A process of another run holds the new directory: nothing is written there."""
     monkeypatch.setattr("dsframe.run_dir.lock.PATIENCE_SECONDS", 0.0)
     run, children = tmp_path / "run", []
 
-    def replaced() -> None:
+    def replaced():
         run.rename(tmp_path / "moved")
         ready, told = os.pipe()
         if not (child := os.fork()):

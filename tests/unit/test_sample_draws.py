@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -20,15 +19,15 @@ CPU = torch.device("cpu")
 
 
 class Drawing(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, draw):
         super().__init__()
         self.draw = draw
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return self.draw(rows)
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DRAWS = {
     "dropout": functional.dropout,
     "dropout2d": functional.dropout2d,
     "nn.Dropout": nn.Dropout(0.3),
@@ -47,7 +46,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def drawn(draw: Callable[[Tensor], Tensor], rows: Tensor, size: int, step: int = 3) -> Tensor:
+def drawn(draw, rows, size, step=3):
     model = Drawing(draw)
     its, found = SampleDraws(model, 7, size, CPU), []
     for first in range(0, len(rows), size):
@@ -57,7 +56,7 @@ def drawn(draw: Callable[[Tensor], Tensor], rows: Tensor, size: int, step: int =
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_does_not_depend_on_the_micro_batch(name: str) -> None:
+def test_a_draw_does_not_depend_on_the_micro_batch(name):
     rows = torch.ones(4, 3, 5, 5)
     whole = drawn(DRAWS[name], rows, 4)
     assert torch.equal(drawn(DRAWS[name], rows, 2), whole)
@@ -67,12 +66,12 @@ def test_a_draw_does_not_depend_on_the_micro_batch(name: str) -> None:
         assert not (whole == whole[0]).all()
 
 
-def test_padding_to_another_length_changes_no_number() -> None:
+def test_padding_to_another_length_changes_no_number():
     short, long = (drawn(torch.rand_like, torch.ones(2, 3, size, size), 2) for size in (4, 7))
     assert torch.equal(short, long[:, :, :4, :4])
 
 
-def test_the_numbers_are_random() -> None:
+def test_the_numbers_are_random():
     rows = torch.zeros(8, 50_000)
     uniform, normal = drawn(torch.rand_like, rows, 8), drawn(torch.randn_like, rows, 8)
     assert 0 <= uniform.min() < uniform.max() < 1
@@ -85,7 +84,7 @@ def test_the_numbers_are_random() -> None:
     assert float(kept.mean()) == pytest.approx(1, abs=5e-3)
 
 
-def test_two_draws_of_a_pass_differ_and_evaluation_draws_as_ever() -> None:
+def test_two_draws_of_a_pass_differ_and_evaluation_draws_as_ever():
     model = Drawing(lambda rows: torch.stack([torch.rand_like(rows), torch.rand_like(rows)]))
     SampleDraws(model, 0, 2, CPU)
     first, second = model(torch.ones(2, 3))
@@ -97,7 +96,7 @@ def test_two_draws_of_a_pass_differ_and_evaluation_draws_as_ever() -> None:
     assert torch.equal(found, torch.stack([torch.rand(2, 3), torch.rand(2, 3)]))
 
 
-NOBODYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+NOBODYS = {
     "another shape": (lambda rows: rows * torch.rand(3), r"of shape \[3\], whose first dimension is not that of"),
     "one inside another": (functional.gumbel_softmax, "inside a function of torch's"),
     "an LSTM's": (lambda rows: nn.LSTM(4, 4, 2, dropout=0.5)(rows[:, 0])[0], "inside a function of torch's"),
@@ -113,7 +112,7 @@ NOBODYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", NOBODYS)
-def test_what_cannot_be_given_to_samples_is_an_error(name: str) -> None:
+def test_what_cannot_be_given_to_samples_is_an_error(name):
     draw, message = NOBODYS[name]
     with pytest.raises(TaskError, match=message):
         drawn(draw, torch.ones(4, 2, 4, 4, requires_grad=True), 4)
@@ -121,7 +120,7 @@ def test_what_cannot_be_given_to_samples_is_an_error(name: str) -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-def test_attention_is_torchs() -> None:
+def test_attention_is_torchs():
     query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     mask = torch.randn(5, 5).fill_diagonal_(1.0)  # a row of which nothing is left is NaN
     for named in ({"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask > 0, "scale": 0.3}):

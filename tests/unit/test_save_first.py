@@ -1,13 +1,8 @@
 """An evaluation that fails, or is stopped, costs no training: the state before it is on the disk."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +17,14 @@ from tests.files import ds_config, read_rows
 class Disturbed(Odd):
     """Something happens in each evaluation, and evaluation draws random numbers."""
 
-    def __init__(self, happens: Callable[[], None], **options: Any) -> None:
+    def __init__(self, happens, **options):
         super().__init__(**options)
         self.happens, self.calls = happens, 0
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data()
 
-    def metrics(self, outputs: Any, targets: Any) -> Any:
+    def metrics(self, outputs, targets):
         torch.rand(3)
         self.calls += 1
         if self.calls > 1:  # the first is the trial before training
@@ -37,29 +32,29 @@ class Disturbed(Odd):
         return super().metrics(outputs, targets)
 
 
-def fit(folder: Path, happens: Callable[[], None], **settings: Any) -> Any:
+def fit(folder, happens, **settings):
     kept = {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min"}
     own = {"eval_every_steps": 2, "checkpoints": kept, **settings.pop("dsframe", {})}
     file = ds_config(8, "SGD", 0.1, engine="single", steps=6, run_dir=str(folder), **own)
     return run.fit(Disturbed(happens), file, **settings)
 
 
-def fail() -> None:
+def fail():
     raise MemoryError("the evaluation is too large")
 
 
-def stop() -> None:
+def stop():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.3)
 
 
-def weights(folder: Path) -> Any:
+def weights(folder):
     return {name: entry for name, entry in read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the process would end
 @pytest.mark.parametrize(("happens", "error"), [(fail, MemoryError), (stop, StoppedError)])
-def test_the_step_before_an_evaluation_is_saved(happens: Callable[[], None], error: Any, tmp_path: Path) -> None:
+def test_the_step_before_an_evaluation_is_saved(happens, error, tmp_path):
     with pytest.raises(error):
         fit(tmp_path / "a", happens)
     store = Store(tmp_path / "a" / "checkpoints")
@@ -77,13 +72,13 @@ def test_the_step_before_an_evaluation_is_saved(happens: Callable[[], None], err
     assert weights(tmp_path / "a/checkpoints/step-00000006") == weights(tmp_path / "b/checkpoints/step-00000006")
 
 
-def test_a_signal_in_an_evaluation_saves_where_no_checkpoint_was_due(tmp_path: Path) -> None:
+def test_a_signal_in_an_evaluation_saves_where_no_checkpoint_was_due(tmp_path):
     with pytest.raises(StoppedError, match="after step 2"):
         fit(tmp_path, stop, dsframe={"checkpoints": {"every_steps": 100}})
     assert [path.name for path in Store(tmp_path / "checkpoints").newest_first()] == ["step-00000002"]
 
 
-def test_the_best_is_kept_by_figures_that_come_later(tmp_path: Path) -> None:
+def test_the_best_is_kept_by_figures_that_come_later(tmp_path):
     for name, more in (("now", {}), ("background", {"asynchronous": True})):
         checkpoint = {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min", **more}
         fit(tmp_path / name, lambda: None, dsframe={"checkpoints": checkpoint})
@@ -92,19 +87,19 @@ def test_the_best_is_kept_by_figures_that_come_later(tmp_path: Path) -> None:
         assert all(found.values()), found
 
 
-def test_before_training_and_on_some_samples(tmp_path: Path) -> None:
+def test_before_training_and_on_some_samples(tmp_path):
     settings = {"eval_before_training": True, "eval_samples": 5, "eval_every_steps": 4}
-    seen: list[int] = []
+    seen = []
 
     class Counted(Odd):
-        def eval_data(self) -> Any:
+        def eval_data(self):
             return self.train_data()
 
-        def metrics(self, outputs: Any, targets: Any) -> Any:
+        def metrics(self, outputs, targets):
             seen.append(len(targets))
             return super().metrics(outputs, targets)
 
-    file: dict[str, Any] = ds_config(4, "SGD", 0.1, engine="single", steps=4, run_dir=str(tmp_path), **settings)
+    file = ds_config(4, "SGD", 0.1, engine="single", steps=4, run_dir=str(tmp_path), **settings)
     run.fit(Counted(), file)
     # the trial before training, step 0, step 4
     assert seen == [4, 1, 4, 1, 4, 1]

@@ -1,11 +1,8 @@
 """One schedule everywhere: dsframe's formulas beside DeepSpeed's own classes, step by step."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from dsframe.model.rates import Rates, keep_ratios
 from tests.files import ds_config
 
 BASE = 0.05
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES = [
     ("WarmupLR", {"warmup_num_steps": 10}),
     ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear", "warmup_min_lr": 1e-5, "warmup_max_lr": 0.3}),
     ("WarmupDecayLR", {"warmup_num_steps": 10, "total_num_steps": 40}),
@@ -39,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def half_each(updates: int) -> float:
+def half_each(updates):
     return 0.5**updates
 
 
@@ -56,7 +53,7 @@ CASES += [
 ]  # fmt: skip
 
 
-def of_the_library(kind: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+def of_the_library(kind, params, optimizer):
     """DeepSpeed's own object, or torch's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,7 +76,7 @@ OPTIMIZERS += [(kind, params, "groups") for kind, params in CASES if kind in REL
 
 
 @pytest.mark.parametrize(("kind", "params", "optimizer"), OPTIMIZERS)
-def test_rates_and_momentum_are_those_of_the_librarys_own(kind: str, params: dict[str, Any], optimizer: str) -> None:
+def test_rates_and_momentum_are_those_of_the_librarys_own(kind, params, optimizer):
     """Groups keep the proportion of their rates."""
     rates = (0.02, 3e-4) if optimizer == "groups" else (BASE,)
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in rates]
@@ -99,15 +96,15 @@ def test_rates_and_momentum_are_those_of_the_librarys_own(kind: str, params: dic
     assert load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}).deepspeed.scheduler is not None
 
 
-def test_rates_reach_the_optimizer() -> None:
-    groups: list[dict[str, Any]] = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
+def test_rates_reach_the_optimizer():
+    groups = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
     Rates(0.5, 0.8, 0.99).apply(groups)
     assert groups == [{"lr": 0.5, "betas": (0.8, 0.99)}, {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5}]
     Rates(0.5, 0.7).apply(groups)
     assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
 
 
-def test_a_list_of_one_rate_is_that_rate() -> None:
+def test_a_list_of_one_rate_is_that_rate():
     course = schedules.build("WarmupLR", BASE, {"warmup_min_lr": [0.0], "warmup_max_lr": [0.3], "warmup_num_steps": 2})
     assert course(9).learning_rate == 0.3
 
@@ -120,7 +117,7 @@ def test_a_list_of_one_rate_is_that_rate() -> None:
         ("StepLR", {"step": 3}, "step"),
     ],
 )
-def test_mistakes(kind: str, params: dict[str, Any], message: str) -> None:
+def test_mistakes(kind, params, message):
     with pytest.raises(ConfigError, match=message):
         schedules.build(kind, BASE, params)
 
@@ -139,14 +136,14 @@ def test_mistakes(kind: str, params: dict[str, Any], message: str) -> None:
         ("polynomial", {"num_warmup_steps": 2, "num_training_steps": 2, "lr_end": 0.0}, [0.0, 0.5, 0.0]),
     ],
 )
-def test_the_names_of_hugging_face(name: str, params: dict[str, Any], rates: list[float]) -> None:
+def test_the_names_of_hugging_face(name, params, rates):
     pytest.importorskip("transformers")
     schedule = schedules.build(name, BASE, params)
     assert [schedule(updates).learning_rate / BASE for updates in range(len(rates))] == pytest.approx(rates)
     assert name in HF_SCHEDULERS
 
 
-def test_the_names_of_hugging_face_need_dsframe() -> None:
+def test_the_names_of_hugging_face_need_dsframe():
     """Plain DeepSpeed raises; a file with a section for dsframe is trained by it."""
     section = {"scheduler": {"type": "cosine", "params": {"num_training_steps": 10}}}
     with pytest.raises(ConfigError, match='write "WarmupCosineLR"'):
@@ -154,11 +151,11 @@ def test_the_names_of_hugging_face_need_dsframe() -> None:
 
 
 class Halving(dsframe.Task):
-    def schedule(self, updates: int) -> float:
+    def schedule(self, updates):
         return 0.5**updates if updates < 5 else float("nan")
 
 
-def test_a_tasks_own_schedule() -> None:
+def test_a_tasks_own_schedule():
     document = ds_config(4, "SGD", 0.8)
     rates = schedules.planned(load(document), Halving(), 0.8)
     assert [rates(updates).learning_rate for updates in (0, 1, 3, 1)] == [0.8, 0.4, 0.1, 0.4]
@@ -171,15 +168,15 @@ def test_a_tasks_own_schedule() -> None:
 
 
 class Decaying(dsframe.Task):
-    def weight_decay(self, updates: int) -> float:
+    def weight_decay(self, updates):
         return 0.1 * updates - 0.2 * (updates > 4)
 
 
-def test_a_tasks_own_weight_decay() -> None:
+def test_a_tasks_own_weight_decay():
     """Groups without a decay keep none; others have it again after it was 0."""
     document = ds_config(4, "AdamW", 0.8)
     schedule = schedules.planned(load(document), Decaying(), 0.8)
-    groups: list[dict[str, Any]] = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
+    groups = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
     seen = []
     for updates in (1, 0, 2):
         schedule(updates).apply(groups)
@@ -190,8 +187,8 @@ def test_a_tasks_own_weight_decay() -> None:
         schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8)
 
 
-def test_what_is_said_of_a_schedule() -> None:
-    def said(total: int, kind: str, **params: Any) -> list[str]:
+def test_what_is_said_of_a_schedule():
+    def said(total, kind, **params):
         config = load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}, "dsframe": {}})
         return list(schedules.notes(config, schedules.build(kind, BASE, params), total))
 
@@ -214,11 +211,11 @@ def test_what_is_said_of_a_schedule() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_schedule_that_ends_before_the_training_is_refused(inside: bool) -> None:
+def test_a_schedule_that_ends_before_the_training_is_refused(inside):
     """torch raises after its last step, in the middle of the training."""
     cycle = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 4}}
     after = {"schedulers": [{"type": "ConstantLR"}, cycle], "milestones": [2]}
-    scheduler: dict[str, Any] = {"type": "SequentialLR", "params": after} if inside else cycle
+    scheduler = {"type": "SequentialLR", "params": after} if inside else cycle
     config = load({"train_batch_size": 4, "scheduler": scheduler})
     schedule = schedules.build(scheduler["type"], BASE, scheduler["params"])
     fits = 6 if inside else 4

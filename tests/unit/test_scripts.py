@@ -3,14 +3,8 @@
 examples/slurm/slurm.sbatch is run by a real Slurm in tests/cluster, launch/one-machine is tested beside launch/setup.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +16,7 @@ from tests.processes import REPOSITORY, run_program
 MANIFESTS = REPOSITORY / "launch" / "kubernetes"
 
 
-def said(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def said(tmp_path, script, *arguments):
     """What a script runs, with stand-ins that say how they were called."""
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     programs = tmp_path / ".venv" / "bin"
@@ -39,13 +33,13 @@ def said(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-def test_many_machines(tmp_path: Path) -> None:
+def test_many_machines(tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=2\n")
     done = said(tmp_path, "many-machines", "hosts", "--config", "x.json", "--set", "a=1")
     assert done.stdout == "dsframe launch --hostfile hosts --restarts 10 --config x.json --set a=1; here:1234\n", done
 
 
-def test_mpi(tmp_path: Path) -> None:
+def test_mpi(tmp_path):
     done = said(tmp_path, "mpi", "4", "--config", "x.json", "--", "--hostfile", "hosts")
     exported = "-x MASTER_ADDR -x MASTER_PORT -x PATH"
     as_root = "--allow-run-as-root " * (os.getuid() == 0)
@@ -55,7 +49,7 @@ def test_mpi(tmp_path: Path) -> None:
     ), done
 
 
-def command_lines(document: Any) -> Iterator[list[str]]:
+def command_lines(document):
     """The words of each container of a manifest that trains."""
     if isinstance(document, list):
         for entry in document:
@@ -69,7 +63,7 @@ def command_lines(document: Any) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("path", sorted(MANIFESTS.glob("*job.yaml")), ids=lambda path: path.stem)
-def test_the_training_of_a_manifest_can_be_started(path: Path) -> None:
+def test_the_training_of_a_manifest_can_be_started(path):
     containers = list(command_lines(list(yaml.safe_load_all(path.read_text()))))
     assert containers
     for words in containers:
@@ -78,7 +72,7 @@ def test_the_training_of_a_manifest_can_be_started(path: Path) -> None:
         assert training.resume == "auto"
 
 
-def test_a_file_without_its_option_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_its_option_is_guessed(capsys):
     with pytest.raises(SystemExit):
         parse(["zero3.json"])
     assert "unrecognized arguments: zero3.json; did you mean --config zero3.json?" in capsys.readouterr().err

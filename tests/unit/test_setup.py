@@ -1,7 +1,5 @@
 """What `make setup` decides, with a stand-in for Python and pip: what it installs, from where, and when it installs nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -81,7 +79,7 @@ INPUTS = [
 class Clone:
     """A copy of what set-up reads, with stand-ins for the interpreter and for the machine's tools."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder / "clone"
         self.calls_file = folder / "calls"
         self.home = folder / "home"
@@ -106,11 +104,11 @@ class Clone:
         }
         (folder / "dev").mkdir()
 
-    def tool(self, name: str, text: str) -> None:
+    def tool(self, name, text):
         (self.tools / name).write_text(text)
         (self.tools / name).chmod(0o755)
 
-    def machine(self, gpus: int, *tools: str, wsl: bool = False) -> None:
+    def machine(self, gpus, *tools, wsl=False):
         """Makes this a machine with so many GPUs and these tools. ``wsl``: GPUs without files, counted by nvidia-smi."""
         dev = Path(self.environment["DSFRAME_DEV"])
         shutil.rmtree(dev)
@@ -124,12 +122,12 @@ class Clone:
         if wsl:
             self.tool("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus)
 
-    def setup(self, profile: str = "train", **variables: str) -> subprocess.CompletedProcess[str]:
+    def setup(self, profile="train", **variables):
         return run_program(
             ["bash", "launch/setup", profile], cwd=self.folder, env={**self.environment, **variables}, check=False
         )
 
-    def calls(self) -> list[str]:
+    def calls(self):
         """What the stand-in was asked since the last question, without the questions that change nothing."""
         calls = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
         self.calls_file.unlink(missing_ok=True)
@@ -137,7 +135,7 @@ class Clone:
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Clone:
+def clone(tmp_path):
     return Clone(tmp_path)
 
 
@@ -145,7 +143,7 @@ gpu = any(Path("/dev").glob("nvidia[0-9]*"))
 without_gpu = pytest.mark.skipif(gpu, reason="decides for machines without a GPU, and this one has one")
 
 
-def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> None:
+def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone):
     finished = clone.setup()
     assert finished.returncode == 0, finished
     venv, tools, torch, *rest = clone.calls()
@@ -161,7 +159,7 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     )
 
 
-def test_tests_need_more_than_training_and_what_they_need_trains(clone: Clone) -> None:
+def test_tests_need_more_than_training_and_what_they_need_trains(clone):
     assert clone.setup().returncode == 0
     clone.calls()
     assert clone.setup(profile="test").returncode == 0
@@ -172,7 +170,7 @@ def test_tests_need_more_than_training_and_what_they_need_trains(clone: Clone) -
     assert clone.calls() == []
 
 
-def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> None:
+def test_an_index_without_the_cpu_build_gives_the_plain_one(clone):
     """Set-up says so and goes on: training on the CPU works with either."""
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
     assert finished.returncode == 0, finished
@@ -183,7 +181,7 @@ def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> Non
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
 
-def test_without_any_build_of_torch_set_up_ends(clone: Clone) -> None:
+def test_without_any_build_of_torch_set_up_ends(clone):
     finished = clone.setup(FAIL="torch==2.13.0")
     assert finished.returncode == 1
     assert "setup: torch 2.13.0 was not installed" in finished.stderr
@@ -192,13 +190,13 @@ def test_without_any_build_of_torch_set_up_ends(clone: Clone) -> None:
     assert calls[-1].endswith("torch==2.13.0"), f"nothing is installed after that: {calls}"
 
 
-def test_a_failed_step_leaves_no_stamp(clone: Clone) -> None:
+def test_a_failed_step_leaves_no_stamp(clone):
     assert clone.setup(FAIL="-e .[").returncode == 1
     assert not (clone.folder / ".setup" / "stamp-train").exists()
     assert clone.setup().returncode == 0
 
 
-def test_what_another_set_up_left_half_way_is_set_up_again(clone: Clone) -> None:
+def test_what_another_set_up_left_half_way_is_set_up_again(clone):
     """Its steps have changed the environment, so that the stamp of the one before it is no longer true."""
     constraints = clone.folder / "constraints.txt"
     before = constraints.read_text()
@@ -212,7 +210,7 @@ def test_what_another_set_up_left_half_way_is_set_up_again(clone: Clone) -> None
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
+def test_a_changed_input_sets_up_again(clone, name):
     clone.setup()
     clone.calls()
     with (clone.folder / name).open("a") as file:
@@ -221,7 +219,7 @@ def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     assert clone.calls()
 
 
-def test_horovod_is_built_once_per_machine(clone: Clone) -> None:
+def test_horovod_is_built_once_per_machine(clone):
     clone.setup()
     first = clone.calls()
     assert sum("pip wheel" in call for call in first) == 1
@@ -250,9 +248,7 @@ CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
         (1, False, ("nvcc",), {"DSFRAME_TORCH": "cpu"}, CPU, "gloo"),
     ],
 )
-def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
-    clone: Clone, gpus: int, wsl: bool, tools: tuple[str, ...], variables: dict[str, str], torch: str, horovod: str
-) -> None:
+def test_what_a_machine_gets(clone, gpus, wsl, tools, variables, torch, horovod):
     clone.machine(gpus, *tools, wsl=wsl)
     finished = clone.setup(HOROVOD_NCCL_HOME="/", **variables)
     assert finished.returncode == 0, finished
@@ -261,7 +257,7 @@ def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
     assert clone.setup(HOROVOD_NCCL_HOME="/", **variables).stdout == ""
 
 
-def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> None:
+def test_an_environment_with_cuda_stays_one_on_a_login_node(clone):
     """One folder, two kinds of machine: any make target on the login node took CUDA, NCCL and MPI away."""
     clone.machine(4, "nvcc", "mpicxx", "mpirun")
     assert clone.setup(HOROVOD_NCCL_HOME="/").returncode == 0
@@ -278,7 +274,7 @@ def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> Non
     assert not any("horovod" in call for call in clone.calls())
 
 
-def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
+def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone):
     """To pip, 2.13.0+cpu is 2.13.0: it would keep it."""
     assert clone.setup().returncode == 0
     clone.calls()
@@ -289,7 +285,7 @@ def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
 
-def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone: Clone) -> None:
+def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone):
     """To pip 2.13.0+cpu is newer than 2.13.0, PyPI's build with CUDA, where some index or folder of wheels has both."""
     finished = clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu")
     assert finished.returncode == 0, finished
@@ -297,7 +293,7 @@ def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone: Clone
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
 
-def installed(folder: Path, *programs: str, says: str = 'ran $(basename "$0") $*') -> Path:
+def installed(folder, *programs, says='ran $(basename "$0") $*'):
     """Copies launch/ beside an environment of programs that say how they are called. Without the wrappers: they need dsframe."""
     shutil.copytree(REPOSITORY / "launch", folder / "launch", ignore=shutil.ignore_patterns("bin"))
     environment = folder / ".venv" / "bin"
@@ -309,7 +305,7 @@ def installed(folder: Path, *programs: str, says: str = 'ran $(basename "$0") $*
     return environment
 
 
-def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
+def test_a_horovod_that_does_not_compile_is_left_out(clone):
     finished = clone.setup(FAIL="pip wheel")
     assert finished.returncode == 0, finished
     assert "horovod-build failed after" in finished.stderr
@@ -320,7 +316,7 @@ def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(("free", "enough"), [(1999, False), (2001, True)])
-def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone: Clone, free: int, enough: bool) -> None:
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone, free, enough):
     (clone.tools / "df").unlink()
     clone.tool("df", f"#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho disk 9 9 {free}\n")
     finished = clone.setup()
@@ -331,7 +327,7 @@ def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone: Clon
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_activate(tmp_path: Path, shell: str) -> None:
+def test_activate(tmp_path, shell):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     clone = tmp_path / "a clone"
@@ -369,7 +365,7 @@ def test_activate(tmp_path: Path, shell: str) -> None:
     ],
 )
 @without_gpu
-def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> None:
+def test_one_machine(tmp_path, arguments, checked, run):
     installed(tmp_path, "dsframe", "deepspeed", "horovodrun", "torchrun")
     done = run_program([tmp_path / "launch" / "one-machine", *arguments.split()], cwd="/")
     assert done.stderr == f"ran dsframe check {checked}\n"

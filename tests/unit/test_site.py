@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,14 +45,14 @@ class Block:
     """What the comment right before it says."""
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page):
     pattern = re.compile(r"(?:^<!-- (.*?) -->\n)?^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL)
     for found in pattern.finditer(page.read_text(encoding="utf-8")):
         text = "\n".join(line.removeprefix(found[2]) for line in found[4].splitlines()) + "\n"
         yield Block(page, found[3], text, found[1] or "")
 
 
-def of_kind(*languages: str) -> list[Block]:
+def of_kind(*languages):
     found = [
         block for page in PAGES if page.name not in GENERATED for block in blocks(page) if block.language in languages
     ]
@@ -61,11 +60,11 @@ def of_kind(*languages: str) -> list[Block]:
     return found
 
 
-def named(block: Block) -> str:
+def named(block):
     return f"{block.page.relative_to(REPOSITORY)}-{zlib.crc32(block.text.encode()) % 1000}"
 
 
-def commands() -> list[tuple[Path, str]]:
+def commands():
     """Every line of a page that begins with a program of ours, in fenced and in indented blocks."""
     found = []
     for page in PAGES:
@@ -84,7 +83,7 @@ def commands() -> list[tuple[Path, str]]:
     return found
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     environment = {"PATH": f"{BIN}:/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
     done = run_program(command, cwd=REPOSITORY, env=environment, timeout=300, check=False)
@@ -96,7 +95,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", of_kind("json"), ids=named)
-def test_a_file_on_a_page_has_no_mistake(block: Block) -> None:
+def test_a_file_on_a_page_has_no_mistake(block):
     if '"train_batch_size"' not in block.text and '"dsframe"' not in block.text:
         json.loads(block.text)  # a row of a file, an editor's settings
         return
@@ -107,14 +106,14 @@ def test_a_file_on_a_page_has_no_mistake(block: Block) -> None:
     assert wrong == []
 
 
-def test_a_file_of_the_repository_is_shown_as_it_is() -> None:
+def test_a_file_of_the_repository_is_shown_as_it_is():
     shown = [block for page in PAGES for block in blocks(page) if block.mark.startswith("is: ")]
     assert shown
     for block in shown:
         assert block.text == (REPOSITORY / block.mark.removeprefix("is: ")).read_text(), block.page
 
 
-def test_every_command_has_the_options_that_it_is_given() -> None:
+def test_every_command_has_the_options_that_it_is_given():
     wrong = []
     for page, line in commands():
         words = shlex.split(line.replace("|", "OR"), comments=True)
@@ -123,7 +122,7 @@ def test_every_command_has_the_options_that_it_is_given() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def complain(words: list[str]) -> str:
+def complain(words):
     """Why dsframe's own part of a command line cannot be parsed; empty where it can."""
     if words[0] == "dsframe":
         if words[1] in ("--version",):
@@ -158,7 +157,7 @@ TUTORIALS = [
     [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.long) for page in TUTORIALS],
     ids=lambda page: page.stem,
 )
-def test_a_tutorial_works_as_it_stands(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_works_as_it_stands(page, tmp_path):
     """In one folder and one shell, block after block."""
     script = ["set -eo pipefail"]
     for number, block in enumerate(blocks(page)):

@@ -1,11 +1,5 @@
 """The samples of every step are the same on any number of ranks and workers and after a restart, whatever the data are."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,7 +11,7 @@ from tests.sources import SOURCES, Pairs, Stream
 STEPS = 120
 
 
-def seen(data: Any, collate: Any, ranks: int, workers: int, first: int, last: int = STEPS) -> list[list[Any]]:
+def seen(data, collate, ranks, workers, first, last=STEPS):
     """The targets, and a digest of the inputs, of each step's global batch, in order."""
     streams = [
         Loader(
@@ -34,7 +28,7 @@ def seen(data: Any, collate: Any, ranks: int, workers: int, first: int, last: in
     return [[told for _ in range(2) for stream in streams for told in rows(next(stream))] for _ in range(first, last)]
 
 
-def rows(batch: Any) -> Iterator[Any]:
+def rows(batch):
     inputs, targets = batch
     values = inputs["input_ids"].sum(1) if isinstance(inputs, dict) else inputs.double()
     learned = targets if targets.dim() == 1 else targets.clamp(min=0).sum(1)  # however far it is padded
@@ -42,7 +36,7 @@ def rows(batch: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_steps_have_the_same_samples_on_any_ranks_and_workers_and_after_a_restart(kind: str) -> None:
+def test_steps_have_the_same_samples_on_any_ranks_and_workers_and_after_a_restart(kind):
     data, collate = SOURCES[kind]
 
     whole = seen(data, collate, 1, 0, 0)
@@ -54,15 +48,15 @@ def test_steps_have_the_same_samples_on_any_ranks_and_workers_and_after_a_restar
     assert seen(data, collate, 1, 2, 0) == whole
 
 
-def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told: list[list[int]] = []
+def test_a_stream_is_trained_on_and_gone_on_with(tmp_path, capfd):
+    told = []
 
-    def loss(outputs: Any, targets: Any) -> Any:
+    def loss(outputs, targets):
         if len(targets) == 12 and targets.tolist() not in told:  # the first step tries what kind of loss it is
             told.append(targets.tolist())
         return torch.nn.functional.mse_loss(outputs, targets[:, None] / 1000)
 
-    def train(name: str, steps: int, resume: str) -> list[list[int]]:
+    def train(name, steps, resume):
         told.clear()
         task = dsframe.Task.from_module(lambda: torch.nn.Linear(2, 1), loss, Stream())
         section = {
@@ -82,14 +76,14 @@ def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.C
     assert train("parts", 4, "never") + train("parts", 10, "auto") == whole
 
 
-def test_a_stream_of_the_library_datasets() -> None:
+def test_a_stream_of_the_library_datasets():
     import datasets
 
-    def data() -> Any:
+    def data():
         rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(90)], "labels": list(range(90))})
         return rows.to_iterable_dataset(num_shards=3).shuffle(5, buffer_size=20)
 
-    def told(ranks: int, first: int) -> list[list[int]]:
+    def told(ranks, first):
         streams = [
             Loader(data(), seed=3, micro_batch_size=6 // ranks, rank=rank, ranks=ranks).stream(first, 25)
             for rank in range(ranks)
@@ -102,7 +96,7 @@ def test_a_stream_of_the_library_datasets() -> None:
     assert told(2, 7) == whole[7:]
 
 
-def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads() -> None:
+def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads():
     loader = Loader(Stream(10), seed=0, micro_batch_size=3)
     assert loader.rows_read() == [0, 0, 0]
     stream = loader.stream()
@@ -116,9 +110,9 @@ def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads() -> None:
 
 
 @pytest.mark.parametrize(("length", "says"), [(10, ""), (12, "Misled.__len__ says 12, and ")])
-def test_a_stream_of_another_length_than_it_says(length: int, says: str) -> None:
+def test_a_stream_of_another_length_than_it_says(length, says):
     class Misled(Stream):
-        def __len__(self) -> int:
+        def __len__(self):
             return length
 
     loader = Loader(Misled(10), seed=0, micro_batch_size=3)

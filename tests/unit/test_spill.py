@@ -1,7 +1,5 @@
 """A model that is built in files is the model that is built in memory, to the bit, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.errors import WorldError
 from dsframe.model import spill
@@ -20,7 +18,7 @@ from dsframe.model.spill import Spill, is_disk
 class Tied(nn.Module):
     """What constructors do: apply, ties, buffers, a frozen parameter, a child's weight filled again by its parent, deep copies."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(64, 32)
         self.body = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
@@ -28,16 +26,16 @@ class Tied(nn.Module):
         self.head = nn.Linear(32, 64, bias=False)
         self.register_buffer("positions", torch.randn(8, 32))
         self.apply(self._init)
-        nn.init.orthogonal_(self.body[0].weight)  # type: ignore[arg-type]
+        nn.init.orthogonal_(self.body[0].weight)
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.randn(32, 32), requires_grad=False)
 
-    def _init(self, module: nn.Module) -> None:
+    def _init(self, module):
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
 
 
-def test_the_model_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_the_model_is_the_same_to_the_bit(tmp_path):
     torch.manual_seed(3)
     whole = Tied()
     after = torch.rand(1)
@@ -60,7 +58,7 @@ def test_the_model_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("window", "share", "kept"), [(1 << 10, 0.0, 1), (4 << 10, 0.0, 4), (1 << 10, 0.5, 4)])
-def test_the_newest_stay_in_memory(window: int, share: float, kept: int, tmp_path: Path) -> None:
+def test_the_newest_stay_in_memory(window, share, kept, tmp_path):
     files = Spill(tmp_path, least_bytes=1, window_bytes=window, share=share)
     with files.building():
         model = nn.ParameterList(torch.randn(16, 16) for _ in range(8))  # 1 KiB each
@@ -69,7 +67,7 @@ def test_the_newest_stay_in_memory(window: int, share: float, kept: int, tmp_pat
     assert [files._holds(parameter.data) for parameter in model] == [True] * (8 - kept) + [False] * kept
 
 
-def test_what_is_gone_counts_no_more(tmp_path: Path) -> None:
+def test_what_is_gone_counts_no_more(tmp_path):
     """Python gives ids of freed parameters to new ones."""
     files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 10)
     for _ in range(8):
@@ -79,11 +77,11 @@ def test_what_is_gone_counts_no_more(tmp_path: Path) -> None:
         del parameter
 
 
-def test_what_another_tensor_looks_at_stays_in_memory(tmp_path: Path) -> None:
+def test_what_another_tensor_looks_at_stays_in_memory(tmp_path):
     """A constructor may keep a view of a weight, and fill that one later."""
 
     class Viewed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first = nn.Parameter(torch.ones(16, 16))
             half = self.first.data[:8]
@@ -97,10 +95,10 @@ def test_what_another_tensor_looks_at_stays_in_memory(tmp_path: Path) -> None:
     assert files._holds(model.others[0].data)
 
 
-def test_what_is_freed_is_never_zeroed(tmp_path: Path) -> None:
+def test_what_is_freed_is_never_zeroed(tmp_path):
     """An address that was unmapped is soon another tensor's: madvise on it would fill that with zeros."""
     files = Spill(tmp_path, least_bytes=1)
-    others: list[Tensor] = []
+    others = []
     for _ in range(20):
         parameter = nn.Parameter(torch.ones(1 << 18))
         files.move(parameter)
@@ -110,7 +108,7 @@ def test_what_is_freed_is_never_zeroed(tmp_path: Path) -> None:
     assert all(bool((other == 7).all()) for other in others)
 
 
-def test_pages_are_given_back(tmp_path: Path) -> None:
+def test_pages_are_given_back(tmp_path):
     if not is_disk(tmp_path):
         pytest.skip("the temporary folder lies in memory")
     files = Spill(tmp_path)
@@ -126,12 +124,12 @@ def test_pages_are_given_back(tmp_path: Path) -> None:
     assert resident_file_bytes() - before < 8 << 20
 
 
-def resident_file_bytes() -> int:
+def resident_file_bytes():
     status = Path("/proc/self/status").read_text()
     return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(("RssFile", "RssShmem")))
 
 
-def test_a_part_of_a_larger_tensor_stays_one(tmp_path: Path) -> None:
+def test_a_part_of_a_larger_tensor_stays_one(tmp_path):
     both = torch.zeros(2, 64)
     first = nn.Parameter(both[0])
     Spill(tmp_path, least_bytes=1).move(first)
@@ -139,8 +137,8 @@ def test_a_part_of_a_larger_tensor_stays_one(tmp_path: Path) -> None:
     assert bool((first == 1).all())
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -149,7 +147,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_no_disk(tmp_path, monkeypatch):
     assert is_disk(Path("/dev/shm")) is False
     assert is_disk(tmp_path / "not" / "there" / "yet") == is_disk(tmp_path)
     monkeypatch.setattr(spill, "is_disk", lambda folder: folder == tmp_path)
@@ -165,7 +163,7 @@ def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert parameter.dtype == torch.bfloat16
 
 
-def test_what_is_fetched_lies_in_memory(tmp_path: Path) -> None:
+def test_what_is_fetched_lies_in_memory(tmp_path):
     """Else training would write each update into the file."""
     files = Spill(tmp_path, least_bytes=1)
     parameter = nn.Parameter(torch.randn(64, 64))

@@ -1,7 +1,5 @@
 """Copies for a save in the background: their memory stays, and nothing of one save is in the next."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -9,7 +7,7 @@ import torch
 from dsframe.checkpoint.staging import Staging
 
 
-def test_copies_lie_in_the_same_memory_in_the_next_save() -> None:
+def test_copies_lie_in_the_same_memory_in_the_next_save():
     tensors = [
         torch.arange(7, dtype=torch.bfloat16),
         torch.arange(24.0)[::2],

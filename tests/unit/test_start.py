@@ -1,7 +1,5 @@
 """What a rank imports before its first step: no more than the file needs, in time, files and memory."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.processes import run_program
@@ -21,7 +19,7 @@ print(resident() - before)
 """
 
 
-def test_a_ranks_imports_take_little_memory_beside_torch() -> None:
+def test_a_ranks_imports_take_little_memory_beside_torch():
     """Everything that comes before the engine; 13.9 MiB of its own measured, most of it the configuration's pydantic. Files that
     are mapped count more or less as the system has them in memory, for all ranks."""
     done = run_program([sys.executable, "-c", MEASURE])

@@ -1,10 +1,7 @@
 """The moments that a restart gives a fresh optimizer."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,10 @@ from dsframe.model.state import EngineState, ParameterState
 from tests.engines.snapshot import Snapshot
 
 
-def test_pieces_lie_at_their_places_and_have_one_step_count() -> None:
+def test_pieces_lie_at_their_places_and_have_one_step_count():
     """Two last numbers of one parameter, then three of another."""
     flat = torch.zeros(5)
-    optimizer: Any = SimpleNamespace(state={flat: {}}, param_groups=[{}])
+    optimizer = SimpleNamespace(state={flat: {}}, param_groups=[{}])
     pieces = [Piece("a", 0, 2, 1), Piece("b", 2, 3, 0)]
     weights = {"a": torch.tensor([0.0, 1.0, 2.0]), "b": torch.tensor([3.0, 4.0, 5.0])}
     for other in (7.0, 8.0):
@@ -33,9 +30,9 @@ def test_pieces_lie_at_their_places_and_have_one_step_count() -> None:
                 fill(optimizer, flat, pieces, saved)
 
 
-def test_a_parameter_that_is_trained_anew_has_no_part_in_its_neighbours_step_count() -> None:
+def test_a_parameter_that_is_trained_anew_has_no_part_in_its_neighbours_step_count():
     flat = torch.zeros(4)
-    optimizer: Any = SimpleNamespace(state={flat: {}}, param_groups=[{}])
+    optimizer = SimpleNamespace(state={flat: {}}, param_groups=[{}])
     head = ParameterState("head", torch.ones(2), {"exp_avg": torch.ones(2)}, {"step": 7.0})
     thawed = ParameterState("thawed", torch.ones(2), {}, {})
     saved = Snapshot(EngineState(7, None, {}, {}, iter([head, thawed])))
@@ -43,10 +40,10 @@ def test_a_parameter_that_is_trained_anew_has_no_part_in_its_neighbours_step_cou
         fill(optimizer, flat, [Piece("thawed", 0, 2, 0), Piece("head", 2, 2, 0)], saved)
 
 
-def test_a_number_is_kept_where_there_is_nothing_else() -> None:
+def test_a_number_is_kept_where_there_is_nothing_else():
     """As a tensor where it was one, with an optimizer of a user's."""
     flat = torch.zeros(2)
-    optimizer: Any = SimpleNamespace(state=defaultdict(dict, {flat: {}}), param_groups=[{}])
+    optimizer = SimpleNamespace(state=defaultdict(dict, {flat: {}}), param_groups=[{}])
     each = ParameterState("a", torch.ones(2), {}, {"count": 3, "step": [4]})
     fill(optimizer, flat, [Piece("a", 0, 2, 0)], Snapshot(EngineState(3, None, {}, {}, iter([each]))))
     held = optimizer.state[flat]

@@ -1,18 +1,14 @@
 """What a step costs beside the model: no Python that grows with the number of parameters, and nothing that waits for the device."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsframe
@@ -31,7 +27,7 @@ from tests.files import ds_config
 from tests.processes import run_program
 
 
-def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
+def make(engine, task, clipping):
     document = ds_config(4, "AdamW", 1e-3, sections={"gradient_clipping": clipping})
     config = load(document).resolve(Facts(1, 100, None, replicas=True))
     plan = Plan(
@@ -46,11 +42,11 @@ def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
     return engines.load(engine, config)(plan)
 
 
-def one_step(engine: Any) -> None:
+def one_step(engine):
     engine.train_step(MicroBatch.of([(torch.ones(4, 3), torch.ones(4))]))
 
 
-def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_comes_again_brings_no_gradients(monkeypatch):
     """Half-reduced ones of a step in which a process was lost would be added to the next step's."""
     task = ManyTask()
     model = task.model()
@@ -62,7 +58,7 @@ def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.Monkey
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(monkeypatch):
     """A model that was loaded comes in evaluation mode, in which dropout would stay off until the first evaluation's end."""
     task = ManyTask()
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout()).eval()
@@ -72,9 +68,9 @@ def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(mo
     assert [what.text.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
 
 
-def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_batchnorm_is_not_announced(monkeypatch):
     class Frozen(torch.nn.BatchNorm1d):
-        def train(self, mode: bool = True) -> Frozen:
+        def train(self, mode=True):
             return super().train(False)
 
     task = ManyTask()
@@ -83,7 +79,7 @@ def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
-def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine, monkeypatch):
     """Every call of a function, Python's and C's, in the third step, but those of torch's own optimizer, which looks up each
     parameter's state: measured, 0.1 to 0.5 % of a step of ResNet-18 and of a GPT."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
@@ -106,10 +102,10 @@ def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkey
     assert found[1000] == found[10]
 
 
-def called(work: Any) -> Counter[str]:
-    calls: Counter[str] = Counter()
+def called(work):
+    calls = Counter()
 
-    def look(frame: Any, event: str, argument: Any) -> None:
+    def look(frame, event, argument):
         if event == "call":
             calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
         elif event == "c_call":
@@ -128,17 +124,17 @@ def called(work: Any) -> Counter[str]:
 class Words(dsframe.Task):
     """Embeddings whose gradients would be sparse."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(9, 1))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return (outputs * targets).mean()
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return torch.utils.data.TensorDataset(torch.ones(64, 3, dtype=torch.int64), torch.ones(64, 1))
 
 
-def test_sparse_embeddings_train_with_dense_gradients() -> None:
+def test_sparse_embeddings_train_with_dense_gradients():
     with pytest.warns(UserWarning, match="dense gradients"):
         made = make("single", Words(), 1.0)
     before = [one.weight.clone() for one in made.state().parameters]
@@ -150,7 +146,7 @@ def test_sparse_embeddings_train_with_dense_gradients() -> None:
 
 
 @pytest.mark.parametrize(("told", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_freed_memory_stays_unless_the_user_says_otherwise(told: dict[str, str], kept: bool) -> None:
+def test_freed_memory_stays_unless_the_user_says_otherwise(told, kept):
     """Page faults of taking and freeing 24 MiB a hundred times, counted by the kernel, in a process of its own."""
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("the C library is not glibc")
@@ -178,17 +174,17 @@ def test_freed_memory_stays_unless_the_user_says_otherwise(told: dict[str, str],
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a number from the device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.steps = self.reads = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.reads += "_local_scalar_dense" in str(function)
         self.steps += "_fused_adamw" in str(function)
         return function(*arguments, **(keywords or {}))
 
 
-def test_nothing_is_read_off_the_device_but_on_steps_that_log(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_off_the_device_but_on_steps_that_log(here, monkeypatch):
     """The whole loop, without what is written down: logs, checkpoints and, about every two seconds, the ranks' agreement."""
     monkeypatch.setattr(StepLog, "on_step", lambda *_: None)
     monkeypatch.setattr(Checkpoints, "save", lambda *_: None)
@@ -200,7 +196,7 @@ def test_nothing_is_read_off_the_device_but_on_steps_that_log(here: Path, monkey
     assert found.reads == 1
     loop = Trainer.fit
 
-    def watched(trainer: Trainer, start: Any) -> Any:
+    def watched(trainer, start):
         with found:
             return loop(trainer, start)
 

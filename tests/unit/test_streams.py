@@ -1,14 +1,10 @@
 """Words never end a training: a log on a full disk, a closed pipe, a closed terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,19 +19,19 @@ class Broken(io.StringIO):
 
     name = "<stderr>"
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self._number = number
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise OSError(self._number, os.strerror(self._number))
 
-    def flush(self) -> None:
+    def flush(self):
         raise OSError(self._number, os.strerror(self._number))
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO])
-def test_words_that_cannot_be_written_are_dropped(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_cannot_be_written_are_dropped(number, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Broken(number))
     streams.survive()
@@ -43,7 +39,7 @@ def test_words_that_cannot_be_written_are_dropped(number: int, monkeypatch: pyte
     sys.stderr.writelines(["one\n", "two\n"])
 
 
-def test_progress_survives_without_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_survives_without_help(monkeypatch):
     """A program that calls dsframe as a library has streams of its own."""
     monkeypatch.setattr(sys, "stderr", Broken(errno.EPIPE))
     progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
@@ -52,8 +48,8 @@ def test_progress_survives_without_help(monkeypatch: pytest.MonkeyPatch) -> None
     progress.close()
 
 
-def test_the_moving_line_survives(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: Any = Broken(errno.EIO)
+def test_the_moving_line_survives(monkeypatch):
+    broken = Broken(errno.EIO)
     broken.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", broken)
     progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
@@ -66,7 +62,7 @@ def test_the_moving_line_survives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("end", ["2>&1 | head -1", "2>&- >&-"])
-def test_a_training_whose_words_are_lost_comes_to_its_end(end: str, tmp_path: Path) -> None:
+def test_a_training_whose_words_are_lost_comes_to_its_end(end, tmp_path):
     config = ds_config(8, "SGD", 0.1, engine="single", task={"name": "tests.engines.odd_task:Odd"}, steps=60)
     write_json(tmp_path / "c.json", config)
     command = f"set -o pipefail; {sys.executable} -m dsframe.train --config {tmp_path}/c.json --run-dir {tmp_path}/run"

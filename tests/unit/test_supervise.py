@@ -1,7 +1,5 @@
 """One job: what a launcher and its workers hear of a request to end."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -43,7 +41,7 @@ NO_WORKER = "time.sleep(60)"
         pytest.param(IMPORTS, 128 + signal.SIGINT, id="a worker still imports"),
     ],
 )
-def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher: str, code: int) -> None:
+def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
     """Python drops a signal that comes while it starts: one Ctrl-C shall do."""
     command = [sys.executable, "-c", JOB, LOSES_THE_FIRST + launcher]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe.config import load
 from dsframe.engines import fsdp_units
@@ -26,30 +25,30 @@ CPU = torch.device("cpu")
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-def language_model() -> nn.Module:
+def language_model():
     return layers.assemble(gpt(layers=3, heads=2, width=32, context=16), seed=0)
 
 
-def tokens(rows: int = 4) -> Tensor:
+def tokens(rows=4):
     return torch.randint(256, (rows, 16), generator=torch.Generator().manual_seed(0))
 
 
-def switched(model: nn.Module, **settings: Any) -> nn.Module:
+def switched(model, **settings):
     file = ds_config(4, task={"name": "a.b:C"}, model=settings)
     switches.apply(model, load(file), CPU)
     return model
 
 
-def saved_bytes(run: Callable[[], Tensor]) -> int:
+def saved_bytes(run):
     """Bytes that the forward pass keeps for the backward pass, each storage once, without parameters."""
-    kept: dict[int, int] = {}
+    kept = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         if not isinstance(tensor, nn.Parameter) and tensor.grad_fn is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -59,21 +58,21 @@ def saved_bytes(run: Callable[[], Tensor]) -> int:
     return sum(kept.values())
 
 
-def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+def gradients(model, inputs):
     torch.manual_seed(1)
     model.zero_grad()
     model(inputs).square().mean().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def assert_same_gradients(model: nn.Module, other: nn.Module, inputs: Tensor) -> None:
+def assert_same_gradients(model, other, inputs):
     """To the last bit."""
     expected, found = gradients(model, inputs), gradients(other, inputs)
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_recomputation_keeps_less_and_changes_nothing() -> None:
+def test_recomputation_keeps_less_and_changes_nothing():
     plain = language_model()
     frugal = switched(copy.deepcopy(plain), activation_checkpointing=True)
     assert list(frugal.state_dict()) == list(plain.state_dict())
@@ -93,7 +92,7 @@ def test_recomputation_keeps_less_and_changes_nothing() -> None:
         (["*.norm_1", "3.*"], ["2.norm_1", "3.norm_1", "3.query_key_value", "3.projection", "3.norm_2"]),
     ],
 )
-def test_some_of_the_blocks_or_parts_of_them_are_recomputed(wanted: Any, units: list[str]) -> None:
+def test_some_of_the_blocks_or_parts_of_them_are_recomputed(wanted, units):
     plain = language_model()
     frugal = switched(copy.deepcopy(plain), activation_checkpointing=wanted)
     names = [name for name, module in frugal.named_modules() if module in switches.units(frugal)]
@@ -102,15 +101,15 @@ def test_some_of_the_blocks_or_parts_of_them_are_recomputed(wanted: Any, units: 
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return nn.functional.dropout(self.norm(self.convolution(images)), 0.5, self.training)
 
 
-def test_recomputation_draws_the_same_and_counts_a_batch_once() -> None:
+def test_recomputation_draws_the_same_and_counts_a_batch_once():
     plain = nn.Sequential(Normed(), Normed())
     frugal = switched(copy.deepcopy(plain), activation_checkpointing=True)
     assert_same_gradients(plain, frugal, torch.randn(4, 2, 5, 5))
@@ -121,11 +120,11 @@ def test_recomputation_draws_the_same_and_counts_a_batch_once() -> None:
 class Moving(nn.Linear):
     """Draws outside of torch's generators, and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 3)
         self.numbers, self.calls = torch.Generator().manual_seed(1), 0
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         self.calls += 1
         if random.random() < 0.2:
             return rows
@@ -133,16 +132,16 @@ class Moving(nn.Linear):
         return super().forward(rows).tanh() * drawn / self.calls
 
 
-def test_recomputation_moves_no_state_of_the_blocks() -> None:
+def test_recomputation_moves_no_state_of_the_blocks():
     plain = nn.Sequential(Moving(), Moving())
     frugal = switched(copy.deepcopy(plain), activation_checkpointing=["Moving"])
     rows = torch.randn(4, 3)
 
-    def trained(model: nn.Module) -> tuple[Any, ...]:
+    def trained(model):
         random.seed(3)
         np.random.seed(3)
         found = [gradients(model, rows) for _ in range(4)]
-        own = [(block.calls, block.numbers.get_state().tolist()) for block in model]  # type: ignore[attr-defined]
+        own = [(block.calls, block.numbers.get_state().tolist()) for block in model]
         return (
             [{name: value.tolist() for name, value in one.items()} for one in found],
             own,
@@ -156,12 +155,12 @@ def test_recomputation_moves_no_state_of_the_blocks() -> None:
 class Late(nn.Linear):
     calls = 0
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         self.calls += 1
         return super().forward(rows) * (random.random() if self.calls > 20 else 1.0)
 
 
-def test_a_block_that_begins_to_draw_is_refused() -> None:
+def test_a_block_that_begins_to_draw_is_refused():
     """Its passes are looked at at first, and then further and further apart."""
     block = switched(nn.Sequential(Late(3, 3)), activation_checkpointing=["Late"])
     for _ in range(32):  # the first to be seen may be another thread's
@@ -170,17 +169,17 @@ def test_a_block_that_begins_to_draw_is_refused() -> None:
         gradients(block, torch.ones(1, 3))
 
 
-def test_a_thread_that_draws_while_a_block_runs_is_no_reason_to_refuse() -> None:
+def test_a_thread_that_draws_while_a_block_runs_is_no_reason_to_refuse():
     block = switched(nn.Sequential(Late(3, 3)), activation_checkpointing=["Late"])
     for number in range(60):
         block[0].calls = 20 if number == 31 else -1000  # it draws in pass 32 alone
         gradients(block, torch.ones(1, 3))
 
 
-def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> None:
+def test_channels_last_reaches_every_convolution_and_leaves_weights_alone():
     plain = layers.assemble(cnn(3, 16, 10), seed=0)
     fast = switched(copy.deepcopy(plain), channels_last=True)
-    layouts: list[bool] = []
+    layouts = []
     for module in fast.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_hook(
@@ -198,12 +197,12 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> N
 @pytest.mark.parametrize(
     "pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)], ids=lambda pool: type(pool).__name__
 )
-def test_pooling_gets_its_gradient_with_the_channels_innermost(pool: nn.Module) -> None:
+def test_pooling_gets_its_gradient_with_the_channels_innermost(pool):
     """Otherwise torch copies the gradient of the input into the plain layout and back."""
     model = switched(nn.Sequential(nn.Conv2d(2, 8, 3), pool, nn.Flatten()), channels_last=True)
-    layouts: list[bool] = []
+    layouts = []
 
-    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def watch(module, inputs, output):
         if output.grad_fn is not None:
             output.grad_fn.register_prehook(
                 lambda gradients: layouts.append(gradients[0].is_contiguous(memory_format=torch.channels_last))
@@ -216,16 +215,16 @@ def test_pooling_gets_its_gradient_with_the_channels_innermost(pool: nn.Module) 
     assert layouts == [True]
 
 
-def test_weights_of_another_layout_are_made_plain() -> None:
+def test_weights_of_another_layout_are_made_plain():
     model = switched(layers.assemble(cnn(3, 16, 10), seed=0).to(memory_format=torch.channels_last))
     assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("blocks", [{"compile": "blocks"}, {"compile": "blocks", "activation_checkpointing": True}])
 def test_compiled_blocks_compute_the_same(blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
+    compiled = []
 
-    def compile_(function: Any) -> Any:  # the compiler itself takes half a minute: tests/engines runs it
+    def compile_(function):  # the compiler itself takes half a minute: tests/engines runs it
         compiled.append(type(function.__self__).__name__)
         return functools.partial(function)
 
@@ -238,7 +237,7 @@ def test_compiled_blocks_compute_the_same(blocks: dict[str, Any], monkeypatch: p
     assert_same_gradients(plain, fast, tokens())
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"dsframe.model.compile: .* needs a C\+\+ compiler.*; install g\+\+"):
@@ -254,7 +253,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"channels_last": True}, "affects 2-D convolutions only; this model has none"),
     ],
 )
-def test_what_the_model_does_not_have_is_said(settings: dict[str, Any], message: str) -> None:
+def test_what_the_model_does_not_have_is_said(settings, message):
     with pytest.raises(ConfigError, match=message):
         switched(language_model(), **settings)
 
@@ -265,7 +264,7 @@ def test_a_model_without_repeated_blocks(settings: dict[str, Any]) -> None:
         switched(Pair(), **settings)
 
 
-def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
+def test_fsdp_gathers_the_blocks_that_others_recompute():
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([Pair(), Pair()]), "heads": nn.ModuleList(nn.Linear(2, 1) for _ in range(3))}
     )
@@ -275,7 +274,7 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
 
 
-def test_fsdp_gathers_no_blocks_that_share_a_part() -> None:
+def test_fsdp_gathers_no_blocks_that_share_a_part():
     part = nn.Linear(2, 2)
     sharing, twice = nn.Sequential(Pair(), Pair()), nn.Sequential(*[Pair()] * 2)
     sharing[0].part = sharing[1].part = part

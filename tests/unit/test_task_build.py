@@ -1,13 +1,9 @@
 """From the file's task section to a Task: every way in which a user's class can be wrong has its message."""
 
-from __future__ import annotations
-
 import math
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +40,7 @@ MODULE = """
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """A working directory with a user's package, not on the path, as for a console script."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
@@ -63,18 +59,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[module]
 
 
-def user(name: str, **options: object) -> Task:
+def user(name, **options):
     return build(CustomTask.model_construct(name=name, options=options), seed=5)
 
 
-def test_a_users_task_takes_its_options_and_the_seed() -> None:
+def test_a_users_task_takes_its_options_and_the_seed():
     task = user("mine.lines:Line", slope=3.0, points=4)
     assert task.seed == 5
     assert (task.unit, task.units_per_sample, task.workers, task.hidden_size) == ("samples", 1, 0, None)
     assert not task.batch_dependent
     assert task.layers() is None
     assert task.eval_data() is None
-    assert len(task.train_data()) == 4  # type: ignore[arg-type]
+    assert len(task.train_data()) == 4
     outputs, targets = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [6.0]])
     assert task.loss(outputs, targets) == 3
     assert task.metrics(outputs, targets) == {"loss": Sum(torch.tensor(9.0), 3)}
@@ -100,14 +96,14 @@ def test_a_users_task_takes_its_options_and_the_seed() -> None:
         ("mine.lines:number", "number is int; write"),
     ],
 )
-def test_what_cannot_be_imported_is_explained(name: str, message: str) -> None:
+def test_what_cannot_be_imported_is_explained(name, message):
     with pytest.raises(TaskError, match=message) as error:
         user(name)
     assert str(error.value).startswith(f'task "{name}": ')
     assert error.value.exit_code == 5
 
 
-def test_wrong_options_name_the_right_ones() -> None:
+def test_wrong_options_name_the_right_ones():
     with pytest.raises(TaskError) as error:
         user("mine.lines:Line", slop=1.0)
     assert str(error.value) == (
@@ -116,13 +112,13 @@ def test_wrong_options_name_the_right_ones() -> None:
     )
 
 
-def test_a_task_without_options_says_so() -> None:
+def test_a_task_without_options_says_so():
     Path("mine/bare.py").write_text("import dsframe\nclass T(dsframe.Task):\n    pass\n")
     with pytest.raises(TaskError, match="unexpected keyword argument 'n'; it takes no options"):
         user("mine.bare:T", n=2)
 
 
-def test_a_bug_in_the_users_constructor_is_not_hidden() -> None:
+def test_a_bug_in_the_users_constructor_is_not_hidden():
     Path("mine/bug.py").write_text(
         "import dsframe\nclass T(dsframe.Task):\n    def __init__(self, n=1):\n        len(n)\n"
     )
@@ -130,7 +126,7 @@ def test_a_bug_in_the_users_constructor_is_not_hidden() -> None:
         user("mine.bug:T", n=2)
 
 
-def test_a_task_without_its_methods_says_which() -> None:
+def test_a_task_without_its_methods_says_which():
     class Half(Task):
         pass
 
@@ -144,14 +140,14 @@ def test_a_task_without_its_methods_says_which() -> None:
             call()
 
 
-def test_sums_are_exact_means() -> None:
+def test_sums_are_exact_means():
     total = Sum(torch.tensor(3.0), 2) + Sum(torch.tensor(6.0), torch.tensor(1))
     assert total.mean == 3
     assert math.isnan(Sum(torch.tensor(0.0), 0).mean)
 
 
 @pytest.mark.parametrize("total", [3, torch.tensor(3), torch.tensor([3.0])])
-def test_a_total_may_be_a_number(total: Any) -> None:
+def test_a_total_may_be_a_number(total):
     found = sums({"right": Sum(total, 4)}, "")["right"]
     assert isinstance(found.total, torch.Tensor)
     assert (found.total.shape, found.count, found.mean) == ((), 4, 0.75)
@@ -162,12 +158,12 @@ def test_a_total_may_be_a_number(total: Any) -> None:
     [
         ({"right": torch.tensor(0.75)}, "'right' is Tensor"),
         ({"right": Sum(torch.ones(2), 2)}, r"'right' has a total of shape \[2\]"),
-        ({"right": Sum("3", 4)}, "'right' has a total that is str"),  # type: ignore[arg-type]
-        ({"right": Sum(torch.tensor(3.0), None)}, "'right' has a count that is NoneType"),  # type: ignore[arg-type]
+        ({"right": Sum("3", 4)}, "'right' has a total that is str"),
+        ({"right": Sum(torch.tensor(3.0), None)}, "'right' has a count that is NoneType"),
         ({"right": Sum(torch.tensor(3.0), torch.ones(2))}, r"'right' has a count of shape \[2\]"),
         (0.75, "float is no mapping"),
     ],
 )
-def test_metrics_that_are_no_sums_are_refused(found: Any, said: str) -> None:
+def test_metrics_that_are_no_sums_are_refused(found, said):
     with pytest.raises(TaskError, match=rf"^Counting\.metrics: {said}; give .*dsframe\.Sum\(total, count\)"):
         sums(found, "Counting.metrics")

@@ -1,15 +1,11 @@
 """Hugging Face models as tasks: their names, their loss, their tokenizers; local folders, and never the network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
 import os
 import shutil
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,37 +39,37 @@ VIT = {
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _alone(monkeypatch, tmp_path):
     """A cache of its own, and no way to the network."""
     monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError("a connection was tried")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def language(**fields: Any) -> CausalLanguageModelTask:
+def language(**fields):
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", **fields}
     built = build(TextSettings.model_validate(section), seed=1)
     assert isinstance(built, CausalLanguageModelTask)
     return built
 
 
-def classifier(**fields: Any) -> ImageClassificationTask:
+def classifier(**fields):
     section = {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64}
     built = build(ImageSettings.model_validate({**section, **fields}), seed=1)
     assert isinstance(built, ImageClassificationTask)
     return built
 
 
-def made(task: Any, seed: int = 0) -> Any:
+def made(task, seed=0):
     torch.manual_seed(seed)
     return task.model()
 
 
-def test_a_new_model_has_their_names_and_the_seeds_weights() -> None:
+def test_a_new_model_has_their_names_and_the_seeds_weights():
     task = language()
     model = made(task)
     names = [name for name, _ in model.named_parameters()]
@@ -84,7 +80,7 @@ def test_a_new_model_has_their_names_and_the_seeds_weights() -> None:
     assert (task.hidden_size, task.units_per_sample, task.unit) == (32, 16, "tokens")
 
 
-def test_the_loss_is_their_own() -> None:
+def test_the_loss_is_their_own():
     task = language()
     model = made(task)
     windows = torch.randint(256, (3, 17))
@@ -99,18 +95,18 @@ def test_the_loss_is_their_own() -> None:
     assert list(outputs) == ["logits"], "nothing is kept for generation"
 
 
-def test_a_cache_is_no_prediction() -> None:
+def test_a_cache_is_no_prediction():
     kind = _transformers.transformers().modeling_outputs.CausalLMOutputWithPast
     outputs = kind(logits=torch.ones(2, 3), past_key_values=((torch.ones(1),),))
     assert rows_of(dsframe.Task(), outputs, None, 2) == [{"logits": [1.0] * 3}] * 2
 
 
-def mixture() -> Any:
+def mixture():
     settings = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     return language(model={**LLAMA, "model_type": "mixtral", **settings})
 
 
-def test_a_mixture_of_experts_pays_for_uneven_use() -> None:
+def test_a_mixture_of_experts_pays_for_uneven_use():
     """In training; an evaluation is of the language model. Each expert's share of the tokens is logged."""
     task = mixture()
     model = made(task)
@@ -128,7 +124,7 @@ def test_a_mixture_of_experts_pays_for_uneven_use() -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(48, "grouped_mm"), (50, "eager")])
-def test_experts_of_odd_sizes_are_computed_one_by_one(size: int, kind: str) -> None:
+def test_experts_of_odd_sizes_are_computed_one_by_one(size, kind):
     """torch's grouped product would raise in the first step; outputs and gradients are there with both."""
     task = language(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "intermediate_size": size})
     model = made(task)
@@ -140,16 +136,16 @@ def test_experts_of_odd_sizes_are_computed_one_by_one(size: int, kind: str) -> N
 class Both:
     """Two ranks, one after the other: sums are known in a second round."""
 
-    def __init__(self) -> None:
-        self.told: list[torch.Tensor] = []
+    def __init__(self):
+        self.told = []
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, values):
         self.told.append(values)
         return self.told[0] + self.told[1] if len(self.told) > 1 else values
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_balance_of_experts_is_that_of_the_global_batch(padded: bool) -> None:
+def test_the_balance_of_experts_is_that_of_the_global_batch(padded):
     """Losses and gradients: where ranks have other numbers of tokens, too."""
     torch.manual_seed(0)
     layers = [torch.randn(24, 4) * 2 for _ in range(3)]
@@ -162,7 +158,7 @@ def test_the_balance_of_experts_is_that_of_the_global_batch(padded: bool) -> Non
     expected.backward()
     weights = [float(part.sum()) for part in mask.split(2)]
     own = [[layer[first : first + 12].clone().requires_grad_() for layer in layers] for first in (0, 12)]
-    both: Any = Both()
+    both = Both()
     for _ in range(2):  # in the second round both have been heard
         losses = [
             experts.balance(part, 2, mask.split(2)[rank] if padded else None, weights[rank], both)[0]
@@ -174,17 +170,17 @@ def test_the_balance_of_experts_is_that_of_the_global_batch(padded: bool) -> Non
     torch.testing.assert_close(loss, expected)
     loss.backward()
     for index, layer in enumerate(whole):
-        found = torch.cat([part[index].grad for part in own])  # type: ignore[misc]
+        found = torch.cat([part[index].grad for part in own])
         torch.testing.assert_close(found, layer.grad)
 
 
-def save(task: Any, folder: Path, seed: int = 5) -> Any:
+def save(task, folder, seed=5):
     model = made(task, seed)
     model.save_pretrained(folder)
     return model
 
 
-def save_tokenizer(folder: Path) -> int:
+def save_tokenizer(folder):
     """A word-level tokenizer of the synthetic corpus' letters."""
     tokenizers, transformers = importlib.import_module("tokenizers"), _transformers.transformers()
     letters = {letter: index for index, letter in enumerate(["?", *" abcdefghijklmnopqrstuvwxyz"])}
@@ -194,7 +190,7 @@ def save_tokenizer(folder: Path) -> int:
     return len(letters)
 
 
-def test_a_folders_weights_are_the_first_ones(tmp_path: Path) -> None:
+def test_a_folders_weights_are_the_first_ones(tmp_path):
     kept = save(language(), tmp_path)
     task = language(model=str(tmp_path))
     model = made(task)
@@ -203,7 +199,7 @@ def test_a_folders_weights_are_the_first_ones(tmp_path: Path) -> None:
     assert task.pretrained_config.architectures == ["LlamaForCausalLM"]
 
 
-def test_a_folders_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+def test_a_folders_tokenizer_makes_the_tokens(tmp_path):
     size = save_tokenizer(tmp_path)
     task = language(tokenizer=str(tmp_path))
     assert task.pretrained_config.vocab_size == size
@@ -219,7 +215,7 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
         language(tokenizer=str(tmp_path), corpus=str(tmp_path / "short")).train_data()
 
 
-def test_a_corpus_is_text(tmp_path: Path) -> None:
+def test_a_corpus_is_text(tmp_path):
     save_tokenizer(tmp_path)
     letters = "ab " * 200
     plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
@@ -235,7 +231,7 @@ def test_a_corpus_is_text(tmp_path: Path) -> None:
         language(tokenizer=str(tmp_path), corpus=str(marked)).train_data()
 
 
-def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
+def test_images_are_classified_by_their_loss(tmp_path):
     task = classifier()
     model = made(task)
     images, labels = next(Loader(task.train_data(), seed=0, micro_batch_size=8).stream())
@@ -254,7 +250,7 @@ def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
     assert all(torch.equal(dict(again.named_parameters())[name], kept[name]) for name in encoder)
 
 
-def test_batch_norm_is_found() -> None:
+def test_batch_norm_is_found():
     resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
     assert classifier(model=resnet).batch_dependent
 
@@ -288,12 +284,12 @@ def test_batch_norm_is_found() -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_are_refused(fields, message):
     with pytest.raises(TaskError, match=message):
         language(**fields)
 
 
-def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+def test_folders_that_hold_no_model_are_refused(tmp_path):
     with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
         language(model=str(tmp_path))
     write_json(tmp_path / "config.json", LLAMA)
@@ -319,7 +315,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         language(model=str(folder))
 
 
-def test_encoders_that_do_not_see_ahead_are_language_models() -> None:
+def test_encoders_that_do_not_see_ahead_are_language_models():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
     model = language(model={"model_type": "bert", "is_decoder": True, **sizes}).model().eval()
     rows = torch.tensor([[5, 6, 7], [5, 6, 8]])
@@ -328,7 +324,7 @@ def test_encoders_that_do_not_see_ahead_are_language_models() -> None:
     assert language(model={"model_type": "bart", "d_model": 16}).pretrained_config.model_type == "bart"
 
 
-def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
+def test_folders_with_damaged_weights_are_refused(tmp_path):
     """Of several files, one is cut off, one is missing; a tensor has another shape."""
     whole = tmp_path / "whole"
     made(language(), 5).save_pretrained(whole, max_shard_size="20KB")
@@ -349,7 +345,7 @@ def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
         language(model=str(whole)).model()
 
 
-def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
+def test_a_folders_weights_keep_their_16_bits(tmp_path):
     """Where the training has the same; else fp32 as ever, also where one tensor is wider."""
     kept = made(language(), 5).to(torch.bfloat16)
     kept.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -365,14 +361,14 @@ def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in made(task).parameters()} == {torch.float32}
 
 
-def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_images_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(TaskError, match=r"cannot take images of 3 x 16 x 16"):
         classifier(model={**VIT, "num_channels": 1})
     with pytest.raises(TaskError, match=r"transformers has no AutoModelForImageClassification"):
         classifier(model=LLAMA)
 
 
-def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_says_how_to_get_it(monkeypatch):
     _transformers.transformers.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r'transformers is not installed; pip install "dsframe\[transformers\]"'):
@@ -380,7 +376,7 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     _transformers.transformers.cache_clear()
 
 
-EXPORTED: dict[str, dict[str, Any]] = {
+EXPORTED = {
     "mixtral": {
         "name": "causal-language-model",
         "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "tie_word_embeddings": True},
@@ -390,9 +386,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(kind, tmp_path, capsys):
     """Tied weights are there once, a mixture's experts have the names that transformers gives them on disk."""
     section = EXPORTED[kind]
     text = section["name"] == "causal-language-model"
@@ -426,7 +420,7 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
         if text:
             again = _transformers.tokenizer(str(out), {})
             assert again is not None
-            assert again[0]("dog")["input_ids"] == task.tokenizer("dog")["input_ids"]  # type: ignore[attr-defined]
+            assert again[0]("dog")["input_ids"] == task.tokenizer("dog")["input_ids"]
     shutil.rmtree(out)
     if text:
         (tmp_path / "words" / "tokenizer.json").unlink()
@@ -436,7 +430,7 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
         assert (out / "config.json").is_file()
 
 
-def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_transformers_knows_leaves_so(tmp_path, capsys):
     file = ds_config(
         4,
         "AdamW",
@@ -455,7 +449,7 @@ def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.C
         cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "5 GiB"])
 
 
-def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_planned_without_reading_its_weights(tmp_path, capsys):
     """transformers loads nothing on the meta device: the plan of each model folder was an error. And beside an adapter."""
     language().model().save_pretrained(tmp_path / "model")
     task = {"name": "causal-language-model", "model": str(tmp_path / "model"), "context": 16, "corpus": "synthetic"}
@@ -469,7 +463,7 @@ def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys:
         assert f"{count} parameters" in capsys.readouterr().out
 
 
-def pictures(folder: Path, *classes: str) -> Path:
+def pictures(folder, *classes):
     """One for each class and split; returns that of the last one."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     ramps = [image.linear_gradient("L"), image.new("L", (256, 256), 40), image.radial_gradient("L")]
@@ -481,7 +475,7 @@ def pictures(folder: Path, *classes: str) -> Path:
     return place
 
 
-def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path: Path) -> None:
+def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path):
     pictures(tmp_path / "d", "cat", "dog")
     known = tmp_path / "m"
     config = _transformers.transformers().ViTConfig(
@@ -500,7 +494,7 @@ def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path: Path) 
     assert own.images.size == 16, "as its preprocessor_config.json says"
 
 
-def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path: Path) -> None:
+def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path):
     known, words = tmp_path / "m", tmp_path / "words"
     text_tokenizer(words)
     save(language(model={**LLAMA, "vocab_size": 400, "eos_token_id": 7}), known)
@@ -515,7 +509,7 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
         "context": 16,
         "data": files,
     }
-    told: Any = build(TextSettings.model_validate(section), seed=1).pretrained()
+    told = build(TextSettings.model_validate(section), seed=1).pretrained()
     assert told["chat_template"] == "hello"
     ends = [json.loads(told[name])["eos_token_id"] for name in ("config", "generation_config")]
     assert ends == [0, 0], "those of the tokenizer that the file names"
@@ -542,7 +536,7 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
         ("ViT", {"rescale_factor": 1 / 127.5}, "has rescale_factor, which"),
     ],
 )
-def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_export_has_the_look_of_the_training(name, fields, said, tmp_path):
     picture, library = pictures(tmp_path / "d", "b", "a"), _transformers.transformers()
     known = tmp_path / "m"
     config = {key: value for key, value in VIT.items() if key != "model_type"}
@@ -551,7 +545,7 @@ def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any
     file = known / "preprocessor_config.json"
     write_json(file, read_json(file) | fields)
     task = classifier(model=str(known), dataset="image-folder", data_dir=str(tmp_path / "d"), samples=None)
-    lines: list[str] = []
+    lines = []
     task.prepare(lines.append)
     assert (said in lines[0]) if said else not lines
     (tmp_path / "preprocessor_config.json").write_text(task.pretrained()["preprocessor_config"])
@@ -560,7 +554,7 @@ def test_an_export_has_the_look_of_the_training(name: str, fields: dict[str, Any
     torch.testing.assert_close(theirs, task.eval_data()[0][0], rtol=0, atol=0.1)
 
 
-def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:
+def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path):
     words = text_tokenizer(tmp_path / "words")
     (words / "additional_chat_templates").mkdir()
     (words / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
@@ -579,23 +573,21 @@ def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:
 class Wrapped(ImageClassificationTask):
     """A model of transformers as a part of another module: its names have a prefix."""
 
-    def model(self) -> torch.nn.Module:
+    def model(self):
         return Wrapper(super().model())
 
 
 class Wrapper(torch.nn.Module):
-    def __init__(self, net: torch.nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs, **named):
         return self.net(*inputs, **named)
 
 
 @pytest.mark.parametrize("kind", [ImageClassificationTask, Wrapped])
-def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(
-    kind: type[ImageClassificationTask], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(kind, tmp_path, capsys):
     section = {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64}
     settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path / "run")}
     file = ds_config(4, "AdamW", 1e-3, **settings)
@@ -607,20 +599,20 @@ def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_names_of_shared_parameters_are_theirs_too(tied: bool) -> None:
+def test_names_of_shared_parameters_are_theirs_too(tied):
     task = language(model={**LLAMA, "tie_word_embeddings": tied})
-    config = json.loads(task.pretrained()["config"])  # type: ignore[index]
+    config = json.loads(task.pretrained()["config"])
     names = {name for name, _ in made(task).named_parameters(remove_duplicate=False)}
     assert _transformers.parameter_names(config) == names
     assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
 
 
-def test_a_program_finds_transformers_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_finds_transformers_as_it_was(monkeypatch):
     """During a run it is offline and silent; what else the program imports then does not become so."""
     from huggingface_hub import constants
     from transformers.utils import logging
 
-    def state() -> tuple[Any, ...]:
+    def state():
         return constants.HF_HUB_OFFLINE, logging.get_verbosity(), logging.is_progress_bar_enabled()
 
     silent = state()

@@ -1,10 +1,5 @@
 """Language modelling: the GPT, the corpora, and their cache."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -19,23 +14,23 @@ from dsframe.tasks.layers import assemble
 
 
 @pytest.fixture(autouse=True)
-def _private_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _private_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
 
 
-def task(**fields: Any) -> LanguageTask:
+def task(**fields):
     section = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", **fields}
     built = build(Settings.model_validate(section), seed=1)
     assert isinstance(built, LanguageTask)
     return built
 
 
-def model(**fields: Any) -> nn.Sequential:
+def model(**fields):
     return assemble(gpt(**{"layers": 2, "heads": 2, "width": 32, "context": 16, **fields}), seed=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gpt_scores_every_next_byte(tied: bool) -> None:
+def test_the_gpt_scores_every_next_byte(tied):
     network = model(tie_embeddings=tied)
     assert network(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 256)
     assert network(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 256)  # shorter than the context
@@ -45,7 +40,7 @@ def test_the_gpt_scores_every_next_byte(tied: bool) -> None:
     assert aliases(network) == ({"5.weight": "0.weight"} if tied else {})
 
 
-def test_the_gpt_does_not_look_ahead() -> None:
+def test_the_gpt_does_not_look_ahead():
     network = model().eval()
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
@@ -56,19 +51,17 @@ def test_the_gpt_does_not_look_ahead() -> None:
 
 
 @pytest.mark.parametrize(("time", "by_products"), [(1, True), (512, True), (513, False)])
-def test_attention_in_bfloat16_is_as_exact_as_torchs_own(
-    time: int, by_products: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_bfloat16_is_as_exact_as_torchs_own(time, by_products, monkeypatch):
     """Outcome and gradients beside float64, and beside the errors of torch's kernel."""
     own, generator, calls = nn.functional.scaled_dot_product_attention, torch.Generator().manual_seed(time), []
     packed = torch.randn(2, time, 3, 2, 8, generator=generator, dtype=torch.float64)
     weights = torch.randn(2, time, 2, 8, generator=generator, dtype=torch.float64)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         calls.append(1)
         return own(*args, **kwargs)
 
-    def errors(short: bool) -> list[float]:
+    def errors(short):
         monkeypatch.setattr("dsframe.tasks.language._SHORT", 512 if short else 0)
         found = []
         for dtype in (torch.float64, torch.bfloat16):
@@ -87,7 +80,7 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs_own(
     assert all(mine < 1.6 * theirs + 1e-3 for mine, theirs in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
-def test_the_gpt_is_initialised_as_gpt_2() -> None:
+def test_the_gpt_is_initialised_as_gpt_2():
     network = model(layers=8, width=128)
     block = network[2]
     assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -99,17 +92,17 @@ def test_the_gpt_is_initialised_as_gpt_2() -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in network.state_dict().items())
 
 
-def test_heads_must_divide_the_width() -> None:
+def test_heads_must_divide_the_width():
     with pytest.raises(TaskError, match="width 32 is not a multiple of heads 3"):
         task(heads=3)
 
 
-def content(source: Any) -> bytes:
+def content(source):
     inputs, targets = source.batch(torch.arange(len(source)), 0)
     return bytes([*inputs.flatten().tolist(), int(targets[-1, -1])])
 
 
-def test_the_last_twentieth_is_held_out(here: Path) -> None:
+def test_the_last_twentieth_is_held_out(here):
     (here / "book").write_bytes(bytes(range(200)) * 2)
     language = task(corpus="book", context=4)
     assert content(language.eval_data()) == bytes(range(180, 197))
@@ -117,7 +110,7 @@ def test_the_last_twentieth_is_held_out(here: Path) -> None:
     assert len(task(corpus="book", context=4, samples=7).train_data()) == 7
 
 
-def test_several_files_are_joined_in_the_order_of_their_names(here: Path) -> None:
+def test_several_files_are_joined_in_the_order_of_their_names(here):
     (here / "deep").mkdir()
     for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
         (here / name).write_text(letters)
@@ -125,7 +118,7 @@ def test_several_files_are_joined_in_the_order_of_their_names(here: Path) -> Non
     assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
 
 
-def test_the_standard_library_is_always_there() -> None:
+def test_the_standard_library_is_always_there():
     files = text.stdlib_files()
     assert len(files) > 300
     assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
@@ -135,7 +128,7 @@ def test_the_standard_library_is_always_there() -> None:
     assert bytes(tokens[: len(start)].tolist()) == start
 
 
-def test_the_synthetic_corpus_is_fixed() -> None:
+def test_the_synthetic_corpus_is_fixed():
     tokens = text.synthetic(1 << 20).tolist()
     assert len(tokens) == 1 << 20
     assert tokens == text.synthetic(1 << 20).tolist()
@@ -154,7 +147,7 @@ def test_the_synthetic_corpus_is_fixed() -> None:
         ),
     ],
 )
-def test_texts_that_cannot_be_used_are_refused(tmp_path: Path, corpus: str, message: str) -> None:
+def test_texts_that_cannot_be_used_are_refused(tmp_path, corpus, message):
     (tmp_path / "empty").write_text("")
     (tmp_path / "short").write_text("x" * 100)
     with pytest.raises(DataError, match=message):

@@ -1,9 +1,6 @@
 """Layers that can be built one at a time, and the weights they share."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +10,21 @@ from torch.nn import functional
 
 from dsframe import Tied
 from dsframe.errors import TaskError
-from dsframe.tasks.layers import Layer, assemble, make
+from dsframe.tasks.layers import assemble, make
 
 
 class Noisy(nn.Module):
     """Draws from NumPy, as some initialisations do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(np.random.rand(4), dtype=torch.float32))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return inputs * self.scale
 
 
-LAYERS: list[Layer] = [
+LAYERS = [
     partial(nn.Embedding, 8, 4),
     partial(nn.Linear, 4, 4),
     Noisy,
@@ -36,7 +33,7 @@ LAYERS: list[Layer] = [
 ]
 
 
-def test_a_layer_by_itself_is_the_layer_in_the_model() -> None:
+def test_a_layer_by_itself_is_the_layer_in_the_model():
     whole = assemble(LAYERS, seed=3).state_dict()
     for index in (3, 0, 2, 1):  # in any order, whatever was drawn before
         torch.rand(index)
@@ -48,7 +45,7 @@ def test_a_layer_by_itself_is_the_layer_in_the_model() -> None:
     assert not torch.equal(alike[0].weight, alike[1].weight)
 
 
-def test_a_tied_weight_is_one_parameter_of_both_layers() -> None:
+def test_a_tied_weight_is_one_parameter_of_both_layers():
     model = assemble(LAYERS, seed=0)
     assert model[4].weight is model[0].weight
     assert [name for name, _ in model.named_parameters()] == [
@@ -76,6 +73,6 @@ def test_a_tied_weight_is_one_parameter_of_both_layers() -> None:
         ),
     ],
 )
-def test_what_is_no_layer_is_refused(layers: list[Any], message: str) -> None:
+def test_what_is_no_layer_is_refused(layers, message):
     with pytest.raises(TaskError, match=message):
         assemble(layers, seed=0)

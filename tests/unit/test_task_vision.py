@@ -1,10 +1,7 @@
 """Image classification: the small network, torchvision's models, the loss and what is reported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +15,14 @@ from dsframe.tasks.layers import assemble
 from dsframe.tasks.vision import VisionTask, cnn
 
 
-def task(**fields: Any) -> VisionTask:
+def task(**fields):
     section = {"dataset": "synthetic", "samples": 64, "image_size": 32, **fields}
     built = build(Settings.model_validate(section), seed=1)
     assert isinstance(built, VisionTask)
     return built
 
 
-def test_the_cnn_is_small_and_does_not_mix_samples() -> None:
+def test_the_cnn_is_small_and_does_not_mix_samples():
     model = assemble(cnn(1, 28, 10), seed=0)
     assert 100_000 < sum(parameter.numel() for parameter in model.parameters()) < 300_000
     images = torch.randn(6, 1, 28, 28)
@@ -33,7 +30,7 @@ def test_the_cnn_is_small_and_does_not_mix_samples() -> None:
     assert not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules())
 
 
-def test_the_cnn_follows_the_runs_seed_and_nothing_else() -> None:
+def test_the_cnn_follows_the_runs_seed_and_nothing_else():
     vision = task()
     states = [vision.model().state_dict(), vision.model().state_dict()]
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
@@ -42,14 +39,14 @@ def test_the_cnn_follows_the_runs_seed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("size", [30, 6])
-def test_sizes_that_the_cnn_cannot_take_are_refused(size: int) -> None:
+def test_sizes_that_the_cnn_cannot_take_are_refused(size):
     with pytest.raises(
         TaskError, match=f'model "cnn" takes images whose sides are multiples of 4, .*; these have {size}'
     ):
         task(image_size=size).model()
 
 
-def test_loss_and_metrics() -> None:
+def test_loss_and_metrics():
     logits, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1, 1])
     vision = task()
     metrics = vision.metrics(logits, targets)
@@ -59,14 +56,14 @@ def test_loss_and_metrics() -> None:
 
 
 @pytest.mark.parametrize(("name", "batch_dependent"), [("resnet18", True), ("squeezenet1_1", False)])
-def test_torchvisions_models_by_name(name: str, batch_dependent: bool) -> None:
+def test_torchvisions_models_by_name(name, batch_dependent):
     vision = task(model=name, dataset="fashion-mnist", image_size=None)
     assert vision.batch_dependent == batch_dependent
     assert vision.layers() is None
     assert vision.model()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)  # one channel, shown three times
 
 
-def test_unknown_models_and_too_small_images_are_refused() -> None:
+def test_unknown_models_and_too_small_images_are_refused():
     with pytest.raises(TaskError, match=r'model "resnet19": neither "cnn" nor .*; did you mean resnet'):
         task(model="resnet19")
     with pytest.raises(TaskError, match=r'model "zzz": .*; there are alexnet, '):
@@ -75,7 +72,7 @@ def test_unknown_models_and_too_small_images_are_refused() -> None:
         task(model="alexnet", image_size=16)
 
 
-def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning() -> None:
+def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning():
     script = """
 import sys
 from dsframe.config.schema.settings import VisionTask
@@ -89,7 +86,7 @@ from torchvision import datasets, models, transforms
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=120)
 
 
-def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchvision_its_models_are_refused(monkeypatch):
 
     monkeypatch.setattr(_torchvision.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(_torchvision, "torchvision", _torchvision.torchvision.__wrapped__)
@@ -99,5 +96,5 @@ def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPa
         task(model="resnet18")
 
 
-def test_what_is_no_chain_has_no_layers() -> None:
+def test_what_is_no_chain_has_no_layers():
     assert task().cut(nn.Linear(2, 2)) is None

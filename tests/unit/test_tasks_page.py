@@ -1,11 +1,7 @@
 """The pages on tasks and optimizers: their programs run, their files are right."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +12,13 @@ from tests.processes import REPOSITORY
 PAGES = [REPOSITORY / "docs" / "tasks.md", REPOSITORY / "docs" / "how_to" / "optimizers.md"]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def test_their_programs_run(here: Path) -> None:
-    names: dict[str, Any] = {"__name__": "tasks"}
+def test_their_programs_run(here):
+    names = {"__name__": "tasks"}
     for block in blocks("python"):
         exec(compile(block, "docs/tasks.md", "exec"), names)
     assert names["summary"].steps == 20
@@ -35,5 +31,5 @@ def test_their_programs_run(here: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("json"))
-def test_their_files_are_right(block: str) -> None:
+def test_their_files_are_right(block):
     assert load(json.loads(block)).problems == ()

@@ -1,12 +1,9 @@
 """What a person sees in a terminal: words are whole, labels have colours, and no moving line is left before another line."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
 import time
-from typing import Any
 
 import pytest
 
@@ -22,23 +19,23 @@ ERROR = (
 class Terminal(io.StringIO):
     """What is written to a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def surroundings(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def bare(line: str) -> str:
+def bare(line):
     return re.sub(r"\x1b\[[0-9;]*m", "", line)
 
 
 @pytest.mark.parametrize("columns", ["80", "120", "40"])
-def test_lines_wrap_at_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wrap_at_words(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     for line in (ERROR, "  optimizer   " + "AdamW, lr 0.004, weight_decay 0.01; gradients clipped to 1 " * 3):
         lines = bare(text.shown(line, Terminal())).split("\n")
@@ -48,7 +45,7 @@ def test_lines_wrap_at_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines[1].startswith(" " * 14), "below the value, not below the label"
 
 
-def test_labels_have_colours_on_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_have_colours_on_terminals_alone(monkeypatch):
     short = "a.json:1:1: warning: b [c]"
     assert text.shown(short, Terminal()) == "a.json:1:1: \x1b[33mwarning:\x1b[0m b [c]"
     assert text.shown("evaluation after step 3: loss 0.1", Terminal()).startswith("\x1b[1m")
@@ -60,13 +57,13 @@ def test_labels_have_colours_on_terminals_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = Progress(100, speaks=True, unit="samples", units_per_step=4)
     progress.begin(0)
     progress.advance()
 
-    def lines() -> None:
+    def lines():
         progress.say("evaluation after step 1: accuracy 0.9780")
         time.sleep(0.01)
         progress.say("saved")
@@ -84,11 +81,11 @@ def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates: bool, monk
         assert before.rpartition("\n")[2].strip() in ("", "evaluation after step 1:"), before
 
 
-def screen(written: str) -> str:
+def screen(written):
     """What a terminal of one moving line shows: each carriage return begins the line again."""
-    shown: list[Any] = []
+    shown = []
     for line in bare(written).replace("\x1b[A", "").split("\n"):
-        cells: list[str] = []
+        cells = []
         for part in line.split("\r"):
             cells[: len(part)] = part
         shown.append("".join(cells).rstrip())

@@ -1,12 +1,8 @@
 """Language models on documents and conversations from files: what is read, how rows are made, what is learned, what is refused."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +20,13 @@ from tests.unit.test_sources import seen
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
 
-def task(train: Any, *, context: int = 32, model: Any = LLAMA, words: Any = None, **data: Any) -> Any:
-    section: dict[str, Any] = {"name": "causal-language-model", "model": model, "context": context}
+def task(train, *, context=32, model=LLAMA, words=None, **data):
+    section = {"name": "causal-language-model", "model": model, "context": context}
     if words is not None:
         section["tokenizer"] = str(words)
     found = build(Settings.model_validate({**section, "data": {"train": train, **data}}), seed=1)
@@ -38,24 +34,24 @@ def task(train: Any, *, context: int = 32, model: Any = LLAMA, words: Any = None
     return found
 
 
-def texts(count: int = 40) -> list[str]:
+def texts(count=40):
     numbers = random.Random(0)
     return [sentence(numbers) for _ in range(count)]
 
 
-def tokens(found: Any) -> list[int]:
+def tokens(found):
     opened = tokenised.find_tokens(found._recipes["train"])
     assert opened is not None
     return [int(token) for token in opened.tokens]
 
 
-def prepared(*arguments: Any, **more: Any) -> Any:
+def prepared(*arguments, **more):
     found = task(*arguments, **more)
     found.prepare(lambda line: None)
     return found
 
 
-def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
     import datasets
     import pyarrow as arrow
     from pyarrow import parquet
@@ -76,7 +72,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
     assert tokens(prepared("saved", words=words)) == tokens(prepared("*.txt", words=words)) == again[: len(again) // 2]
 
 
-def test_a_text_file_larger_than_a_piece_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_file_larger_than_a_piece_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("dsframe.data.documents.PIECE", 7)
     text = "東京 is\n\nlarge é\nand naïve without an end 😀😀😀"
     (tmp_path / "a.txt").write_text(text)
@@ -90,7 +86,7 @@ ATTENTION = ("sdpa", "eager")
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_packed_documents_have_the_losses_of_single_ones(attention: str, tmp_path: Path) -> None:
+def test_packed_documents_have_the_losses_of_single_ones(attention, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(60)])
     alone, packed = (prepared("a.jsonl", context=96, packing=how) for how in ("rows", "documents"))
     alone.pretrained_config._attn_implementation = attention
@@ -98,7 +94,7 @@ def test_packed_documents_have_the_losses_of_single_ones(attention: str, tmp_pat
     network = alone.model().eval()
     assert network.config._attn_implementation == attention
 
-    def loss(one: Any) -> tuple[float, int, Any]:
+    def loss(one):
         source, total, count = one.train_data(), torch.zeros(()), 0
         for index in range(0, len(source), 4):
             inputs, targets = source.batch(torch.arange(index, min(index + 4, len(source))), 0)
@@ -115,7 +111,7 @@ def test_packed_documents_have_the_losses_of_single_ones(attention: str, tmp_pat
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_padding_behind_packed_documents_is_no_experts_load(tmp_path: Path) -> None:
+def test_padding_behind_packed_documents_is_no_experts_load(tmp_path):
     """The balance of experts is that of the documents one a row, which have a mask; the first has one position only."""
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ["a", *texts(3)]])
     mixture = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 50.0}
@@ -131,9 +127,7 @@ def test_padding_behind_packed_documents_is_no_experts_load(tmp_path: Path) -> N
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_model_whose_packed_documents_see_each_other_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_packed_documents_see_each_other_is_refused(tmp_path, monkeypatch):
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
     with pytest.raises(TaskError, match=r"see each other|cannot take"):
         task(
@@ -142,7 +136,7 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(
     from dsframe.tasks import _transformers
 
     class Leaks(nn.Module):
-        def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+        def forward(self, input_ids, position_ids=None):
             return type("Outputs", (), {"logits": input_ids.cumsum(-1)[..., None].float()})
 
     monkeypatch.setattr(_transformers, "build", lambda *_: Leaks())
@@ -151,7 +145,7 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "rows", "documents", "conversations"])
-def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_path: Path) -> None:
+def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing, tmp_path):
     if packing == "conversations":
         jsonl(tmp_path / "a.jsonl", conversations(90))
         words = tokenizer(tmp_path / "words")
@@ -165,7 +159,7 @@ def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_
     assert seen(found.train_data, None, 3, 0, 87) == whole[87:]  # a resume at another size
 
 
-def answers(batch: Any) -> list[tuple[list[int], list[int]]]:
+def answers(batch):
     """Of each row the tokens, and those that are learned."""
     inputs, targets = batch
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -175,7 +169,7 @@ def answers(batch: Any) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path: Path) -> None:
+def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path):
     from transformers import AutoTokenizer
 
     words, rows = tokenizer(tmp_path / "words"), conversations(50)
@@ -203,7 +197,7 @@ def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path: Pa
     assert int(learned) == sum(len(one) for _, one in expected)
 
 
-def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
+def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_path):
     words = tokenizer(
         tmp_path / "words", template=TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     )
@@ -225,7 +219,7 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
 
 
-def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_path: Path) -> None:
+def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_path):
     jsonl(tmp_path / "a.jsonl", conversations(9))
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + TEMPLATE
     words, digests = tokenizer(tmp_path / "words"), set()
@@ -238,7 +232,7 @@ def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_p
     assert len(digests) == 2
 
 
-def test_padded_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
+def test_padded_rows_are_no_longer_than_the_context(tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": "x" * length} for length in (3, 70, 20)])
     found = task("a.jsonl", context=60, packing="rows")
     found.prepare(lambda line: None)
@@ -248,7 +242,7 @@ def test_padded_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
     ]
 
 
-def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_start_reads_what_the_first_has_made(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_RECENT_NANOSECONDS", -(10**18))  # each digest is kept, however new the file is
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(5000)])
     os.utime(path, (time.time() - 100,) * 2)
@@ -268,7 +262,7 @@ def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path, monkeypa
     assert tokens(prepared("a.jsonl", packing="documents"))[:10]
 
 
-def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
     found = task("a.jsonl")
     child = os.fork()
@@ -284,9 +278,9 @@ def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path: Path) -> 
     assert [path.name.startswith(".") for path in cache.iterdir() if path.name != "sources"] == [False]
 
 
-CHAT: dict[str, Any] = {"format": "conversations"}
+CHAT = {"format": "conversations"}
 USER = '{"messages": [{"role": "user", "content": "a"}]}\n'
-BAD: list[tuple[str, str | bytes, dict[str, Any], str]] = [
+BAD = [
     (
         "a.jsonl",
         '{"text": "a"}\n{"body": "b", "id": 1}\n',
@@ -312,13 +306,13 @@ BAD: list[tuple[str, str | bytes, dict[str, Any], str]] = [
 ]
 
 
-def refusal(*arguments: Any, **more: Any) -> str:
+def refusal(*arguments, **more):
     with pytest.raises((DataError, TaskError)) as caught:
         prepared(*arguments, **more)
     return str(caught.value)
 
 
-def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:
+def test_bad_files_are_named_with_their_line(tmp_path):
     words = tokenizer(tmp_path / "words")
     (tmp_path / "plain").write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     for name, content, section, message in BAD:
@@ -329,7 +323,7 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
+def test_what_is_no_file_of_rows_is_named(tmp_path):
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -346,7 +340,7 @@ def test_what_is_no_file_of_rows_is_named(tmp_path: Path) -> None:
         assert f"a.parquet: {message}" in refusal("a.parquet").replace("a column ", "")
 
 
-def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": "a cat"}])
     words = tokenizer(tmp_path / "words")
     found = task("a.jsonl", words=words)
@@ -361,11 +355,11 @@ def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path: 
     assert issubclass(RowsTask, WindowsTask)
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
 
     class Growing(TextEncoder):
-        def encode(self, rows: Any) -> Any:
+        def encode(self, rows):
             yield from super().encode(rows)
             source.write_text(source.read_text() * 2)
 

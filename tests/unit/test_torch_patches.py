@@ -1,10 +1,5 @@
 """Each patch of torch: the fault is there without it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,15 +14,15 @@ NOT_NEEDED = "no longer needed: torch does right by itself"
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
-def test_settle_buckets() -> None:
-    def rebuilt_by_a_step(*, patched: bool) -> tuple[bool, bool]:
+def test_settle_buckets():
+    def rebuilt_by_a_step(*, patched):
         wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         if patched:
             torch_patches.settle_buckets(wrapped, torch.device("cpu"))
@@ -40,7 +35,7 @@ def test_settle_buckets() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_by_another_name() -> None:
+def test_by_another_name():
     wrapped = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="BF16 all reduce communication hook"):
         wrapped.register_comm_hook(None, bf16_compress_hook)
@@ -49,7 +44,7 @@ def test_by_another_name() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_skip_sparse_buffers() -> None:
+def test_skip_sparse_buffers():
     model = nn.Linear(2, 2)
     model.register_buffer("edges", torch.eye(2).to_sparse())
     with pytest.raises(RuntimeError, match="No support for sparse tensors"):
@@ -58,7 +53,7 @@ def test_skip_sparse_buffers() -> None:
     DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
 
 
-def test_put_linear_back(tmp_path: Path) -> None:
+def test_put_linear_back(tmp_path):
     """In a process of its own, which goes on with torch after a training at ZeRO-3."""
     pytest.importorskip("deepspeed")
     program = """
@@ -85,6 +80,6 @@ print(functional.linear is theirs)
     assert [line for line in finished.stdout.splitlines() if line in ("True", "False")] == ["False", "True"], NOT_NEEDED
 
 
-def test_each_patch_has_its_test() -> None:
+def test_each_patch_has_its_test():
     assert {name for name in torch_patches.PATCHES if f"test_{name}" in globals()} == set(torch_patches.PATCHES)
     assert all(hasattr(torch_patches, name) for name in torch_patches.PATCHES)

@@ -1,16 +1,12 @@
 """The loop in one process, in seconds: after a resume, a skipped update, an evaluation; whose random numbers come next."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.checkpoint.store import locate, read_manifest
@@ -34,25 +30,25 @@ from tests.unit.test_checkpoint_files import Room
 class Line(dsframe.Task):
     """One weight. ``broken``: samples whose loss is NaN."""
 
-    def __init__(self, *broken: int) -> None:
+    def __init__(self, *broken):
         self.broken = broken
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return (outputs - targets).square().mean()
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         inputs = torch.arange(1.0, 13.0).reshape(12, 1) / 12
         inputs[list(self.broken)] = torch.nan
         return TensorSource(inputs, torch.ones(12, 1))
 
-    def eval_data(self) -> TensorSource:
+    def eval_data(self):
         return TensorSource(torch.ones(4, 1), torch.ones(4, 1))
 
 
-def file(run: Path, **more: Any) -> dict[str, Any]:
+def file(run, **more):
     section = {"engine": "single", "steps": 6, "run_dir": str(run), "order": "sequential", "log_every_steps": 1}
     return ds_config(
         2,
@@ -63,11 +59,11 @@ def file(run: Path, **more: Any) -> dict[str, Any]:
     )
 
 
-def curve(run: Path, key: str) -> list[float]:
+def curve(run, key):
     return [line[key] for line in read_metrics(run) if key in line]
 
 
-def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path: Path) -> None:
+def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     often = {"checkpoints": {"every_steps": 3}}
     dsframe.fit(Line(), file(whole, **often))
@@ -79,16 +75,16 @@ def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path: Path) -> N
 
 
 class Drawing(Line):
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Any:
+    def metrics(self, outputs, targets):
         return {"drawn": dsframe.Sum(torch.randperm(9)[0], 1)}  # which belongs to no sample
 
 
 class Copying(dsframe.Hooks):
-    def on_step(self, run: dsframe.RunView) -> None:
+    def on_step(self, run):
         run.model()
 
 
-def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path: Path) -> None:
+def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path):
     dsframe.fit(Drawing(), file(tmp_path / "plain"))
     dsframe.fit(Drawing(), file(tmp_path / "often", eval_every_steps=1))
     copied = Drawing()
@@ -99,31 +95,31 @@ def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path: Pa
 
 
 class Undropped(Line):
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(1, 1)
 
 
-def evaluated(run: Path, task: Line) -> float:
+def evaluated(run, task):
     """The loss of the weights that were saved."""
     inputs, targets = task.eval_data().batch(torch.arange(4), 0)
     with torch.no_grad():
         return float(task.loss(dsframe.load_model(run, task).eval()(inputs), targets))
 
 
-def test_training_drops_out_and_evaluations_do_not(tmp_path: Path) -> None:
+def test_training_drops_out_and_evaluations_do_not(tmp_path):
     summary = dsframe.fit(Line(), file(tmp_path))
     dsframe.fit(Undropped(), file(tmp_path / "plain"))
     assert curve(tmp_path, "loss") != curve(tmp_path / "plain", "loss")
     assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Line()))
 
 
-def test_weights_of_16_bits_follow_their_masters(tmp_path: Path) -> None:
+def test_weights_of_16_bits_follow_their_masters(tmp_path):
     summary = dsframe.fit(Undropped(), file(tmp_path) | {"bf16": {"enabled": True}})
     assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Undropped()), rel=0.05)
     assert curve(tmp_path, "loss")[0] > 2 * summary.metrics["loss"]
 
 
-def test_a_resume_continues_the_loss_scale(tmp_path: Path) -> None:
+def test_a_resume_continues_the_loss_scale(tmp_path):
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
     dsframe.fit(Undropped(), file(tmp_path / "whole") | fp16)
     dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, overrides=["dsframe.steps=3"])
@@ -134,20 +130,20 @@ def test_a_resume_continues_the_loss_scale(tmp_path: Path) -> None:
 
 
 class Terms(Line):
-    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+    def loss(self, outputs, targets):
         return super().loss(outputs, targets), {"target": dsframe.Sum(targets.sum(), len(targets))}
 
-    def train_data(self) -> TensorSource:
+    def train_data(self):
         return TensorSource(torch.ones(12, 1), torch.arange(12.0).reshape(12, 1))
 
 
-def test_a_term_is_the_mean_over_all_micro_batches(tmp_path: Path) -> None:
+def test_a_term_is_the_mean_over_all_micro_batches(tmp_path):
     given = file(tmp_path, steps=2) | {"gradient_accumulation_steps": 2}
     dsframe.fit(Terms(), given)
     assert curve(tmp_path, "target") == [0.5, 2.5]
 
 
-def test_the_average_does_not_move_after_a_skipped_update(tmp_path: Path) -> None:
+def test_the_average_does_not_move_after_a_skipped_update(tmp_path):
     """The third of three updates is left out, and the last one before it was averaged already."""
     ends = []
     for steps, broken in ((2, ()), (3, (4,))):
@@ -159,30 +155,30 @@ def test_the_average_does_not_move_after_a_skipped_update(tmp_path: Path) -> Non
     assert torch.equal(ends[0]["0.weight"], ends[1]["0.weight"])
 
 
-def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path: Path) -> None:
+def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path):
     with pytest.raises(TrainingError, match="step 50: "):
         dsframe.fit(Line(*range(12)), file(tmp_path, on_nonfinite="skip", steps=60))
 
 
-def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
     assert dsframe.fit(Line(0, 4), file(tmp_path, on_nonfinite="skip")).skipped_steps == 2
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(TrainingError, match=r"step 3: .* made of samples 4, 5; of these, 4 hold NaN"):
         dsframe.fit(Line(4), file(tmp_path, log_every_steps=100, checkpoints={"every_steps": 1, "keep_last": 1}))
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_random_numbers_go_by_the_row_of_the_global_batch(rank: int) -> None:
+def test_random_numbers_go_by_the_row_of_the_global_batch(rank):
     """Of two ranks with three micro-batches of four rows: the ranks take turns."""
-    asked: list[tuple[int, int]] = []
+    asked = []
     batch = SimpleNamespace(data_parallel_size=2, micro_batch_size=4)
     plan = SimpleNamespace(batch=batch, data_rank=rank)
     built = SimpleNamespace(sample_draws=SimpleNamespace(at=lambda step, row: asked.append((step, row))))
-    loop: Any = SimpleNamespace(
+    loop = SimpleNamespace(
         engine=SimpleNamespace(plan=plan, built=built),
         _watchdog=SimpleNamespace(alive=lambda: None),
         _trial=SimpleNamespace(watched=lambda batch: batch),
@@ -192,7 +188,7 @@ def test_random_numbers_go_by_the_row_of_the_global_batch(rank: int) -> None:
     assert asked == [(4, 4 * rank), (4, 8 + 4 * rank), (4, 16 + 4 * rank)]
 
 
-def test_a_checkpoint_has_what_is_known_of_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_is_known_of_its_step(tmp_path):
     """Step 3 is not logged, odd steps are not evaluated; a resume, also of the finished run, evaluates nothing again."""
     often = {"every_steps": 1, "keep_last": 9}
     given = file(tmp_path, log_every_steps=4, eval_every_steps=2, checkpoints=often)
@@ -206,9 +202,9 @@ def test_a_checkpoint_has_what_is_known_of_its_step(tmp_path: Path) -> None:
     assert len(curve(tmp_path, "evaluation")) == 3
 
 
-def test_the_rate_is_of_the_steps_after_the_first_without_pauses() -> None:
+def test_the_rate_is_of_the_steps_after_the_first_without_pauses():
     """Ten steps of eight tokens in five of nine seconds."""
-    loop: Any = MagicMock()
+    loop = MagicMock()
     loop.engine.plan.batch.train_batch_size, loop.engine.plan.task.units_per_sample = 4, 2
     loop.training.first_step, loop.training.last_step, loop.training.paused_seconds = 1, 11, 3.0
     loop._first_step.ended = 2.0
@@ -216,15 +212,15 @@ def test_the_rate_is_of_the_steps_after_the_first_without_pauses() -> None:
     assert (summary.rate, summary.seconds, summary.first_step_seconds) == (16.0, 6.0, 1.0)
 
 
-def test_a_stopped_run_waits_for_its_save() -> None:
+def test_a_stopped_run_waits_for_its_save():
     saver = MagicMock(saved_step=None, asynchronous=True)
     with pytest.raises(StoppedError):
         Checkpoints(saver, MagicMock(), MagicMock(), MagicMock()).save_and_stop(MagicMock(step=3))
     assert saver.method_calls[-1] == call.settle()
 
 
-def test_what_is_logged_is_the_mean_over_ranks() -> None:
-    def logged(ranks: Any) -> Any:
+def test_what_is_logged_is_the_mean_over_ranks():
+    def logged(ranks):
         rank = ranks.plan.world.rank
         terms = {"right": dsframe.Sum(torch.tensor(1.0), 1 + rank)}
         return step_log._means(ranks, SimpleNamespace(loss=torch.tensor(float(rank)), terms=terms))
@@ -232,8 +228,8 @@ def test_what_is_logged_is_the_mean_over_ranks() -> None:
     assert Room(2).run(logged) == [(0.5, {"right": pytest.approx(2 / 3)})] * 2
 
 
-def test_passes_over_a_stream_that_differ_between_ranks_are_refused() -> None:
-    def refused(ranks: Any) -> str:
+def test_passes_over_a_stream_that_differ_between_ranks_are_refused():
+    def refused(ranks):
         with pytest.raises(DataError) as caught:
             step_log._rows_read(ranks, SimpleNamespace(rows_read=lambda: [5, 1, 4 + ranks.plan.world.rank]))
         return str(caught.value)
@@ -241,15 +237,15 @@ def test_passes_over_a_stream_that_differ_between_ranks_are_refused() -> None:
     assert all("had 4 rows on rank 0, but 5 on rank 1" in said for said in Room(2).run(refused))
 
 
-def test_two_micro_batches_are_one_batch(tmp_path: Path) -> None:
+def test_two_micro_batches_are_one_batch(tmp_path):
     for count in (1, 2):
         given = file(tmp_path / str(count), per_sample_randomness=True)
         dsframe.fit(Line(), given | {"gradient_accumulation_steps": count})
     assert curve(tmp_path / "2", "loss") == pytest.approx(curve(tmp_path / "1", "loss"))
 
 
-def test_one_ranks_signal_stops_all() -> None:
-    def stops(ranks: Any) -> bool:
+def test_one_ranks_signal_stops_all():
+    def stops(ranks):
         request = StopRequest(ranks, 0)
         request._received = signal.SIGTERM if ranks.plan.world.rank else None
         return request.agreed(1)
@@ -258,11 +254,11 @@ def test_one_ranks_signal_stops_all() -> None:
 
 
 class Remembering(Line):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen = [0]
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         self.seen.append(len(targets))
         return super().loss(outputs, targets) * min(1.0, len(self.seen) / 100)
 
@@ -271,21 +267,19 @@ _CALLS = [0]
 
 
 class Counting(Line):
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         _CALLS[0] += 1
         return super().loss(outputs, targets) * min(1.0, _CALLS[0] / 1000)
 
 
-def test_a_loss_that_depends_on_a_global_is_said_and_not_gone_on_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_depends_on_a_global_is_said_and_not_gone_on_from(tmp_path, capsys):
     dsframe.fit(Counting(), file(tmp_path, steps=3))
     assert "its loss depends on them (_CALLS of test_trainer.py)" in capsys.readouterr().err
     with pytest.raises(TaskError, match=r"_CALLS of test_trainer\.py\): no checkpoint has them"):
         dsframe.fit(Counting(), file(tmp_path), resume="auto")
 
 
-def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_what_no_checkpoint_has_and_what_ends_before_it_is_not_gone_on_from(tmp_path):
     dsframe.fit(Remembering(), file(tmp_path, steps=3))
     with pytest.raises(TaskError, match=r"its loss depends on them \(seen\): no checkpoint has them"):
         dsframe.fit(Remembering(), file(tmp_path), resume="auto")
@@ -305,8 +299,8 @@ class Rank(SimpleNamespace):
         ((nn.ReLU(), nn.ReLU()), ""),
     ],
 )
-def test_ranks_with_other_modules_are_refused(modules: tuple[nn.Module, nn.Module], line: str) -> None:
-    def build_one(ranks: Any) -> str:
+def test_ranks_with_other_modules_are_refused(modules, line):
+    def build_one(ranks):
         ranks.plan.task = Line()
         try:
             build.assert_same_model(ranks, nn.Sequential(nn.Linear(3, 4), modules[ranks.plan.world.rank]))
@@ -319,12 +313,12 @@ def test_ranks_with_other_modules_are_refused(modules: tuple[nn.Module, nn.Modul
         assert bool(said) == bool(line)
 
 
-def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seeds: list[int] = []
+def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch, tmp_path):
+    seeds = []
     monkeypatch.setattr(generators, "seed", seeds.append)
     config = load(file(tmp_path))
 
-    def built(ranks: Any) -> None:
+    def built(ranks):
         rank = ranks.plan.world.rank
         spec, course = optimizers.read(config), schedules.constant(0.1)
         plan = Plan(config, World(rank, 2, rank, 2), Line(), spec, course, config.batch(2), torch.device("cpu"))

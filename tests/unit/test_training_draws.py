@@ -1,20 +1,15 @@
 """What is done beside the training draws nothing of the training's: a VAE is the same whatever is evaluated, saved and logged."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import dsframe
 from tests.engines.ports import Vae
 
-BESIDE: dict[str, dict[str, Any]] = {
+BESIDE = {
     "evaluation": {"eval_every_steps": 2},
     "saving": {"checkpoints": {"every_steps": 3}},
     "logging": {"log_every_steps": 1},
@@ -27,27 +22,27 @@ class Drawing(Vae):
 
     evaluates = True
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.train_data() if self.evaluates else None
 
-    def metrics(self, outputs: Any, targets: Any) -> Any:
+    def metrics(self, outputs, targets):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
         torch.rand(3)
         return super().metrics(outputs, targets)
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs, targets):
         noise = random.random() + np.random.rand()  # the three generators decide what is trained
         return super().loss(outputs, targets) * (1 + 0.01 * noise)
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_training_does_not_see_it(beside: str, here: Path) -> None:
+def test_training_does_not_see_it(beside, here):
     usual = {"engine": "single", "steps": 8, "log_every_steps": 100, "checkpoints": {"at_end": False}}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
 
-    def loss(task: Drawing, run: str, **settings: Any) -> float:
+    def loss(task, run, **settings):
         return dsframe.fit(
             task, {"train_batch_size": 8, "optimizer": optimizer, "dsframe": {**usual, "run_dir": run, **settings}}
         ).loss

@@ -1,16 +1,13 @@
 """An exception of the user's code is told with their frames and the call of dsframe that led to them, and ends with code 5."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
@@ -22,13 +19,13 @@ FILE = ds_config(4, "Adam", engine="single", steps=4)
 
 
 class Rows(Dataset[Any]):
-    def __init__(self, bad: int = -1) -> None:
+    def __init__(self, bad=-1):
         self.bad = bad
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 16
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         if index == self.bad:
             raise KeyError("no such picture")
         return torch.ones(2), torch.ones(1)
@@ -37,27 +34,27 @@ class Rows(Dataset[Any]):
 class Broken(dsframe.Task):
     """Raises where ``where`` says."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.where = where
 
-    def model(self) -> nn.Module:
+    def model(self):
         if self.where == "model":
             raise ZeroDivisionError("no layers")
         return {"pair": _Pair(2, 1), "shapes": nn.Linear(3, 1)}.get(self.where) or nn.Linear(2, 1)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         if self.where == "loss":
             return torch.cat([outputs, torch.ones(3, 7)]).mean()
         return (outputs - targets).square().mean()
 
-    def train_data(self) -> Rows:
+    def train_data(self):
         if self.where == "disk":
             raise OSError(5, "Input/output error")
         return Rows(3 if self.where == "row" else -1)
 
 
 class _Pair(nn.Linear):
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+    def forward(self, first, second):
         return super().forward(first) + second
 
 
@@ -66,41 +63,41 @@ class TwoModels(Broken):
 
     model = dsframe.Task.model
 
-    def models(self) -> dict[str, Callable[[], nn.Module]]:
+    def models(self):
         return {"one": lambda: nn.Linear(3, 1)}
 
-    def losses(self) -> dict[str, Any]:
+    def losses(self):
         return {"one": lambda models, inputs, targets: models["one"](torch.ones(len(inputs), 3)).mean()}
 
-    def eval_data(self) -> Rows:
+    def eval_data(self):
         return Rows()
 
 
 class Detector(Broken):
     """Gives losses in training mode, and what it has found in evaluation mode."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         layer = nn.Linear(2, 1)
         layer.register_forward_hook(
             lambda module, _, outputs: {"loss": outputs.mean()} if module.training else [outputs]
         )
         return layer
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return sum(outputs.values())  # type: ignore[return-value]
+    def loss(self, outputs, targets):
+        return sum(outputs.values())
 
-    def eval_data(self) -> Rows:
+    def eval_data(self):
         return Rows()
 
 
 class Table(nn.Linear):
     """Adds a table, a buffer, as positional encodings are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(2, 1)
         self.register_buffer("table", torch.ones(2))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return super().forward(inputs + self.table)
 
 
@@ -117,7 +114,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_who_raised_is_told(where: str, here: Path) -> None:
+def test_who_raised_is_told(where, here):
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
         dsframe.fit({"evaluated": TwoModels, "detector": Detector}.get(where, Broken)(where), FILE)
     told = user_code.user_traceback(raised.value)
@@ -129,7 +126,7 @@ def test_who_raised_is_told(where: str, here: Path) -> None:
     assert user_code.is_transient(raised.value) == (where == "disk")
 
 
-def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here, monkeypatch):
     monkeypatch.setattr(Broken, "model", lambda _: nn.Sequential(nn.Linear(3, 1)))
     settings = {**FILE["dsframe"], "model": {"activation_checkpointing": ["Linear"]}}
     with pytest.raises(RuntimeError) as raised:
@@ -138,12 +135,12 @@ def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here: Path, mon
 
 
 @pytest.mark.parametrize("entry", user_code._PASSES_ON)
-def test_what_passes_on_is_there(entry: str) -> None:
+def test_what_passes_on_is_there(entry):
     file, _, function = entry.partition(":")
     assert f"def {function}" in (REPOSITORY / "dsframe" / file).read_text()
 
 
-def test_what_16_bits_do_to_buffers_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_16_bits_do_to_buffers_is_told(here, monkeypatch):
     monkeypatch.setattr(Broken, "model", lambda _: Table())
     with pytest.raises(RuntimeError) as raised:
         dsframe.fit(Broken(""), {**FILE, "bf16": {"enabled": True}})
@@ -155,25 +152,25 @@ def test_what_16_bits_do_to_buffers_is_told(here: Path, monkeypatch: pytest.Monk
 class Tokens(dsframe.Task):
     """Sample 40 of 64 has a token or a class that there is not; so has sample 3 of the evaluation."""
 
-    def __init__(self, token: int = 0, label: int = 0, where: str = "training") -> None:
+    def __init__(self, token=0, label=0, where="training"):
         self.token, self.label, self.where = token, label, where
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 3))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    def rows(self, bad: int) -> Any:
+    def rows(self, bad):
         tokens, labels = torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
         labels[::7] = -100
         tokens[bad, 1], labels[bad] = self.token, self.label
         return torch.utils.data.TensorDataset(tokens, labels)
 
-    def train_data(self) -> Any:
+    def train_data(self):
         return self.rows(40) if self.where == "training" else Tokens().rows(0)
 
-    def eval_data(self) -> Any:
+    def eval_data(self):
         return self.rows(3) if self.where == "evaluation" else None
 
 
@@ -185,16 +182,16 @@ class Tokens(dsframe.Task):
         ({"label": 3, "where": "evaluation"}, "0 to 2 (sample 3 of the evaluation)"),
     ],
 )  # fmt: skip
-def test_a_number_out_of_range_is_named(wrong: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_number_out_of_range_is_named(wrong, said, monkeypatch, tmp_path):
     monkeypatch.setattr("dsframe.host.source_files.is_users", lambda file: Path(file) == Path(__file__))
-    settings = {**FILE["dsframe"], "steps": 16, "run_dir": str(tmp_path)}  # type: ignore[dict-item]
+    settings = {**FILE["dsframe"], "steps": 16, "run_dir": str(tmp_path)}
     with pytest.raises(IndexError) as caught:
         dsframe.fit(Tokens(**wrong), {**FILE, "dsframe": settings})
     assert re.search(re.escape(said).replace("%d", r"\d"), str(user_code.user_traceback(caught.value)))
 
 
-def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raised(work: Callable[[], Any]) -> Exception:
+def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch):
+    def raised(work):
         try:
             work()
         except Exception as error:
@@ -208,7 +205,7 @@ def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: p
     assert user_code.user_traceback(raised(lambda: dsframe.model.forward.call(layer, torch.ones(2)))) is None
 
 
-def test_it_ends_with_the_code_of_a_task(tmp_path: Path) -> None:
+def test_it_ends_with_the_code_of_a_task(tmp_path):
     code = f"""
 import sys, dsframe
 sys.path.insert(0, {str(REPOSITORY)!r})

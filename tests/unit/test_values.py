@@ -1,11 +1,8 @@
 """What is compared and copied of a user's values."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import Counter, defaultdict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from dsframe.values import copied, same
 
 
 class Held:
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
 
@@ -24,12 +21,12 @@ class Slotted(Held):
 
     __slots__ = ("other",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         super().__init__(0)
         self.other = value
 
 
-PAIRS: list[tuple[Any, Any]] = [
+PAIRS = [
     (None, torch.zeros(2)),
     (None, np.zeros(2)),
     (torch.zeros(2), torch.zeros(3)),
@@ -47,14 +44,14 @@ PAIRS: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_what_differs(one: Any, other: Any) -> None:
+def test_what_differs(one, other):
     assert not same(one, other)
     assert not same(other, one)
     assert same(one, copied(one))
     assert same(other, copied(other))
 
 
-def test_a_copy_is_of_the_same_class_and_apart() -> None:
+def test_a_copy_is_of_the_same_class_and_apart():
     counts = defaultdict(list, {"a": [1]})
     twin = copied(counts)
     twin["a"].append(2)
@@ -66,7 +63,7 @@ def test_a_copy_is_of_the_same_class_and_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_sparse_tensors_are_compared() -> None:
+def test_sparse_tensors_are_compared():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     for form in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
         assert same(form(dense), form(dense.clone()))
@@ -80,14 +77,14 @@ class Private:
 
     __slots__ = ("__count", "__weakref__")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.__count = [0]
 
-    def move(self) -> None:
+    def move(self):
         self.__count.append(1)
 
 
-def test_private_slots_are_copied() -> None:
+def test_private_slots_are_copied():
     value = Private()
     twin = copied(value)
     assert same(value, twin)
@@ -95,7 +92,7 @@ def test_private_slots_are_copied() -> None:
     assert not same(value, twin)
 
 
-def test_counters_and_slots_are_copied_and_loggers_are_not_touched() -> None:
+def test_counters_and_slots_are_copied_and_loggers_are_not_touched():
     for value, move in ((itertools.count(3), next), (iter([3, 4]), next), (Slotted(3), vars)):
         twin = copied(value)
         move(twin)

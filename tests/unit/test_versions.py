@@ -1,7 +1,5 @@
 """The door: the README's lines, typed in a fresh clone and a fresh environment; every Python that is declared has its row."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -10,18 +8,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests import versions
-from tests.processes import REPOSITORY, Finished, run_ranks
+from tests.processes import REPOSITORY, run_ranks
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-def typed() -> list[str]:
+def typed():
     """The lines of the README's install part."""
     section = README.split("## Install")[1].split("\n## ")[0]
     return re.findall(r"^    (\S.*)$", section, re.MULTILINE)
 
 
-def fresh_shell(line: str, folder: Path, python: str, timeout_seconds: float, **others: str) -> Finished:
+def fresh_shell(line, folder, python, timeout_seconds, **others):
     """Types a line in a shell that has the system's PATH, and compiled Horovod wheels of this machine; trainings are short."""
     env = {
         "PATH": f"{Path(python).parent}{os.pathsep}{os.defpath}",
@@ -36,7 +34,7 @@ def fresh_shell(line: str, folder: Path, python: str, timeout_seconds: float, **
     return run_ranks(["bash", "-euc", line], cwd=folder, env=env | others, timeout_seconds=timeout_seconds)
 
 
-def another_python() -> str:
+def another_python():
     """Another interpreter than that of the tests for which the package index has the same build of torch; else the same."""
     here = ".".join(map(str, sys.version_info[:3]))
     for found, path in versions.pythons():
@@ -47,7 +45,7 @@ def another_python() -> str:
     return sys.executable
 
 
-def test_make_train_in_a_fresh_clone_on_another_python(tmp_path: Path) -> None:
+def test_make_train_in_a_fresh_clone_on_another_python(tmp_path):
     """Set-up, both engines, the comparison; the second time there is nothing to set up. Without compiling another Horovod."""
     subprocess.run(["git", "clone", "-q", REPOSITORY, tmp_path / "clone"], check=True, timeout=60)
     python = another_python()

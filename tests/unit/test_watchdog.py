@@ -1,15 +1,11 @@
 """The watchdog's words, and its judgement: who is missing, and that slow is not stuck. Processes: tests/faults."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ WAITING = RankStatus(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backw
 ASLEEP = RankStatus(4, 5, 30.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
 
 
-def test_the_one_that_is_missing_is_named() -> None:
+def test_the_one_that_is_missing_is_named():
     lines = diagnose({0: WAITING, 1: ASLEEP, 2: WAITING}, 3, 20.0).splitlines()
     assert lines[:4] == [
         "dsframe: error: the run hangs in step 5: no progress for 30 s (dsframe.hang_timeout_seconds is 20) [hang]",
@@ -35,14 +31,14 @@ def test_the_one_that_is_missing_is_named() -> None:
     assert lines[4:] == ["--- rank 0, 2", "thread MainThread:", "  a", "--- rank 1", "thread MainThread:", "  b"]
 
 
-def test_who_does_not_answer_and_who_is_behind_is_named() -> None:
+def test_who_does_not_answer_and_who_is_behind_is_named():
     text = diagnose({0: WAITING, 2: replace(WAITING, beats=3, collective="barrier")}, 3, 20.0)
     assert "rank 1 DOES NOT ANSWER: its process has ended or is stopped" in text
     assert "rank 2 waits in barrier, but is 2 micro-batch(es) behind" in text
     assert "MISSING" not in diagnose({0: ASLEEP}, 1, 20.0)
 
 
-def test_who_waits_on_its_device_is_seen_by_what_it_has_called() -> None:
+def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
     """As NCCL's ranks hang: they call collectives and go on, until they need a number from the device."""
     reads = replace(ASLEEP, place="_log, trainer.py:3: float(loss)")
     waits = replace(
@@ -59,8 +55,8 @@ def test_who_waits_on_its_device_is_seen_by_what_it_has_called() -> None:
     ]
 
 
-def test_the_first_collective_that_is_not_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(number: int, done: bool, *, p2p: bool = False, group: str = "0") -> dict[str, object]:
+def test_the_first_collective_that_is_not_done_is_told(monkeypatch):
+    def entry(number, done, *, p2p=False, group="0"):
         more = {"process_group": [group, "default_pg"], "is_p2p": p2p, "retired": done, "input_sizes": [[number]]}
         return {"collective_seq_id": number, "profiling_name": "nccl:all_reduce", **more}
 
@@ -75,15 +71,14 @@ def test_the_first_collective_that_is_not_done_is_told(monkeypatch: pytest.Monke
     }
 
 
-def test_a_collective_is_found_under_its_wrappers() -> None:
-    def frames(*calls: tuple[str, str]) -> FrameType:
+def test_a_collective_is_found_under_its_wrappers():
+    def frames(*calls):
         """A stack of functions of these names in these files, outermost first."""
-        space: dict[str, object] = {"sys": sys, "inner": lambda: sys._getframe(1)}
+        space = {"sys": sys, "inner": lambda: sys._getframe(1)}
         for name, file in reversed(calls):
             exec(compile(f"def {name}(inner=inner):\n    return inner()", file, "exec"), space)
             space["inner"] = space[name]
-        found: FrameType = space["inner"]()  # type: ignore[operator]
-        return found
+        return space["inner"]()
 
     torchs, deepspeeds = "/v/torch/distributed/", "/v/deepspeed/comm/"
     stack = [("step", "/me/train.py"), ("all_reduce", f"{deepspeeds}comm.py"), ("fn", "/v/torch/_dynamo/eval_frame.py")]
@@ -116,8 +111,8 @@ print("done")
 """
 
 
-def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
-    def run(rounds: str) -> subprocess.CompletedProcess[str]:
+def test_slow_is_not_stuck_and_stuck_ends_with_9():
+    def run(rounds):
         command = [sys.executable, "-c", PROGRAM, rounds]
         return run_program(command, cwd=REPOSITORY, check=False)
 
@@ -129,7 +124,7 @@ def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     assert "rank 0 is in <module>, <string>:" in stuck.stderr
 
 
-def test_a_rank_that_is_asked_answers() -> None:
+def test_a_rank_that_is_asked_answers():
     """Another rank has called in the store: this one is to compare, whatever its own limit."""
     dog = watchdog.Watchdog(World(), 0.2)
     dog._store = SimpleNamespace(check=lambda keys: keys == [f"hang/{dog._round}"])
@@ -143,7 +138,7 @@ def test_a_rank_that_is_asked_answers() -> None:
     assert dog._called >= dog._round
 
 
-def test_only_the_first_step_may_take_longer() -> None:
+def test_only_the_first_step_may_take_longer():
     dog = watchdog.Watchdog(World(), 4.0)
     dog.begin(7)
     assert dog._limit == 4.0 * watchdog.FIRST_FACTOR
@@ -170,7 +165,7 @@ with watchdog.Watchdog(SimpleNamespace(size=2, rank=1, is_main=False), 0.4) as w
 
 
 @pytest.mark.parametrize("stderr", ["open", "pipe"])
-def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stderr: str, tmp_path: Path) -> None:
+def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stderr, tmp_path):
     """Its store answers nothing, for ever; and the report is left where standard error is gone, too."""
     report = tmp_path / "outcome.jsonl"
     command = [sys.executable, "-c", STOPPED, stderr, str(report)]
@@ -181,13 +176,13 @@ def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stder
     assert outcome.read(report).message.startswith("the run hangs in step 1")
 
 
-def test_a_process_that_was_frozen_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_frozen_does_not_hang(monkeypatch):
     """Ctrl-Z, a paused container, a suspended host: nobody, the watchdog neither, has run for an hour."""
     now = [1000.0]
-    told: list[float] = []
+    told = []
     naps = iter([1.0, 3600.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
-    def wait(seconds: float) -> bool:
+    def wait(seconds):
         now[0] += (nap := next(naps, 0.0))
         return not nap
 

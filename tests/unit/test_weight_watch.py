@@ -16,10 +16,10 @@ class Engine:
     explains = {"mixed DTensor": "{} has not gathered a weight"}  # noqa: RUF012
 
 
-def test_an_engine_that_has_said_why_is_not_explained(monkeypatch: Any) -> None:
+def test_an_engine_that_has_said_why_is_not_explained(monkeypatch):
     engine = Engine()
     monkeypatch.setattr(WeightWatch, "__init__", lambda self: None)
-    watch: Any = WeightWatch()  # type: ignore[call-arg]
+    watch = WeightWatch()
     watch._engine, watch._parameters = engine, {}
     assert "has not gathered a weight" in str(watch.explained(RuntimeError("got mixed DTensor")))
     assert watch.explained(EngineError("the optimizer fails: got mixed DTensor")) is None

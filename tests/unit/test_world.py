@@ -1,7 +1,5 @@
 """Who am I: every launcher's variables, and environments that contradict themselves."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 
@@ -40,14 +38,14 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("launcher", ENVIRONMENTS)
-def test_each_launcher_is_understood(launcher: str) -> None:
+def test_each_launcher_is_understood(launcher):
     found = world.read(ENVIRONMENTS[launcher])
     assert found.launcher == launcher
     assert (found.rank, found.size, found.local_rank, found.local_size, found.node) == (3, 4, 1, 2, 1)
     assert not found.is_main
 
 
-def test_hydra_names_of_mpich_and_intel_mpi() -> None:
+def test_hydra_names_of_mpich_and_intel_mpi():
     found = world.read({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert found == World(1, 2, 1, 2, 0, "mpirun")
     with pytest.raises(WorldError, match="MPI_LOCALNRANKS is not set, though the launcher's other variables are"):
@@ -61,9 +59,7 @@ def test_hydra_names_of_mpich_and_intel_mpi() -> None:
         ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, "PALS_LOCAL_SIZE=2"),
     ],
 )
-def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(
-    variables: dict[str, str], named: str
-) -> None:
+def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(variables, named):
     with pytest.raises(WorldError, match=rf"^{named} says .* export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"):
         world.read(variables)
     assert world.read({"PMI_RANK": "0", "PMI_SIZE": "1"}) == World()
@@ -73,12 +69,12 @@ def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
 
 
-def test_variables_set_by_hand_within_srun_are_sruns() -> None:
+def test_variables_set_by_hand_within_srun_are_sruns():
     """``RANK=$SLURM_PROCID`` and its like say nothing new, and not how many processes a host has."""
     assert world.read(ENVIRONMENTS["srun"] | BY_HAND) == World(3, 4, 1, 2, 1, "srun", "node1", 29511)
 
 
-def test_variables_set_by_hand_may_be_those_of_several_hosts() -> None:
+def test_variables_set_by_hand_may_be_those_of_several_hosts():
     with pytest.raises(WorldError, match=r"^LOCAL_WORLD_SIZE is not set, and MASTER_ADDR=node1 may be another host"):
         world.read(BY_HAND)
     # Slurm's say something else: its tasks are not the processes of this run.
@@ -91,32 +87,32 @@ def test_variables_set_by_hand_may_be_those_of_several_hosts() -> None:
     assert world.read(BY_HAND | {"LOCAL_WORLD_SIZE": "2"}).node == 1
 
 
-def test_horovodrun_over_mpi_is_horovodrun() -> None:
+def test_horovodrun_over_mpi_is_horovodrun():
     """Where Horovod was built with MPI, horovodrun starts mpirun; who types horovodrun still wants Horovod."""
     options = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
     found = world.read({**ENVIRONMENTS["mpirun"], **options})
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 3, 4)
 
 
-def test_elastic_horovodrun_is_refused() -> None:
+def test_elastic_horovodrun_is_refused():
     variables = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"}
     assert world.read(variables).size == 2
     with pytest.raises(WorldError, match=r"--min-np.* not supported.*dsframe launch --restarts"):
         world.read({**variables, "HOROVOD_ELASTIC": "1"})
 
 
-def test_no_launcher_is_one_process() -> None:
+def test_no_launcher_is_one_process():
     assert world.read({}) == World()
     # Inside an sbatch script, before srun: the allocation's variables alone start nobody.
     assert world.read({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == World()
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "deepspeed", "horovodrun", "mpirun"])
-def test_a_launcher_inside_srun_wins(inner: str) -> None:
+def test_a_launcher_inside_srun_wins(inner):
     assert world.read({**ENVIRONMENTS["srun"], **ENVIRONMENTS[inner]}).launcher == inner
 
 
-def test_two_launchers_at_once_are_named() -> None:
+def test_two_launchers_at_once_are_named():
     with pytest.raises(WorldError, match=r"deepspeed \(RANK=3\) and horovodrun \(HOROVOD_RANK=3\)"):
         world.read({**ENVIRONMENTS["deepspeed"], **ENVIRONMENTS["horovodrun"]})
 
@@ -129,13 +125,13 @@ def test_two_launchers_at_once_are_named() -> None:
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not an integer"),
     ],
 )
-def test_numbers_that_do_not_fit_are_named(change: dict[str, str], message: str) -> None:
+def test_numbers_that_do_not_fit_are_named(change, message):
     with pytest.raises(WorldError, match=message):
         world.read({**ENVIRONMENTS["torchrun"], **change})
 
 
 @pytest.mark.parametrize(("layout", "node", "tasks"), [("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,4(x2)", 1, 4)])
-def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
+def test_slurm_layouts(layout, node, tasks):
     assert world.slurm_tasks(layout)[node] == tasks
 
 
@@ -149,17 +145,17 @@ def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
         ("", []),
     ],
 )
-def test_slurm_node_lists(nodes: str, hosts: list[str]) -> None:
+def test_slurm_node_lists(nodes, hosts):
     assert world.slurm_hosts(nodes) == hosts
 
 
 @pytest.mark.parametrize("nodes", ["node[1-2", "node[a-b]", "node[1-]", "node[]", "a,,b", "a,", "n[1[2-3]]", "a b"])
-def test_what_is_no_slurm_node_list_is_refused(nodes: str) -> None:
+def test_what_is_no_slurm_node_list_is_refused(nodes):
     with pytest.raises(WorldError, match="is no list of hosts in Slurm's form"):
         world.slurm_hosts(nodes)
 
 
-def test_meeting_points() -> None:
+def test_meeting_points():
     assert meeting_point(world.read(ENVIRONMENTS["deepspeed"]), {}) == ("node1", 29511)
     steps = [
         ENVIRONMENTS["srun"] | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job, step in (("17", "1"), ("18", "0"))
@@ -181,7 +177,7 @@ def test_meeting_points() -> None:
     assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
 
 
-def _has_ipv6() -> bool:
+def _has_ipv6():
     """Whether this machine's loopback speaks it; containers often do not."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
@@ -191,7 +187,7 @@ def _has_ipv6() -> bool:
     return True
 
 
-def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch):
     """On one host it listens on the loopback alone, over several on the one address that the others are told."""
     port = free_port()
     with monkeypatch.context() as patch:
@@ -225,7 +221,7 @@ def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch
     assert [bound_to(name) for name in names] == ["10.0.0.5", "", "", "127.0.0.1"]
 
 
-def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored afterwards, whatever the call sets
     assert settle_threads(World(0, 4, 0, 4), None) == 2
@@ -245,7 +241,7 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "nan", "inf"])
-def test_a_limit_of_the_meeting_that_is_no_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_meeting_that_is_no_number_of_seconds(text, monkeypatch):
     monkeypatch.setenv(process_group.LIMIT_VARIABLE, text)
     with pytest.raises(WorldError, match=f"DSFRAME_MEETING_SECONDS='{text}' is not a number of seconds"):
         process_group.meet(World(), "127.0.0.1", 1)
