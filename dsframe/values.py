@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
+from operator import is_
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 FEW = 1000
-"""Entries of a list or dict that is copied; a data set has more."""
+"""Entries of a list or dict whose entries are copied too; of a longer one, such as a data set, they are compared by identity."""
 ELEMENTS = 1 << 22
-"""Elements of a tensor or an array that is copied."""
+"""Elements of a tensor, an array or a container that is copied."""
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
 """Classes of containers whose content is put back."""
 COUNTERS: tuple[type, ...] = (itertools.count, type(iter(range(0))), type(iter([])), type(iter(())))
@@ -30,12 +31,13 @@ def copied(value: Any, depth: int = 2) -> Any:
         return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, np.ndarray):
         return value.copy() if value.size <= ELEMENTS else value
-    if isinstance(value, (list, set, dict, deque)) and len(value) <= FEW:
+    if isinstance(value, (list, set, dict, deque)) and len(value) <= ELEMENTS:
+        depth = depth if len(value) <= FEW else 0
         if isinstance(value, dict):
             twin = copy.copy(value) if type(value) in CONTAINERS else dict(value)
             dict.update(twin, {key: copied(item, depth - 1) for key, item in value.items()} if depth else {})
             return twin
-        return type(value)(copied(item, depth - 1) if depth else item for item in value)
+        return type(value)(copied(item, depth - 1) for item in value) if depth else copy.copy(value)
     if not isinstance(value, COUNTERS) and (not depth or not has_attributes(value)):
         return value
     try:
@@ -71,7 +73,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 def same(before: Any, after: Any) -> bool:
     """Returns whether two plain values, or two objects of plain values, are equal; True of what cannot be compared."""
-    if before is None or after is None:
+    if before is after or before is None or after is None:
         return before is after
     if isinstance(before, Tensor) and before.is_nested:
         return isinstance(after, Tensor) and after.is_nested and same(list(before.unbind()), list(after.unbind()))
@@ -83,15 +85,15 @@ def same(before: Any, after: Any) -> bool:
         alike = type(before) is type(after) and (before.dtype, before.shape) == (after.dtype, after.shape)
         return alike and before.tobytes() == after.tobytes()
     if isinstance(before, (int, float, complex, str, bytes, set)):
-        return before is after or bool(before == after)
+        return bool(before == after)
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(same(value, after[key]) for key, value in before.items())
     if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
-        return len(before) == len(after) and all(map(same, before, after))
+        return len(before) == len(after) and (all(map(is_, before, after)) or all(map(same, before, after)))
     if isinstance(before, COUNTERS) and type(before) is type(after):
-        return before is after or _place(before) == _place(after)
+        return bool(_place(before) == _place(after))
     if type(before) is type(after) and has_attributes(before):
-        return before is after or same(attributes_of(before), attributes_of(after))
+        return same(attributes_of(before), attributes_of(after))
     return True
 
 

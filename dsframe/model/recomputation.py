@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial, wraps
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.errors import TaskError
-from dsframe.model.user_state import Generators, Numbers, generators_of, names_of, numbers_of
+from dsframe.model.user_spaces import Space, attributes, names_of, outside
+from dsframe.model.user_state import GENERATORS, Generators, generators_of
+from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
 
 
 def recompute(block: nn.Module) -> None:
@@ -34,57 +39,60 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast and from the same state.
 
     What a block changes is, for the time in which it computes again, as it was before the first pass, which alone counts: buffers
-    (BatchNorm's statistics, a spectral norm's vectors), numbers in attributes, generators of NumPy, of Python and of its own.
+    (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, in globals and classes of the user's files,
+    generators of NumPy, of Python and of its own.
     """
-    changing = set[tuple[nn.Module, str]]()  # large ones; small ones are copied in any case, and all at first
-    state, calls = _UserState(module), 0
+    state = _UserState(module)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        nonlocal calls
-        calls += 1
-        before, user = _held_buffers(module, changing if calls > 1 else None), state.taken(calls)
-        return watched(before, user), _Again(before, user)
-
-    @contextmanager
-    def watched(before: dict[tuple[nn.Module, str], _Held], user: _Taken) -> Iterator[None]:
-        yield
-        user.keep_changed()
-        changed = {key for key, buffer in before.items() if buffer.changed(*key)}
-        for owner, name in changed:
-            if before[owner, name].copy is None:
-                raise TaskError(
-                    f"a recomputed {type(module).__name__} changes its large buffer {name} only in some steps, and what it was is "
-                    "not known any more; change it in each forward pass, or leave activation_checkpointing out"
-                )
-        for key in before.keys() - changed:
-            del before[key]
-        changing.update(changed)
+        taken = state.taken()
+        return taken.watched(), taken
 
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 _LOOKS = 16
-"""Passes of a block after which its attributes are known, and whether it draws with NumPy or Python."""
+"""Passes of a block after which it is known whether it draws with NumPy or Python."""
+_FIRST = 2
+"""Passes whose large tensors are copied: the first may make them, and the second change them in place."""
 
 
 class _UserState:
-    """What a block keeps in numbers and generators of its own, and whether it draws from those of the process."""
+    """What a block's code may change, and whether it draws from the generators of the process."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._names = module, names_of(module.modules())
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._held: list[Any] = []
+        self.module, self._passes = module, 0
+        self.spaces: list[tuple[Space, nn.Module | None]] = []
+        self.generators: list[Any] = []
+        self.changing = set[tuple[int, str]]()
+        """Large values that the first passes changed in place; small ones are copied in any case."""
         self._draws, self._suspected = False, 0
 
-    def taken(self, number: int) -> _Taken:
-        """Returns it as it is before forward pass ``number``, from 1."""
-        early = number <= _LOOKS
-        if early:
-            modules = list(self._module.modules())
-            self._places = [(space, name) for space, name, _ in numbers_of(modules, self._names)]
-            self._held = generators_of(modules)
-        looks = self._draws or early or number & (number - 1) == 0
-        return _Taken(self, [(space, name, space.get(name)) for space, name in self._places], self._held, looks, number)
+    def taken(self) -> _Taken:
+        """Returns it as it is before the next forward pass."""
+        self._passes = number = self._passes + 1
+        if number <= _FIRST:
+            self.spaces = self._looked_at()
+        if number <= _LOOKS:
+            self.generators = generators_of(self.module.modules())
+        held = [
+            _Held(space, key, value, number <= _FIRST or (id(space.owner), key) in self.changing, norm)
+            for space, norm in self.spaces
+            for key, value in _values(space)
+        ]
+        looks = self._draws or number <= _LOOKS or number & (number - 1) == 0
+        return _Taken(self, held, looks, number)
+
+    def _looked_at(self) -> list[tuple[Space, nn.Module | None]]:
+        """Returns where values lie; beside the buffers of a BatchNorm, whose kernels count no version, the module."""
+        modules = list(self.module.modules())
+        words = names_of(modules)
+        buffers = [
+            (Space(owner._buffers, words.union(owner._buffers), "{}"), owner if isinstance(owner, _NormBase) else None)
+            for owner in modules
+            if isinstance(owner._buffers, dict)  # not torch.jit's
+        ]
+        return [*buffers, *((space, None) for space in [*attributes(self.module), *outside(modules)])]
 
     def drew(self, number: int) -> None:
         """NumPy's or Python's generator has moved in pass ``number``. Raises TaskError where earlier passes may have been computed
@@ -93,102 +101,157 @@ class _UserState:
             self._suspected = number
         elif 0 < number - self._suspected <= _LOOKS < self._suspected:
             raise TaskError(
-                f"a recomputed {type(self._module).__name__} draws with NumPy or random only in some steps, and would draw other "
+                f"a recomputed {type(self.module).__name__} draws with NumPy or random only in some steps, and would draw other "
                 "numbers when it computes again; draw in each forward pass, or leave activation_checkpointing out"
             )
         self._draws = True
 
 
+def _values(space: Space) -> Iterator[tuple[str, Any]]:
+    values = space.values()
+    return ((key, values[key]) for key in values.keys() & space.names if _is_kept(type(values[key])))  # type: ignore[arg-type]  # mypy's own mistake: classes have a hash
+
+
+@lru_cache(1024)  # a configuration of transformers takes 3 us to say what it is an instance of
+def _is_kept(cls: type) -> bool:
+    is_called = any("__call__" in vars(base) for base in cls.__mro__)
+    return not is_called and not issubclass(cls, (ModuleType, *GENERATORS))
+
+
 class _Taken:
-    """Numbers and generators before a forward pass; then those of them that the pass has moved."""
+    """Values and generators before a forward pass; then those of them that the pass has changed.
 
-    def __init__(self, state: _UserState, numbers: Numbers, held: list[Any], looks: bool, number: int) -> None:
-        self._state, self._numbers, self._held, self._looks, self._number = state, numbers, held, looks, number
-        self._generators: Generators | None = Generators(held, process=looks)
+    A context around what is computed again: once for each backward pass through a block of several outputs.
+    """
 
-    def keep_changed(self) -> None:
-        self._numbers = [(space, name, value) for space, name, value in self._numbers if space.get(name) is not value]
+    def __init__(self, state: _UserState, held: list[_Held], looks: bool, number: int) -> None:
+        self._state, self._changed, self._looks, self._number = state, held, looks, number
+        self._spaces = [(space, len(space.values())) for space, _ in state.spaces]
+        self._generators: Generators | None = Generators(state.generators, process=looks)
+        self._inside = list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._inside.append(self._as_before())
+        self._inside[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inside.pop().__exit__(*error)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first pass."""
+        yield
+        known = {(id(held.space.owner), held.key) for held in self._changed}
+        new = [
+            _Held(space, key, _ABSENT)
+            for space, entries in self._spaces
+            if len(space.values()) > entries
+            for key, _ in _values(space)
+            if (id(space.owner), key) not in known
+        ]
+        self._changed = [held for held in self._changed if held.changed()] + new
+        for held in self._changed:
+            if held.is_lost():
+                raise TaskError(
+                    f"a recomputed {type(self._state.module).__name__} changes its large {held.key} only in some steps, and what "
+                    "it was is not known any more; change it in each forward pass, or leave activation_checkpointing out"
+                )
+            self._state.changing.add((id(held.space.owner), held.key))
         if self._generators is not None and self._generators.process_changed():
             self._state.drew(self._number)
         elif self._generators is not None and not self._generators.changed():
             self._generators = None
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        now = Generators(self._held, process=self._looks) if self._generators else None
+    def _as_before(self) -> Iterator[None]:
+        """The second pass has copies, which it may change as the first pass changed what was there."""
+        generators = Generators(self._state.generators, process=self._looks) if self._generators else None
         if self._generators:
             self._generators.put_back(process=True)
-        self._swap()
+        now = [(held, held.space.values().get(held.key, _ABSENT)) for held in self._changed]
+        twins = dict[int, Any]()
+        for held in self._changed:
+            held.put(held.twin(twins))
         try:
             yield
         finally:
-            self._swap()
-            if now:
-                now.put_back(process=True)
-
-    def _swap(self) -> None:
-        now = [(space, name, space.get(name)) for space, name, _ in self._numbers]
-        for space, name, value in self._numbers:
-            space[name] = value
-        self._numbers = now
+            for held, value in now:
+                held.put(value)
+            if generators:
+                generators.put_back(process=True)
 
 
-_SMALL_BUFFER = 1 << 16
-"""Elements."""
+_SMALL = 1 << 16
+"""Elements of a tensor that is copied before each pass."""
+_ABSENT = object()
+_COPIED = (np.ndarray, *CONTAINERS, *COUNTERS)
+_PARTS = (Tensor, tuple, *_COPIED)
 
 
-@dataclass
 class _Held:
-    """A buffer before a forward pass."""
+    """A value before a forward pass."""
 
-    buffer: Tensor
-    version: int
-    copy: Tensor | None
+    def __init__(self, space: Space, key: str, value: Any, copies: bool = False, norm: nn.Module | None = None) -> None:
+        self.space, self.key, self._value, self._norm = space, key, value, norm
+        self._parts, self._spec = _flat(value)
+        self._versions = [_version(part) for part in self._parts]
+        self._copies = [
+            _copy(part) if copies or not isinstance(part, Tensor) or part.numel() <= _SMALL else part
+            for part in self._parts
+        ]
 
-    def changed(self, owner: nn.Module, name: str) -> bool:
-        if isinstance(owner, nn.modules.batchnorm._NormBase):
-            return owner.training  # its kernels count no version
-        return owner._buffers[name] is not self.buffer or self.buffer._version != self.version
+    def changed(self) -> bool:
+        """Returns whether there is another value now, or the same with another content."""
+        now = self.space.values().get(self.key, _ABSENT)
+        if now is not self._value or (self._norm is not None and self._norm.training):
+            return True
+        parts, spec = _flat(now)
+        return spec != self._spec or any(map(_differs, self._parts, self._versions, self._copies, parts))
+
+    def is_lost(self) -> bool:
+        """True of a tensor that was not copied and is not any more what it was."""
+        return any(
+            isinstance(part, Tensor) and copy is part and _version(part) != version
+            for part, copy, version in zip(self._parts, self._copies, self._versions, strict=True)
+        )
+
+    def twin(self, twins: dict[int, Any]) -> Any:
+        """Returns a copy of what it was: of a value in two places one, which ``twins`` has by the value's id."""
+        if self._spec is None:
+            return self._value
+        for part, copy in zip(self._parts, self._copies, strict=True):
+            if id(part) not in twins:
+                twins[id(part)] = _copy(copy)
+        parts = [twins[id(part)] for part in self._parts]
+        return twins.setdefault(id(self._value), tree_unflatten(parts, self._spec))
+
+    def put(self, value: Any) -> None:
+        if value is not _ABSENT:
+            self.space.put(self.key, value)
+        elif self.key in self.space.values():
+            self.space.drop(self.key)
 
 
-@torch.no_grad()
-def _held_buffers(
-    module: nn.Module, changing: set[tuple[nn.Module, str]] | None = None
-) -> dict[tuple[nn.Module, str], _Held]:
-    """The buffers of ``module``; copies of small ones and of those that are ``changing``, of all where that is None."""
-    held = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                copied = changing is None or buffer.numel() <= _SMALL_BUFFER or (owner, name) in changing
-                held[owner, name] = _Held(buffer, buffer._version, buffer.detach().clone() if copied else None)
-    return held
+def _flat(value: Any) -> tuple[list[Any], TreeSpec | None]:
+    """The parts of a value that may change while it stays the same object."""
+    is_plain = isinstance(value, tuple) and not any(issubclass(type(part), _PARTS) for part in value)
+    if is_plain or not issubclass(type(value), _PARTS):
+        return [], None
+    return tree_flatten(value, is_leaf=lambda part: isinstance(part, (tuple, *CONTAINERS)) and len(part) > FEW)
 
 
-class _Again:
-    """Around what is computed again: once for each backward pass through a block of several outputs."""
-
-    def __init__(self, before: Mapping[tuple[nn.Module, str], _Held], user: _Taken) -> None:
-        self._before, self._user, self._inside = before, user, list[ExitStack]()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(_as_before(self._before))
-            stack.enter_context(self._user.as_before())
-            self._inside.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._inside.pop().__exit__(*error)
+def _version(part: Any) -> int | None:
+    return part._version if isinstance(part, Tensor) and not part.is_inference() else None
 
 
-@contextmanager
-def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
-    now = {(owner, name): owner._buffers[name] for owner, name in before}
-    copies = {id(held.buffer): held.copy.clone() for held in before.values() if held.copy is not None}
-    for (owner, name), held in before.items():
-        owner._buffers[name] = copies[id(held.buffer)]
-    try:
-        yield
-    finally:
-        for (owner, name), buffer in now.items():
-            owner._buffers[name] = buffer
+def _copy(part: Any) -> Any:
+    """A copy without autograd's history: what is computed again gives the first pass the tensors that it saved, no more."""
+    if not isinstance(part, Tensor):
+        return copied(part) if isinstance(part, _COPIED) else part
+    if part.numel() and part.layout == torch.strided and not part.untyped_storage().nbytes():
+        return part  # a view of a weight that is not gathered any more
+    return part.detach().clone().requires_grad_(part.requires_grad)
+
+
+def _differs(before: Any, version: int | None, copy: Any, now: Any) -> bool:
+    return now is not before or (not same(copy, now) if version is None else now._version != version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -39,18 +39,12 @@ def words_of(code: CodeType) -> frozenset[str]:
     return frozenset(words)
 
 
-def names_of(modules: Iterable[object]) -> frozenset[str]:
-    """Returns the names that the code of the classes has, of modules or other objects: not what libraries keep in attributes."""
-    functions = [function for cls in {type(module) for module in modules} for function in functions_of(cls)]
-    return frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
-
-
 def is_generator(value: object) -> bool:
     """True of a random generator with a state."""
-    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def generators_of(holders: Iterable[object]) -> list[Any]:
@@ -107,17 +101,3 @@ def _comparable(state: Any) -> bytes | str:
 def _of_process() -> tuple[Any, tuple[Any, ...]]:
     name, keys, *rest = np.random.get_state()
     return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
-
-
-Numbers = list[tuple[dict[str, Any], str, Any]]
-"""Attributes of modules with their values: of each the module's name space, its name and the value."""
-
-
-def numbers_of(modules: Iterable[nn.Module], names: Collection[str]) -> Numbers:
-    """Returns the numbers and texts in attributes of these ``names``."""
-    return [
-        (vars(module), name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if name in names and isinstance(value, (int, float, complex, str, np.generic, type(None)))
-    ]

@@ -118,7 +118,9 @@ class ModuleState:
                 )
                 text = f"{whose} keeps values {where} to the next, and its {kind} on them ({names})"
                 if resumed or (kind != _BUFFERS and self._engine.plan.world.size > 1):
-                    lost = "" if changed[whose] <= self._extra_after.keys() else "no checkpoint has them, and "
+                    extra = {name.rpartition(".")[0] for name in self._extra_after}  # it has its module's attributes
+                    saved = all(name.rpartition(".")[0] in extra for name in changed[whose])
+                    lost = "" if saved else "no checkpoint has them, and "
                     raise TaskError(
                         f"this {text}: {lost}each rank keeps its own. Make them persistent buffers of the "
                         "model (self.register_buffer), the same on all ranks (dsframe.tasks.global_batch.all_rows), or a part of "

@@ -50,6 +50,7 @@ CASES = {
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
     "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them")),
     "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "depends on them"}),
+    "a long list in an attribute": ("Remembers", {"what": "long"}, {"fsdp": "depends on them"}),
     "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
     "max_norm": ("MaxNorm", {}, {}),
     "max_norm of a function": (
@@ -108,7 +109,7 @@ CASES = {
     "a count in a buffer that is not saved": ("Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
     "a scale that evaluations alone need": ("Scaling", {}, dict.fromkeys(("ddp", "zero3"), "its evaluation depends on them")),
     "an extra state": ("ExtraState", {}, {}),
-    "an extra state of one rank": ("ExtraState", {"by_rank": True}, {"ddp": "(0._extra_state): each rank keeps its own"}),
+    "an extra state of one rank": ("ExtraState", {"by_rank": True}, {"ddp": "(0._extra_state, 0.scales): each rank keeps its own"}),
     "a buffer that grows": ("GrowingBuffer", {}, {}),
     "an attribute of a parameter": ("Tagged", {}, {"fsdp": "asks a parameter for an attribute"}),
     "sparse inputs": ("Batches", {"nested": False}, {}),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import itertools
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -150,6 +153,139 @@ def test_recomputation_moves_no_state_of_the_blocks():
         )
 
     assert trained(plain) == trained(frugal)
+
+
+LEVEL, COUNT, HISTORY = torch.ones(3), 0, []
+
+
+class Keeping(nn.Linear):
+    """Keeps a state in attributes, in a class or in globals, which only ``move`` changes."""
+
+    passes = 0
+
+    def __init__(self, move):
+        super().__init__(3, 3)
+        self.move = move
+        self.level, self.large = torch.ones(3), torch.ones(100_000)
+        self.list, self.table, self.numbers, self.set = [], {"calls": 0}, np.ones(3, np.float32), set()
+        self.queue, self.long = deque([1.0], maxlen=2), [1.0] * 2000
+        self.counter, self.holder = itertools.count(1), Holder()
+
+    def forward(self, rows):
+        return super().forward(rows * self.move(self, rows.detach().mean(0))).tanh()
+
+
+@dataclasses.dataclass
+class Holder:
+    """An object of the user's."""
+
+    level: float = 1.0
+
+
+def replaced(block, mean):
+    block.level = 0.5 * block.level + mean
+    return block.level
+
+
+def in_place(block, mean):
+    return block.level.lerp_(mean, 0.5).clone()
+
+
+def large(block, mean):
+    return block.large.add_(mean.mean())[:3].clone()
+
+
+def made(block, mean):
+    if not hasattr(block, "late"):
+        block.late = mean
+        return 2 * mean
+    return block.late
+
+
+def a_buffer_made(block, mean):
+    if not hasattr(block, "late"):
+        block.register_buffer("late", mean)
+    return block.late
+
+
+def listed(block, mean):
+    block.list.append(mean)
+    return sum(block.list)
+
+
+def in_a_list(block, mean):
+    block.list[:] = block.list or [torch.ones(3)]
+    return block.list[0].add_(mean).clone()
+
+
+def counted(block, mean):
+    block.table["calls"] += 1
+    return 1 / block.table["calls"]
+
+
+def array(block, mean):
+    block.numbers *= 1.1
+    return torch.tensor(block.numbers)
+
+
+def queued(block, mean):
+    block.queue.append(block.queue[-1] + 1)
+    return sum(block.queue)
+
+
+def in_a_long_list(block, mean):
+    block.long[7] += 1
+    return block.long[7]
+
+
+def in_a_set(block, mean):
+    block.set.add(len(block.set))
+    return len(block.set)
+
+
+def iterated(block, mean):
+    return next(block.counter)
+
+
+def held(block, mean):
+    block.holder.level += 1
+    return block.holder.level
+
+
+def in_a_class(block, mean):
+    Keeping.passes += 1
+    return Keeping.passes
+
+
+def in_globals(block, mean):
+    global COUNT
+    COUNT += 1
+    HISTORY.append(LEVEL.add_(1).clone())
+    return HISTORY[-1] / COUNT
+
+
+MOVES = [replaced, in_place, large, made, a_buffer_made, listed, in_a_list, counted, array, queued, in_a_long_list]
+MOVES += [in_a_set, iterated, held, in_a_class, in_globals]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_recomputation_moves_no_state_in_attributes_or_globals(move, monkeypatch):
+    def trained(model):
+        monkeypatch.setattr(Keeping, "passes", 0)
+        for name, value in {"LEVEL": torch.ones(3), "COUNT": 0, "HISTORY": []}.items():
+            monkeypatch.setitem(globals(), name, value)
+        return [{name: value.tolist() for name, value in gradients(model, rows).items()} for _ in range(4)]
+
+    plain, rows = nn.Sequential(Keeping(move), Keeping(move)), torch.randn(4, 3)
+    frugal = switched(copy.deepcopy(plain), activation_checkpointing=["Keeping"])
+    assert trained(plain) == trained(frugal)
+
+
+def test_a_block_that_is_recomputed_twice_begins_where_it_began():
+    block = switched(nn.Sequential(Keeping(in_place)), activation_checkpointing=["Keeping"])
+    output = block(torch.randn(4, 3)).sum()
+    first, again = (torch.autograd.grad(output, block[0].weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
 
 
 class Late(nn.Linear):

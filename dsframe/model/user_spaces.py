@@ -1,0 +1,113 @@
+"""Where a model's or a task's code keeps values that are no parameters: attributes, globals, classes and closures."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from dsframe.host import source_files
+from dsframe.model.user_state import functions_of, words_of
+from dsframe.values import attributes_of, has_attributes
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Where names have values."""
+
+    owner: Any
+    """A dict, a class, an object, or a cell of a closure."""
+    names: frozenset[str]
+    """Those that are looked at."""
+    label: str
+    holds_buffers: bool = False
+
+    def values(self) -> Mapping[str, Any]:
+        if isinstance(self.owner, CellType):
+            return {} if self.owner == CellType() else {"cell_contents": self.owner.cell_contents}
+        if isinstance(self.owner, dict):
+            return self.owner
+        return vars(self.owner) if isinstance(self.owner, type) else attributes_of(self.owner)
+
+    def put(self, key: str, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[key] = value
+        else:
+            setattr(self.owner, key, value)
+
+    def drop(self, key: str) -> None:
+        if isinstance(self.owner, dict):
+            del self.owner[key]
+        else:
+            delattr(self.owner, key)
+
+
+def names_of(owners: Collection[object]) -> frozenset[str]:
+    """Returns the names in the code of the owners' classes, and in the user's functions that it calls or that they hold: not what
+    libraries keep in attributes."""
+    functions = {*_reached(owners), *(function for cls in {*map(type, owners)} for function in functions_of(cls))}
+    return frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
+
+
+def attributes(model: nn.Module) -> list[Space]:
+    """Returns the attributes of the modules of ``model``, and of objects of the user's classes there."""
+    modules = dict(model.named_modules())
+    names = names_of(modules.values())
+    spaces = [Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
+    objects = [(name, key, value) for name, module in modules.items() for key, value in vars(module).items()]
+    for name, key, value in objects:
+        if key in names and has_attributes(value) and [*_users_classes([type(value)])]:
+            spaces.append(Space(value, names.union(attributes_of(value)), f"{name}.{key}.{{}}"))
+    return spaces
+
+
+def outside(owners: Collection[object]) -> list[Space]:
+    """Returns the globals, classes and closures that the user's code of ``owners`` names: of modules and tasks."""
+    spaces, names = dict[int, Space](), defaultdict[int, frozenset[str]](frozenset)
+    for function in _reached(owners):
+        code, file = function.__code__, Path(function.__code__.co_filename).name
+        words, of_file = words_of(code), function.__globals__
+        names[id(of_file)] |= words
+        spaces[id(of_file)] = Space(of_file, names[id(of_file)], f"{{}} of {file}")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            spaces[id(cell)] = Space(cell, frozenset(["cell_contents"]), f"{name} of a closure in {file}")
+        for cls in _users_classes([*map(type, owners), *(of_file.get(word) for word in words)]):
+            names[id(cls)] |= words
+            spaces[id(cls)] = Space(cls, names[id(cls)], f"{cls.__name__}.{{}}")
+    return [*spaces.values()]
+
+
+def _reached(owners: Collection[object]) -> Iterator[FunctionType]:
+    """Yields the user's functions among those that ``owners`` and their classes have, and those that they call by a global name."""
+    held = [
+        value for owner in owners for value in vars(owner).values() if isinstance(value, (FunctionType, MethodType))
+    ]
+    functions = [getattr(function, "__func__", function) for function in map(inspect.unwrap, held)]
+    seen, ahead = set[CodeType](), [function for function in functions if isinstance(function, FunctionType)]
+    ahead += [function for cls in {*map(type, owners)} for function in functions_of(cls)]
+    while ahead:
+        function = ahead.pop()
+        if function.__code__ in seen or not source_files.is_users(function.__code__.co_filename):
+            continue
+        seen.add(function.__code__)
+        yield function
+        for word in words_of(function.__code__):
+            value = function.__globals__.get(word)
+            if isinstance(value, FunctionType):
+                ahead.append(value)
+            ahead += [inner for cls in _users_classes([value]) for inner in functions_of(cls)]
+
+
+def _users_classes(values: Iterable[Any]) -> Iterator[type]:
+    for value in values:
+        if isinstance(value, type) and value.__module__ != "builtins":
+            file = getattr(sys.modules.get(value.__module__), "__file__", None)
+            if file is None or source_files.is_users(file):
+                yield value
