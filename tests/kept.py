@@ -1,14 +1,15 @@
-"""Ranks that are kept, for tests that train often: ``dsframe.fit`` again and again in the processes of one job.
+"""Ranks that are kept, for tests that train often: file after file in the processes of one job.
 
     finished = kept.train(folder, document, 2).check()
 
-The first training of a process takes as long as the next four. The module of the file's task is imported anew for each. What a
-process that ends, its exit code or its launcher has to show is for ``run_ranks``.
+The first training of a process takes as long as the next four, so the ranks stay until the tests end. The module of the file's
+task is imported anew for each training. What a process that ends, its exit code or its launcher has to show is for ``run_ranks``.
 """
 
+import atexit
 import contextlib
+import functools
 import gc
-import importlib
 import os
 import select
 import socket
@@ -46,19 +47,18 @@ def serve(door):
 
 def _fit(folder):
     """The exit code that a program had."""
-    import dsframe
+    from dsframe.config import load
+    from dsframe.run import execute
 
     os.chdir(folder)
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    document = read_json(Path("file.json"))
-    module, _, name = document["dsframe"]["task"]["name"].partition(":")
-    sys.modules.pop(module, None)
     try:
-        task = getattr(importlib.import_module(module), name)(**document["dsframe"]["task"].get("options", {}))
-        dsframe.fit(task, document, resume="auto")
+        config = load(read_json(Path("file.json")))
+        sys.modules.pop(config.settings.task.name.partition(":")[0], None)
+        execute(config, resume="auto")
     except DsframeError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"dsframe: {error.printed}", file=sys.stderr)
@@ -128,6 +128,11 @@ class Ranks:
 _kept = {}
 
 
+@functools.cache
+def _ranks_end_with_the_tests():
+    atexit.register(close)  # after the server of tests/warm.py was registered, so before it ends
+
+
 def train(folder, document, count):
     """Goes on from the training before in this folder, if there was one."""
     write_json(folder / "file.json", document)
@@ -136,6 +141,7 @@ def train(folder, document, count):
         output.write_text("")
     started = time.monotonic()
     ranks = _kept.get(count) or _kept.setdefault(count, Ranks(count))
+    _ranks_end_with_the_tests()
     try:
         code = ranks.train(folder)
     finally:

@@ -7,10 +7,9 @@ from torch import nn
 from dsframe.host import generators
 from dsframe.model.forward import call
 from dsframe.tools.compare import losses
+from tests import kept
 from tests.engines import batch_tasks
 from tests.engines.test_foreign import SETUPS
-from tests.files import write_json
-from tests.processes import run_ranks, warm
 
 TASKS = ("Packed", "Nested", "OfGraphs", "OfNodes")
 STEPS = 4
@@ -49,9 +48,7 @@ def train(name, setup, folder):
             **changes.get("dsframe", {}),
         },
     }
-    write_json(folder / "file.json", document)
-    words = ["-m", "dsframe.train", "--config", "file.json"]
-    return run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150).check()
+    return kept.train(folder, document, processes).check()
 
 
 @pytest.mark.parametrize("name", TASKS)

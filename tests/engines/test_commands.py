@@ -43,7 +43,7 @@ have no form that takes less than minutes.
 """
 
 
-LONG = ("benchmarks.tokenise", "benchmarks.evaluation", "benchmarks.soak", "benchmarks.data_path")
+LONG = ("benchmarks.compare", "benchmarks.tokenise", "benchmarks.evaluation", "benchmarks.soak", "benchmarks.data_path")
 """Half a minute each, even so: in the night."""
 
 

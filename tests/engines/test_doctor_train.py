@@ -38,7 +38,8 @@ def assert_well(found):
 
 
 def test_it_goes_through_its_list(tmp_path, monkeypatch, capsys):
-    """Two engines that start quickly: trained, and one continued from the other's checkpoint."""
+    """Two engines of one launcher: trained, and one continued from the other's checkpoint."""
+    monkeypatch.setattr(doctor_train.launchers, "installed", lambda name: name == "torchrun")
     found = report(tmp_path / "out", monkeypatch, "--engines", "ddp,fsdp")
     rows = assert_well(found)
     assert {"ddp", "fsdp", "fsdp after ddp"} < set(rows)

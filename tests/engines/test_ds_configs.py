@@ -1,5 +1,4 @@
-"""Every file in ds_configs/ trains, one of each engine under its own launcher, and is a file for plain DeepSpeed without its
-dsframe section."""
+"""Every file in ds_configs/ trains, and is a file for plain DeepSpeed without its dsframe section."""
 
 import copy
 import math
@@ -11,10 +10,9 @@ from dsframe.config import find, load
 from dsframe.model import schedules
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
-from tests.processes import COMPILING_SECONDS, REPOSITORY, deepspeed, horovodrun, run_ranks, torchrun, warm
+from tests.processes import COMPILING_SECONDS, REPOSITORY, run_ranks, warm
 
 FILES = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if ".schema." not in path.name)
-LAUNCH = {"zero3.json": deepspeed, "horovod.json": horovodrun, "ddp.json": torchrun}
 STEPS = 3
 SAMPLES = {"cifar10_resnet18.json": 50_000}
 NOT_HERE = ("cifar10_resnet18.json", "mnist_cnn.json")
@@ -27,11 +25,19 @@ NOT_HERE = ("cifar10_resnet18.json", "mnist_cnn.json")
 )
 def test_it_trains(name, tmp_path):
     engine = "ddp" if name in NOT_HERE else load(name).settings.engine
-    module = "dsframe.train" if name in LAUNCH else "tests.engines.briefly"
-    options = ["-m", module, "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
+    options = [
+        "-m",
+        "tests.engines.briefly",
+        "--config",
+        name,
+        "--run-dir",
+        str(tmp_path),
+        "--set",
+        f"dsframe.steps={STEPS}",
+    ]
     options += ["--set", "dsframe.task.samples=512"]
     options += ["--set", "dsframe.task.dataset=synthetic", "--engine", "ddp"] if name in NOT_HERE else []
-    command = LAUNCH.get(name, warm)(1 if engine == "single" else 2, options)
+    command = warm(1 if engine == "single" else 2, options)
     finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in name else 590).check()
     assert len(losses(tmp_path)) == STEPS
     summary = read_summary(tmp_path)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from dsframe.inference import load_model
+from tests import kept
 from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
-from tests.files import read_json, read_rows, write_json
+from tests.files import read_json, read_rows
 from tests.processes import reported, run_ranks, warm
 
 SETUPS = [
@@ -53,10 +54,9 @@ def file(task, engine, **more):
 )
 def test_hooks_see_batches_and_the_model(engine, ranks, tmp_path):
     """And the run's best is found by evaluations and predictions on other ranks: rows in order, each once."""
-    kept = {"every_steps": 2, "keep_best": "loss:min"}
-    document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=kept)
-    write_json(tmp_path / "file.json", document)
-    on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    checkpoints = {"every_steps": 2, "keep_best": "loss:min"}
+    document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=checkpoints)
+    kept.train(tmp_path, document, ranks).check()
     own, copied, images = read_json(tmp_path / "run" / "seen.json")
     assert own == pytest.approx(copied, rel=1e-6)
     assert images == SAMPLES
@@ -82,15 +82,12 @@ def test_hooks_see_batches_and_the_model(engine, ranks, tmp_path):
 @pytest.mark.parametrize("engine", ["kept", "zero3", "fsdp"])
 def test_ranks_may_call_the_model_as_often_as_they_like(engine, tmp_path):
     """Also before the first step, when ZeRO-3 has gathered nothing yet: there they waited for each other."""
-    document = file("Generates", engine, eval_micro_batch_size=1)
-    write_json(tmp_path / "file.json", document)
-    on(2, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    kept.train(tmp_path, file("Generates", engine, eval_micro_batch_size=1), 2).check()
     assert "last" in read_json(tmp_path / "run" / "summary.json")["metrics"]
 
 
 def test_predictions_that_are_no_rows_are_refused(tmp_path):
-    write_json(tmp_path / "file.json", file("Words", "single"))
-    on(1, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    kept.train(tmp_path, file("Words", "single"), 1).check()
     finished = on(2, ["dsframe.tools.evaluate", "predict", "run", "--engine", "ddp", "--out", "a.jsonl"], tmp_path)
     assert finished.returncode != 0
     assert "'output': shape [" in finished.output
@@ -101,8 +98,7 @@ def test_predictions_that_are_no_rows_are_refused(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metrics_that_ranks_compute_of_their_own_batches_are_refused(ranks, tmp_path):
     """On one process they are of all samples."""
-    (tmp_path / "file.json").write_text(json.dumps(file("Gathers", "ddp" if ranks > 1 else "single")))
-    finished = on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path)
+    finished = kept.train(tmp_path, file("Gathers", "ddp" if ranks > 1 else "single"), ranks)
     if ranks == 1:
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["3"] == 1.0
     else:

@@ -12,8 +12,8 @@ from dsframe.run_dir.record import read_summary
 from dsframe.tasks import build
 from dsframe.tools.compare import losses
 from dsframe.tools.export import main as export
+from tests import kept
 from tests.files import ds_config, write_json
-from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA, conversations, jsonl, tokenizer
 
 STEPS, BATCH, RATE = 20, 8, 1e-3
@@ -57,15 +57,16 @@ def folder(tmp_path_factory):
     return here
 
 
-def trained(folder, name, processes, *more):
-    words = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", name, *more]
-    run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150).check()
+def trained(folder, name, engine, file=FILE, **settings):
+    processes = 1 if engine == "single" else 2
+    own = {"dsframe": {**file["dsframe"], "engine": engine, "run_dir": name, **settings}}
+    kept.train(folder, file | own, processes).check()
     return losses(folder / name), read_summary(folder / name)["metrics"]
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return trained(folder, "single", 1, "--engine", "single")
+    return trained(folder, "single", "single")
 
 
 def test_every_engine_has_the_same_losses(folder, alone):
@@ -73,15 +74,17 @@ def test_every_engine_has_the_same_losses(folder, alone):
     assert len(expected) == STEPS
     assert expected[STEPS] < expected[1] - 0.1
     for engine in ("deepspeed", "fsdp", "horovod"):
-        found, metrics = trained(folder, engine, 2, "--engine", engine)
+        found, metrics = trained(folder, engine, engine)
         assert found == pytest.approx(expected, abs=2e-5), engine
         assert metrics == pytest.approx(evaluated, abs=2e-5), engine
 
 
 def test_packed_conversations_have_the_same_losses_on_two_ranks(folder):
-    packed = "--set", 'dsframe.task.data.packing="documents"', "--set", "train_batch_size=4", "--set", "dsframe.steps=6"
-    expected, _ = trained(folder, "packed-single", 1, "--engine", "single", *packed)
-    found, _ = trained(folder, "packed", 2, "--engine", "deepspeed", *packed)
+    task = TASK | {"data": {**TASK["data"], "packing": "documents"}}
+    expected, found = (
+        trained(folder, f"packed-{engine}", engine, FILE | {"train_batch_size": 4}, task=task, steps=6)[0]
+        for engine in ("single", "deepspeed")
+    )
     assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -167,8 +170,7 @@ def test_peft_and_the_trainer_have_the_same_losses_and_folders(engine, folder, m
     targets = ["q_proj", "v_proj", "embed_tokens"]
     model = peft.get_peft_model(base(folder), peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     model.save_pretrained(str(folder / f"peft-{engine}"), save_embedding_layers=False)
-    section = ("--set", f"dsframe.adapter.folder=peft-{engine}")
-    found, metrics = trained(folder, f"lora-{engine}", 2, "--engine", engine, *section)
+    found, metrics = trained(folder, f"lora-{engine}", engine, adapter={"folder": f"peft-{engine}"})
     expected = by_the_trainer(folder, model, monkeypatch)
     assert expected[-1] < expected[0]
     assert list(found.values()) == pytest.approx(expected, abs=1e-5)

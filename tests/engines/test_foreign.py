@@ -334,12 +334,6 @@ def run(tmp_path, document, processes):
     return run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ranks():
-    yield
-    kept.close()
-
-
 def by_hand(case):
     """The losses of a loop on one process."""
     name, options, *_ = CASES[case] if isinstance(case, str) else case

@@ -1,18 +1,16 @@
 """Initial weights are the same on every engine, to the bit: drawn in memory, in files, or read from a model folder."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from dsframe.tasks import _transformers
 from tests.engines.initial import FOLDER, LAYERED, TASKS
-from tests.processes import horovodrun, python, reported, warm
+from tests.processes import reported
 
-LAUNCHES = {
-    "torch and ZeRO": (warm, ["ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4))]),
-    "horovod": (horovodrun, ["horovod"]),
-    "pipeline": (warm, ["deepspeed:pipeline"]),
+JOBS = {
+    "torch and ZeRO": ["ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4))],
+    "horovod": ["horovod"],
+    "pipeline": ["deepspeed:pipeline"],
 }
 
 
@@ -29,13 +27,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    return reported("initial", folder, python, ["single"])["single"]
+    return reported("initial", folder, 1, ["single"])["single"]
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", JOBS)
 def test_initial_weights_are_those_of_one_process(name, folder, expected):
-    launch, cases = LAUNCHES[name]
-    for case, models in reported("initial", folder, partial(launch, 2), cases).items():
+    for case, models in reported("initial", folder, 2, JOBS[name]).items():
         assert models.keys() == (set(LAYERED) if name == "pipeline" else expected.keys()), case
         for model, digests in models.items():
             assert digests == expected[model], (case, model)

@@ -5,9 +5,8 @@ import torch
 
 import dsframe
 from dsframe.tools.compare import losses
+from tests import kept
 from tests.engines.model_data import REFRESH_STEPS, SelfLabelled, file
-from tests.files import write_json
-from tests.processes import run_ranks, warm
 
 CASES = {
     "ddp": {},
@@ -29,9 +28,7 @@ def alone(tmp_path_factory):
 def test_two_ranks_renew_the_same_data(engine, alone, tmp_path):
     """The first steps on two ranks, the others on one process."""
     steps = 2 * REFRESH_STEPS
-    write_json(tmp_path / "file.json", file(str(tmp_path / "run"), engine, steps, **CASES[engine]))
-    command = warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")])
-    run_ranks(command, timeout_seconds=120).check()
+    kept.train(tmp_path, file(str(tmp_path / "run"), engine, steps, **CASES[engine]), 2).check()
     dsframe.fit(SelfLabelled(), file(str(tmp_path / "run"), "single"), resume="auto")
     found = [loss for _, loss in sorted(losses(tmp_path / "run").items())]
     assert found == pytest.approx(alone, abs=1e-6)

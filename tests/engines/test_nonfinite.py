@@ -11,8 +11,9 @@ import dsframe
 from dsframe.data.sampler import Sampler
 from dsframe.errors import TrainingError
 from dsframe.run_dir.record import read_metrics, read_summary
+from tests import kept
 from tests.engines.nan_task import BROKEN, OneBrokenSample
-from tests.files import ds_config, read_json, write_json
+from tests.files import ds_config, read_json
 from tests.processes import run_ranks, warm
 
 STEPS = 20
@@ -43,14 +44,6 @@ def broken_step():
 
 def losses(folder):
     return {one["step"]: one["loss"] for one in read_metrics(folder) if "loss" in one}
-
-
-def train(folder, config, processes=1):
-    """A run of its own: DeepSpeed is set up once in the life of a process."""
-    config["dsframe"]["task"] = {"name": "tests.engines.nan_task:OneBrokenSample"}
-    write_json(folder / "config.json", config)
-    command = ["-m", "dsframe.train", "--config", "config.json"]
-    return run_ranks(warm(processes, command), cwd=folder, timeout_seconds=100)
 
 
 ENGINES = {
@@ -124,8 +117,8 @@ def holder(step):
 def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(tmp_path):
     """On two ranks, logged long after and with a checkpoint due in between."""
     late = {"log_every_steps": 1000, "checkpoints": {"every_steps": 1}}
-    config = configuration(tmp_path, "ddp", 0, **late)
-    failed = train(tmp_path, config, processes=2)
+    task = {"name": "tests.engines.nan_task:OneBrokenSample"}
+    failed = kept.train(tmp_path, configuration(tmp_path, "ddp", 0, task=task, **late), 2)
     assert failed.returncode != 0
     step = broken_step()
     rank = next(

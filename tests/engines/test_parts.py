@@ -20,7 +20,7 @@ from dsframe.tools.compare import losses
 from dsframe.tools.plan.meta import model_of
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
 from tests.files import ds_config, read_rows, write_json
-from tests.processes import horovodrun, python, reported, run_ranks, warm
+from tests.processes import reported, run_ranks, warm
 
 BOUND = 1e-5
 BF16_BOUND = 0.05
@@ -36,21 +36,17 @@ HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "critic 2 horovod", "dino 1 h
 
 
 @pytest.mark.parametrize(
-    ("launch", "processes", "cases"),
+    ("processes", "cases"),
     [
-        (
-            lambda _, command: python(command),
-            1,
-            ["gan 2 single", "distilled 1 single", "critic 1 single", "dino 1 single"],
-        ),
-        (warm, 2, TWO),
-        (horovodrun, 2, HOROVOD),
-        pytest.param(warm, 3, TWO, marks=pytest.mark.long),
+        (1, ["gan 2 single", "distilled 1 single", "critic 1 single", "dino 1 single"]),
+        (2, TWO),
+        (2, HOROVOD),
+        pytest.param(3, TWO, marks=pytest.mark.long),
     ],
     ids=["alone", "2", "horovod", "3"],
 )
-def test_a_loop_by_hand(launch, processes, cases, tmp_path):
-    report = reported("parts", tmp_path, partial(launch, processes), cases, timeout_seconds=400)
+def test_a_loop_by_hand(processes, cases, tmp_path):
+    report = reported("parts", tmp_path, processes, cases, timeout_seconds=400)
     for case in cases:
         task, found = case.split()[0], report[case]
         wanted, bound = report[task], BF16_BOUND if "bf16" in case else BOUND

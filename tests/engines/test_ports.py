@@ -5,7 +5,7 @@ import pytest
 import dsframe
 from tests.engines.ports import BATCH, CASES, STEPS, Carried, moved, plain
 from tests.files import read_json
-from tests.processes import horovodrun, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 BOUND = 1e-5
 
@@ -51,8 +51,7 @@ def test_what_a_model_carries_is_in_checkpoints(tmp_path, monkeypatch):
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed", "fsdp", "horovod"])
 def test_two_ranks_are_one_process(engine, alone, tmp_path):
     command = ["-m", "tests.engines.ports", engine, str(tmp_path)]
-    ranks = horovodrun(2, command) if engine == "horovod" else warm(2, command)
-    run_ranks(ranks, cwd=tmp_path, timeout_seconds=300).check()
+    run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=300).check()
     found = read_json(tmp_path / f"{engine}.json")
     distances = {name: off(found[name], alone[name]) for name in found}
     assert found.keys() == {name for name, case in CASES.items() if case.runs_on(engine)}

@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests import kept
 from tests.engines.ports import moved
-from tests.files import ds_config, write_json
-from tests.processes import reported, run_ranks, warm
+from tests.files import ds_config
+from tests.processes import reported
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +87,4 @@ def test_ranks_with_other_weights_are_not_compared(engine, tmp_path):
     document = ds_config(
         8, "SGD", 0.1, engine=engine, steps=3, task={"name": "tests.engines.foreign_tasks:Rows"}, run_dir="run"
     )
-    write_json(tmp_path / "file.json", document)
-    run_ranks(warm(2, ["-m", "dsframe.train", "--config", "file.json"]), cwd=tmp_path, timeout_seconds=120).check()
+    kept.train(tmp_path, document, 2).check()

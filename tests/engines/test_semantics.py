@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from dsframe.errors import TaskError
 from dsframe.tools import export
 from dsframe.tools.compare import losses
+from tests import kept
 from tests.engines.norm_task import Normed
-from tests.files import ds_config, write_json
-from tests.processes import run_ranks, warm
+from tests.files import ds_config
+from tests.processes import REPOSITORY
 
 STEPS = 12
 BASE = ds_config(
@@ -25,7 +26,7 @@ BASE = ds_config(
         "heads": 2,
         "width": 32,
         "context": 32,
-        "corpus": "synthetic",
+        "corpus": str(REPOSITORY / "LICENSE"),
         "samples": 256,
     },
     steps=STEPS,
@@ -64,13 +65,8 @@ ENGINES = {
 
 def curve(directory, name, engine):
     changes = ENGINES[engine]
-    document = {**BASE, **FILES[name], **changes, "dsframe": {**BASE["dsframe"], **changes.get("dsframe", {})}}
-    write_json(directory / "file.json", document)
-    run_ranks(
-        warm(2, ["-m", "dsframe.train", "--config", "file.json", "--run-dir", engine]),
-        cwd=directory,
-        timeout_seconds=200,
-    ).check()
+    ours = {**BASE["dsframe"], **changes.get("dsframe", {}), "run_dir": engine}
+    kept.train(directory, {**BASE, **FILES[name], **changes, "dsframe": ours}, 2).check()
     return [loss for _, loss in sorted(losses(directory / engine).items())]
 
 
@@ -97,11 +93,10 @@ def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path):
         eval_micro_batch_size=7,
         checkpoints={"at_end": True},
     )
-    write_json(tmp_path / "file.json", file)
     found = {}
     for engine in ("ddp", "horovod", "fsdp", "deepspeed"):
-        command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", engine]
-        run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=200).check()
+        file["dsframe"] |= {"engine": engine, "run_dir": engine}
+        kept.train(tmp_path, file, 2).check()
         found[engine] = evaluations(tmp_path / engine)
         weights = tmp_path / f"{engine}.safetensors"
         assert export.main([str(tmp_path / engine), "--out", str(weights)]) == 0
@@ -121,10 +116,9 @@ def evaluations(directory):
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine, tmp_path):
-    file = ds_config(16, "AdamW", 0.01, task={"name": "tests.engines.norm_task:Scaled"}, steps=8)
-    write_json(tmp_path / "file.json", file)
-    command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
-    done = run_ranks(warm(1 if engine == "single" else 2, command), cwd=tmp_path, timeout_seconds=200)
+    task = {"name": "tests.engines.norm_task:Scaled"}
+    file = ds_config(16, "AdamW", 0.01, task=task, steps=8, engine=engine, run_dir="run")
+    done = kept.train(tmp_path, file, 1 if engine == "single" else 2)
     assert done.returncode == TaskError.exit_code
     assert "Scaled.metrics: 'loss' is float; give a mapping from names to dsframe.Sum(total, count)" in done.output
     assert "step" not in (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -146,13 +140,16 @@ def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path):
     """However the global batch is cut, and where a micro-batch is all padding; without the weights it is another training."""
 
     def curve(name, task, ranks, changes):
-        section = {"task": {"name": f"tests.engines.padded_task:{task}"}, "steps": 6, "log_every_steps": 1}
+        section = {
+            "task": {"name": f"tests.engines.padded_task:{task}"},
+            "steps": 6,
+            "log_every_steps": 1,
+            "run_dir": name,
+        }
         optimizer = {"type": "AdamW", "params": {"lr": 0.02}}
         file = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "optimizer": optimizer, **changes}
         file["dsframe"] = {**section, **changes.get("dsframe", {})}
-        write_json(tmp_path / "file.json", file)
-        command = ["-m", "dsframe.train", "--config", "file.json", "--run-dir", name]
-        run_ranks(warm(ranks, command), cwd=tmp_path, timeout_seconds=200).check()
+        kept.train(tmp_path, file, ranks).check()
         evaluation = next(iter(evaluations(tmp_path / name).values()))
         return [*(loss for _, loss in sorted(losses(tmp_path / name).items())), evaluation]
 

@@ -1,6 +1,7 @@
 """Task.prepare(): one process does it before anybody reads, under every launcher; a failure ends all ranks with one message."""
 
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -40,7 +41,7 @@ def processes(hosts, folders=("data", "data")):
     for rank, host in enumerate(hosts):
         place = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank if one else 0} LOCAL_WORLD_SIZE={2 if one else 1} GROUP_RANK={host}"
         lines.append(
-            f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} DSFRAME_DATA={folders[rank]} python {' '.join(ARGUMENTS)} &"
+            f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} DSFRAME_DATA={folders[rank]} {shlex.join(warm(1, ARGUMENTS))} &"
         )
         lines.append('pids="$pids $!"')
     return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
@@ -83,7 +84,7 @@ def test_a_mistake_ends_all_ranks_with_one_message(hosts, tmp_path):
     assert finished.returncode == 6, finished
     (line,) = errors(finished)
     assert line.startswith("error: Preparing.prepare() failed: ValueError: no such server (")
-    assert line.endswith("preparing_task.py:35) [data]")
+    assert line.endswith("preparing_task.py:32) [data]")
     assert finished.stderr.count("no such server") == 2, finished
     assert "Traceback" not in finished.output
 
