@@ -40,6 +40,7 @@ def serve(door):
         while folder := line.recv(4096):
             line.send(str(_fit(Path(folder.decode()))).encode())
             gc.collect()  # the threads of its process groups
+            gc.freeze()  # DeepSpeed keeps its models: each later collection would look through all of them
     from dsframe.train import leave_at_once
 
     leave_at_once(0)

@@ -45,7 +45,7 @@ def test_it_goes_through_its_list(tmp_path, monkeypatch, capsys):
     assert {"ddp", "fsdp", "fsdp after ddp"} < set(rows)
     assert all(not math.isclose(rows[name]["seconds"], 0) for name in ("ddp", "fsdp"))
     printed = capsys.readouterr().out
-    assert "\nok        fsdp after ddp      " in printed
+    assert "\nok        fsdp after ddp  " in printed
     assert printed.endswith(f"{found['verdict']}\n{tmp_path / 'out' / 'doctor.json'}\n")
 
 

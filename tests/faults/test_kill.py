@@ -13,7 +13,7 @@ LONG = pytest.mark.long
 def test_a_killed_run_ends_as_if_nothing_had_happened(engine):
     """Under ``dsframe launch --restarts``; this seed kills each of the three in a save."""
     number = list(kill.ENGINES).index(engine)
-    assert kill.main(["--runs", "1", "--first", f"{number}", "--seed", "3982", "--steps", "20"]) == 0
+    assert kill.main(["--runs", "1", "--first", f"{number}", "--seed", "3982", "--steps", "40"]) == 0
 
 
 def test_kills_that_hit_nothing_prove_nothing(monkeypatch, capsys):
