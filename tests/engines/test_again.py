@@ -24,12 +24,15 @@ def test_horovod_finds_no_addresses_of_the_training_before(tmp_path):
 
 
 PROGRAM = """
-import os, sys, logging, signal, warnings
+import gc, os, sys, logging, signal, warnings, weakref
 import torch, torch.utils.data, dsframe, dsframe.errors
 import torch.nn.functional
 from dsframe.host import generators
 class Line(dsframe.Task):
-    def model(self): return torch.nn.Linear(2, 1)
+    def model(self):
+        model = torch.nn.Linear(2, 1)
+        models.append(weakref.ref(model))
+        return model
     def loss(self, outputs, targets): return (outputs - targets).square().mean()
     def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
 class Stopped(Line):
@@ -37,6 +40,7 @@ class Stopped(Line):
         signal.raise_signal(signal.SIGTERM)
         return super().loss(outputs, targets)
 os.environ["HOROVOD_FUSION_THRESHOLD"] = "4096"
+models = []
 def state():
     return {
         "environment": dict(os.environ),
@@ -52,12 +56,15 @@ def state():
         "its logger": logging.getLogger("DeepSpeed").level if "deepspeed" in sys.modules else logging.WARNING,
     }
 before = state()
-changes = {"zero3": {"zero_optimization": {"stage": 3}}}.get(sys.argv[1]) or {"dsframe": {"engine": sys.argv[1]}}
+zero3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+changes = zero3 if sys.argv[1] == "zero3" else {"dsframe": {"engine": sys.argv[1]}}
 file = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **changes}
 def compare():
     after = state()
     assert after == before, {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-dsframe.fit(Line(), file, overrides=["dsframe.steps=1", "dsframe.run_dir=run"])
+dsframe.fit(Line(), file, overrides=["dsframe.steps=4", "dsframe.run_dir=run"])
+gc.collect()
+assert [model() for model in models] == [None] * len(models), "it keeps its model"
 compare()
 try:
     dsframe.fit(Stopped(), file, overrides=["dsframe.steps=1000000", "dsframe.run_dir=stopped"])

@@ -6,6 +6,7 @@ Each function is called like its patch, shows the fault in DeepSpeed alone, and 
 """
 
 import contextlib
+import gc
 import inspect
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -581,6 +583,28 @@ def prologue():
     assert abs(slope(patched=True) - slopes.sum().item()) < 1e-6
 
 
+def models():
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    def trained(*, patched):
+        engine = started(linear_model(), {"stage": 3, "stage3_param_persistence_threshold": 0})
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        model = engine.module
+        engine.destroy()
+        if patched:
+            patches.release_model(model)
+        return weakref.ref(model)
+
+    held, released = trained(patched=False), trained(patched=True)
+    gc.collect()
+    assert held() is not None, NOT_NEEDED
+    assert released() is None
+
+
 def groups():
     from deepspeed.utils import groups as module
     from torch import distributed as dist
@@ -604,7 +628,7 @@ LATER = (
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
-    recorded_routers, expert_norm, prologue, groups,
+    recorded_routers, expert_norm, prologue, models, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""
 

@@ -519,6 +519,8 @@ class ZeroEngine(ModelEngine):
             self._calls.close()
         if self._stage == 3 or not self.plan.frozen:
             self._engine.destroy()
+        if self._stage == 3:
+            patches.release_model(self._engine.module)
         process_group.close_process_group()
         patches.release_groups()
         torch_patches.put_linear_back()

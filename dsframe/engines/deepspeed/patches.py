@@ -105,6 +105,10 @@ PATCHES: dict[str, Patch] = {
         "derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error",
         "runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs)",
     ),
+    "models": Patch(
+        "every model that ZeRO-3 has trained stays in memory until the process ends",
+        "runtime/zero/parameter_offload.py (FWD_MODULE_STACK), partitioned_param_coordinator.py (__params_to_release)",
+    ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
@@ -283,6 +287,17 @@ def check_later_ones() -> None:
 def release_groups() -> None:
     """ "groups": after the process group has ended."""
     _upstream("groups", "utils.groups", "_release_process_group_references")()
+
+
+def release_model(model: Any) -> None:
+    """ "models": after ZeRO-3 has ended."""
+    stack = _upstream("models", "runtime.zero.parameter_offload", "FWD_MODULE_STACK")
+    stack[:] = [held for held in stack if held is not model]
+    coordinator = ("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    function = _upstream("models", *coordinator, "_PartitionedParameterCoordinator__params_to_release")
+    for cell in function.__closure__ or ():  # of instrument_w_nvtx, around functools.lru_cache
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 # The step.
