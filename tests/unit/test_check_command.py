@@ -235,21 +235,3 @@ def test_a_file_for_an_engine_has_an_optimizer(folder, capsys):
     assert main(["check", "bare.json"]) == 0
     assert main(["check", "bare.json", "--engine", "ddp"]) == 2
     assert "optimizer: is required" in capsys.readouterr().out
-
-
-def test_many_autos_are_one_line(folder, capsys):
-    content = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}},
-    }
-    write_json(folder / "auto.json", content)
-    main(["check", "auto.json"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [*lines[:3], lines[-1]] == [
-        """auto.json:1:93: note: bf16.enabled: "auto" is false: DeepSpeed's default; the Trainer would take its --bf16 [auto]""",
-        'auto.json: note: 4 values are "auto"; --resolved shows what they become, and why',
-        f"auto.json: {NO_TASK}",
-        "auto.json: no problems",
-    ]

@@ -25,7 +25,7 @@ from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.writer import Writer, write_tensors
 from dsframe.cluster import exchange
-from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures, same
+from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, same
 from dsframe.config import load
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
@@ -180,20 +180,6 @@ def test_shards_that_do_not_make_the_whole_are_refused(ranges):
         return str(raised.value)
 
     assert len(set(Room(2).run(run))) == 1
-
-
-def test_ranks_may_list_other_parameters():
-    """Stages of a pipeline come one after another."""
-    first, second, both = (ParameterState(name, torch.zeros(8), {}, {"step": 1.0}) for name in "abc")
-
-    def run(room):
-        own = [shard((first, second)[room.plan.world.rank], 0, 1), shard(both, 0, 1)]
-        return layout.Layout().agree(room, EngineState(1, None, {}, {}, ShardedParameters(own, [])))
-
-    of_ranks = Room(2).run(run)
-    assert [[name for (name, _), own in plan.pieces.items() if own] for plan, _ in of_ranks] == [["a", "c"], ["b"]]
-    for plan, scalars in of_ranks:
-        assert [name for name, _ in plan.tensors] == list(scalars) == ["a", "c", "b"]
 
 
 def test_what_changes_between_two_saves_is_laid_out_anew():
@@ -371,11 +357,6 @@ def test_all_ranks_get_all_tensors():
     assert all(one.equal(other) for every in heard for one, other in zip(every, columns, strict=True))
 
 
-def test_a_failure_of_one_is_known_to_all():
-    said = Room(3).run(lambda ranks: failures(ranks, "disk full" if ranks.plan.world.rank == 1 else ""))
-    assert said == [["rank 1: disk full"]] * 3
-
-
 def test_another_model_is_named():
     own, saved = {"a": (2, 3), "b": (4,), "new": (1,)}, {"a": (3, 2), "b": (4,), "old": (1,)}
     with pytest.raises(CheckpointError) as raised:
@@ -386,13 +367,6 @@ def test_another_model_is_named():
     )
     with pytest.raises(CheckpointError, match="and 6 more"):
         compare("parameter", {str(number): (1,) for number in range(9)}, {})
-
-
-def test_optimizer_entries_are_tensors_and_numbers():
-    held = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "momentum_buffer": None, "count": 7}
-    moments, scalars = split(held, (2,))
-    assert list(moments) == ["exp_avg"]
-    assert scalars == {"step": 3.0, "count": 7.0}
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])

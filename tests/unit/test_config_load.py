@@ -14,7 +14,6 @@ from dsframe.errors import ConfigError
 from dsframe.tools import check
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-ADAM = {TRAIN: 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}, "dsframe": {"task": {"name": "language"}}}
 
 
@@ -151,13 +150,6 @@ def test_auto_is_resolved_once_the_model_and_the_data_are_known():
     assert config.digest != first.digest
 
 
-def test_auto_takes_what_the_file_itself_says():
-    content = HF | {"dsframe": {"steps": 70, "task": {"name": "language", "width": 32}}}
-    handed = load(content, overrides=["optimizer.params.lr=0.1"]).for_deepspeed(1)
-    assert handed["scheduler"]["params"]["total_num_steps"] == 70
-    assert handed["scheduler"]["params"]["warmup_max_lr"] == 0.1
-
-
 @pytest.mark.parametrize(
     ("optimizer", "params", "scheduler", "rate"),
     [
@@ -273,13 +265,6 @@ def test_groups_that_cannot_be():
     hybrid = {"engine": "fsdp", "fsdp": {"sharding": "hybrid", "shard_size": 4}}
     with pytest.raises(ConfigError, match=r"shard_size: 4 does not divide 6 processes; choose one of 1, 2, 3, 6"):
         load({MICRO: 1, "dsframe": hybrid}, facts=Facts(6))
-
-
-def test_what_is_passed_through_may_come_from_the_command_line():
-    config = load({TRAIN: 8, "dsframe": {"pass_through": ["wibble", "fp16.new", "absent.key"]}}, overrides=["wibble=3"])
-    handed = config.for_deepspeed(1)
-    assert handed["wibble"] == 3
-    assert "absent" not in handed
 
 
 # Finding files
@@ -399,11 +384,3 @@ def test_addresses_open_nothing(address, shown):
 )
 def test_keys_of_accounts_are_hidden_in_commands(typed, shown):
     assert " ".join(secrets.redact(typed.split())) == shown
-
-
-def test_a_number_of_steps_that_is_known_later_is_not_missing():
-    params = {"max_lr": 0.01, "total_steps": "auto"}
-    document = ADAM | {"scheduler": {"type": "OneCycleLR", "params": params}, "dsframe": {"epochs": 3}}
-    assert load(document).is_unresolved
-    with pytest.raises(ConfigError, match="total_steps is required"):
-        load(document | {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.01}}})

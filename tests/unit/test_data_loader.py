@@ -161,23 +161,6 @@ def test_a_data_set_whose_length_changes_in_training_is_refused():
         list(islice(stream, 4))
 
 
-@pytest.mark.parametrize(("size", "ranks", "workers"), [(1, 1, 0), (5, 3, 0), (4, 2, 1), (3, 8, 0)])
-def test_evaluation_sees_every_sample_once(size, ranks, workers):
-    seen, lengths = [], set()
-    for rank in range(ranks):
-        loader = EvaluationLoader(Noisy(), seed=0, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers)
-        batches = list(loader)
-        assert len(batches) == len(loader)
-        lengths.add(len(loader))
-        for (inputs, targets), samples, counts in batches:
-            assert len(inputs) == len(targets) == len(samples) > 0
-            assert targets.tolist() == list(samples)
-            seen += targets.tolist() if counts else []
-        assert [samples for _, samples, _ in loader] == [samples for _, samples, _ in batches]  # and again
-    assert sorted(seen) == list(range(13))
-    assert len(lengths) == 1
-
-
 def test_the_next_batch_is_on_its_way_before_one_is_given():
     taken = []
 

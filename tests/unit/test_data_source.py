@@ -44,15 +44,6 @@ def test_a_batch_is_what_each_image_is_by_hand(padding, flip):
         assert targets.tolist() == [index % 10 for index in indices.tolist()]
 
 
-def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch():
-    images = source()
-    whole = images.batch(torch.arange(40), epoch=1)[0]
-    for order in (torch.arange(40).flip(0), torch.arange(3, 4), torch.tensor([8, 8, 1])):
-        assert torch.equal(images.batch(order, epoch=1)[0], whole[order])
-    assert not torch.equal(images.batch(torch.arange(40), epoch=2)[0], whole)
-    assert not torch.equal(source(seed=8).batch(torch.arange(40), epoch=1)[0], whole)
-
-
 def looks(batch):
     """Which crop and mirror image each picture of a 4 x 4 chart (pixel values 1 to 16, padding 1) is: 18 numbers."""
     chart = torch.arange(1, 17).view(4, 4)

@@ -91,20 +91,6 @@ def test_what_transformers_keeps_in_fp32_is_named():
     assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
 
 
-def test_a_run_names_it(tmp_path, capsys):
-    class Routed(nn.Linear):
-        _keep_in_fp32_modules_strict = ("weight",)
-
-    class Task(lines.Line):
-        def model(self):
-            return Routed(2, 1)
-
-    settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
-    file = ds_config(8, "SGD", 0.1, **settings)
-    dsframe.fit(Task(), {**file, "bf16": {"enabled": True}})
-    assert "this model's parts weight stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
-
-
 def test_names_that_stay_in_fp32_are_looked_for():
     engine, model = {"engine": "single", "steps": 1}, {"keep_in_fp32": ["*.wieght"]}
     asked = {**file(1), "bf16": {"enabled": True}, "dsframe": {**engine, "model": model}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 from unittest.mock import MagicMock
@@ -149,6 +148,7 @@ def test_every_sample_is_counted_once_whatever_a_batch_is(collate, rows, ranks, 
         EvaluationLoader(as_source(rows, 0, collate), seed=0, micro_batch_size=size, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
+    assert all(len(list(loader)) == len(loader) for loader in loaders)
     evaluation = Evaluation(engine, {"": loaders[0]}, lambda: None, print)
     total, seen = Sum(torch.tensor(0.0), 0), []
     for batches in zip(*loaders, strict=True):
@@ -193,12 +193,6 @@ def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them():
     assert _row_spans(column) == ({}, 0)
 
 
-class Perplexity(Task):
-    def finalize(self, sums):
-        right, said, there = (float(sums[name].total) for name in ("right", "said", "there"))
-        return {"perplexity": math.exp(sums["loss"].mean), "f1": 2 * right / (said + there)}
-
-
 class GatheringTask(ReadyTask):
     def loss(self, outputs, targets):
         return super().loss(self.all_rows(outputs), targets)
@@ -211,13 +205,6 @@ def test_rows_of_one_batch_in_the_place_of_all_are_said(task, lines, capsys):
     evaluation.try_out()
     evaluation.run()
     assert capsys.readouterr().out.count("note: all_rows() has the rows of one batch") == lines
-
-
-def test_what_is_no_mean_follows_from_the_sums():
-    sums = {"loss": Sum(torch.tensor(6.0), 3), "right": Sum(torch.tensor(3.0), 9), "said": Sum(torch.tensor(4.0), 9)}
-    sums["there"] = Sum(torch.tensor(8.0), 9)
-    assert finalized(Perplexity(), sums) == {"perplexity": pytest.approx(math.exp(2)), "f1": pytest.approx(0.5)}
-    assert finalized(Task(), sums)["loss"] == 2.0
 
 
 @pytest.mark.parametrize(

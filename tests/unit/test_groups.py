@@ -79,18 +79,6 @@ def test_patterns_choose_parameters_by_any_of_their_names():
     ]
 
 
-def test_frozen_parameters_need_no_gradient():
-    model = Net()
-    config = load(FILE | {"dsframe": {"parameter_groups": [{"match": ["embed*", "norm.bias"], "freeze": True}]}})
-    found = groups.settle_groups(config, Tokens(), model)
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"embed.weight", "norm.bias"}
-    assert found.frozen == {"embed.weight", "norm.bias"}
-    assert found.lines == (
-        "frozen: 2 parameters, 36 elements",
-        "as the optimizer says: 3 parameters, 24 elements",
-    )
-
-
 def test_a_module_that_is_trained_again_is_frozen_anew():
     """As in a program that trains the head first, and everything after it. What the model froze itself stays."""
     model = Net()

@@ -5,7 +5,6 @@ The real one is in tests/faults.
 """
 
 import ast
-import base64
 import importlib.machinery
 import importlib.util
 import json
@@ -89,23 +88,6 @@ def test_command_line(typed, handed_over):
 CONSOLE_SCRIPT = (
     "#!/env/bin/python3\n\nfrom deepspeed.launcher.runner import main\n\nif __name__ == '__main__':\n    main()\n"
 )
-
-
-@pytest.mark.parametrize(
-    ("typed", "directly"),
-    [
-        ("--num_gpus=2 -m pkg.train -m x", "--master_port=1234 --module pkg.train -m x"),
-        ("--num_gpus 2 --no_local_rank t.py", "--no_local_rank --master_port=1234 t.py"),
-        ("--num_acc=2 --master_port 5 t.py --x", "--master_port 5 t.py --x"),
-        ("--num_gpus=2 -m dsframe.train --verbose", "--master_port=1234 --module dsframe.train --verbose"),
-    ],
-)
-def test_one_hosts_launcher_is_started_at_once(typed, directly, tmp_path):
-    (tmp_path / "deepspeed").write_text(CONSOLE_SCRIPT)
-    *start, world, address = (started := command.launch(str(tmp_path / "deepspeed"), rewritten(typed).split()))[:6]
-    assert start == ["/env/bin/python3", "-u", "-m", "deepspeed.launcher.launch"]
-    assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {"localhost": [0, 1]}
-    assert (address, " ".join(started[6:])) == ("--master_addr=127.0.0.1", directly)
 
 
 @pytest.mark.parametrize(

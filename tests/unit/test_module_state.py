@@ -51,13 +51,6 @@ def test_a_state_is_said_and_a_resume_refused(what, names, tmp_path, capsys):
         fit(tmp_path, what, 4, resume="auto")
 
 
-def test_the_look_leaves_no_trace(tmp_path, monkeypatch):
-    fit(tmp_path / "a", "queue", 3)
-    monkeypatch.setattr("dsframe.training.module_state.ModuleState._depends", lambda *_: "no")
-    fit(tmp_path / "b", "queue", 3)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-
-
 class Meter:
     """As programs have them, to follow a mean."""
 

@@ -80,32 +80,6 @@ def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own():
     read("AdamW", {"set_grad_none": True}).build([nn.Parameter(torch.zeros(2))])
 
 
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        ("AdamW", {"lr": 0.1, "betas": [0.9, 0.95]}),
-        ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    ],
-)
-def test_deepspeed_builds_the_same_optimizer(kind, params):
-    """By DeepSpeed's own code, from the section handed over."""
-    from types import SimpleNamespace
-
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    spec = read(kind, params)
-    section = spec.for_deepspeed()
-    name = section["type"].lower() if section["type"] == "Adam" else section["type"]
-    engine = SimpleNamespace(
-        optimizer_params=lambda: section["params"], optimizer_name=lambda: name, has_moe_layers=False
-    )
-    engine.get_optimizer_configuration = lambda *a, **k: DeepSpeedEngine.get_optimizer_configuration(engine, *a, **k)
-    theirs = DeepSpeedEngine._configure_basic_optimizer(engine, [nn.Parameter(torch.zeros(2))])
-    ours = spec.build([nn.Parameter(torch.zeros(2))])
-    assert type(theirs) is type(ours)
-    assert theirs.defaults == ours.defaults
-
-
 def test_a_beta_of_0_is_a_number_as_any_other():
     """GANs write [0.0, 0.9]; a file's reader makes 0 of it, and torch takes floats alone."""
     (group,) = read("Adam", {"betas": [0, 0.9]}).build([nn.Parameter(torch.zeros(2))]).param_groups

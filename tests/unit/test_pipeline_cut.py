@@ -19,10 +19,8 @@ from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import EngineError, TaskError
-from dsframe.model.build import described
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
-from reference_engines.modelparallel import ModelParallelEngine
 
 
 class Given(Task):
@@ -57,20 +55,6 @@ class Own(nn.Sequential):
 
     def forward(self, inputs):
         return super().forward(inputs) + inputs
-
-
-def test_the_model_is_described_as_other_engines_build_it():
-    layers = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
-    for task in (Given(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), OfLayers(layers)):
-        assert cut(task).manifest == {"course": {"modules": described(task.model())}}
-
-
-@pytest.mark.parametrize("model", [Own(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)])
-def test_the_reference_refuses_what_is_no_plain_chain(model):
-    engine = object.__new__(ModelParallelEngine)
-    engine.plan, engine._rank, engine._last = SimpleNamespace(task=Given(model)), 0, 1
-    with pytest.raises(TaskError, match="is not made of layers; return an"):
-        engine._place(model)
 
 
 class Looks(nn.Linear):

@@ -68,26 +68,6 @@ def test_the_table_of_the_zero_paper(tmp_path, capsys):
             assert found[size, ranks, stage] == pytest.approx(printed, rel=0.006, abs=0.006), (size, ranks, stage)
 
 
-def test_a_model_of_175_billion_parameters(tmp_path, capsys):
-    task = {"name": "language", "layers": 24, "heads": 96, "width": 24576, "context": 2048, "corpus": "synthetic"}
-    file = {"train_batch_size": 2048, "bf16": {"enabled": True}, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
-    file |= {"pipeline": {"stages": 8}, "dsframe": {"task": task}}
-    report = plan(tmp_path, file, capsys, "-np", "1024", "--gpu-memory", "80GB")
-    width, context = 24576, 2048
-    assert report["parameters"] == 24 * (12 * width**2 + 13 * width) + (256 + context) * width + 2 * width
-    (world,) = report["worlds"]
-    assert world["as_written"]["pipeline_stages"] == 8
-    assert world["as_written"]["data_parallel_size"] == 128
-    # what fits can be read and planned again, and comes to the same
-    first = next(strategy for strategy in world["strategies"] if strategy["fits"] and "twice" not in strategy["name"])
-    assert not any("stages, tensor" in strategy["name"] for strategy in world["strategies"])  # is refused
-    config = load(first["file"])
-    known = trace(tasks.build(config.settings.task, 0), torch.bfloat16)
-    again = predict(config, first["engine"], known, GPU, 1024)
-    assert again.fits
-    assert again.memory.total == pytest.approx(first["memory_bytes"]["total"])
-
-
 @pytest.mark.parametrize(
     ("task", "layer"),
     [({"name": "language", "layers": 2}, "2."), ({"name": "vision", "dataset": "synthetic"}, "0.")],

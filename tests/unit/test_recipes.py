@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import dsframe
 from dsframe.config import load
 from dsframe.config.read.reader import read
 from dsframe.data.documents import Row
@@ -81,25 +80,3 @@ def test_a_language_model_learns_its_answers_and_loads(kind, here):
     assert export(["run", "--to", "huggingface", "--merge", "--out", "out"]) == 0
     assert transformers.AutoTokenizer.from_pretrained(here / "out").chat_template == template
     assert type(_transformers.load(here / "out")).__name__.lower().startswith(MODELS[kind].split("_")[0])
-
-
-def test_a_vision_transformer(here):
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    for split in ("train", "val"):
-        for number, name in enumerate(("cat", "dog")):
-            (here / split / name).mkdir(parents=True)
-            for copy in range(4):
-                image.new("RGB", (32, 32), (60 * number, 20 * copy, 0)).save(here / split / name / f"{copy}.png")
-    sizes = {
-        key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    }
-    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
-    transformers.ViTForImageClassification(config).save_pretrained(here / "model")
-    file = read((RECIPES / "vit.json").read_text()).root
-    file["train_batch_size"] = 4
-    file["dsframe"]["task"] |= {"model": "model", "data_dir": str(here), "image_size": 32}
-    file["dsframe"] |= {"engine": "single", "epochs": None, "steps": 2, "run_dir": "run"}
-    execute(load(file), quiet=True)
-    assert export(["run", "--to", "huggingface", "--out", "out"]) == 0
-    assert _transformers.load(here / "out").config.id2label == {0: "cat", 1: "dog"}
-    assert dsframe.load_model(here / "run").num_labels == 2

@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 import dsframe
-from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, differences, step_now
+from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, step_now
 from dsframe.checkpoint.store import Store, read_manifest
-from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.settings import Settings
-from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
@@ -127,39 +124,6 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
         assert bool(differences(older, changed(path, "another"))) == (path == "course/gradient_clipping")
 
 
-ELSEWHERE = {
-    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
-    "parameter_groups", "inherit", "ddp", "horovod",
-    "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
-}  # fmt: skip
-"""Keys that are compared in another way: by what they make."""
-NO_OTHER_TRAINING = {
-    # How long, and what is shown, kept and watched.
-    "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
-    "profile", "rank_output", "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
-    "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
-    "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
-    # Where things lie, and in which order they are summed.
-    "fsdp", "zero_optimization", "activation_checkpointing", "pipeline", "aio", "tensor_parallel", "expert_parallel", "compile",
-    "prescale_gradients", "gradient_predivide_factor", "disable_python_gc", "disable_allgather", "allgather_size",
-    "sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type",
-    "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "managed_gradient_accumulation",
-    # Refused.
-    "hybrid_engine", "data_efficiency", "weight_quantization",
-}  # fmt: skip
-
-
-def test_every_key_of_the_file_is_compared_or_makes_no_other_training():
-    """A new setting belongs to one of them."""
-    keys = {*Settings.model_fields, *DeepSpeed.model_fields}
-    assert keys == {*_OWN, *_FILE, *ELSEWHERE, *NO_OTHER_TRAINING}
-    assert set(Model.model_fields) == {
-        *_OWN["model"], "compile", "channels_last", "activation_checkpointing"
-    }  # fmt: skip
-    assert {*_OWN, *_FILE} <= MANIFEST["course"].keys() <= FOLLOWS.keys()
-
-
 def test_nothing_is_said_of_what_only_one_of_them_has():
     """Another engine's library, a module that was added, a sample that there was no time to read."""
     other = copy.deepcopy(MANIFEST)
@@ -259,24 +223,6 @@ def test_code_rate_and_data_that_changed_are_said_by_a_run(folder):
         f"the training data: sample 31 was another one: {FOLLOWS['training data']}",
         "the learning rate continues at 0.02; with the saved settings it would be 0.01",
     ]
-
-
-def test_a_manifest_without_the_new_fields_is_gone_on_from(folder):
-    from dsframe.checkpoint.store import MANIFEST as NAME
-    from dsframe.checkpoint.store import dump
-
-    train(folder, "run", steps=2).check()
-    (path,) = Store(folder / "run" / "checkpoints").newest_first()
-    manifest = read_manifest(path)
-    assert {"nets", "task"} <= manifest["source"].keys()
-    assert {"dsframe", "python", "torch"} <= manifest["versions"].keys()
-    assert len(manifest["data"]) in (4, 5)
-    for key in ("source", "data"):
-        del manifest[key]
-    del manifest["course"]["per_sample_randomness"]
-    manifest["versions"] = {key: manifest["versions"][key] for key in ("dsframe", "torch")}
-    (path / NAME).write_bytes(dump(manifest))
-    assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
 
 
 def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):

@@ -79,29 +79,6 @@ def test_what_two_models_share_is_refused(tmp_path):
         fit(tmp_path, Shared(), 2)
 
 
-class Limited(Averaged):
-    """Writes to weights by what it knows of now."""
-
-    def __init__(self):
-        self.seen = []
-        self.calls = 0
-
-    def of_head(self, models, rows, targets):
-        self.calls += self.context.step > 0
-        return super().of_head(models, rows, targets)
-
-    def after_step(self, name, weight):
-        if name == "head.bias":
-            self.seen.append((self.context.step, self.calls))
-
-
-def test_after_step_of_several_models_knows_the_step_and_the_task(tmp_path):
-    task = Limited()
-    fit(tmp_path, task, 3)
-    assert [step for step, _ in task.seen] == [1, 2, 3]
-    assert [calls for _, calls in task.seen] == sorted({calls for _, calls in task.seen})
-
-
 class Dropped(Rows, dsframe.Hooks):
     """Its hooks draw random numbers, where the last step is logged too: the run that ends earlier has another last one."""
 

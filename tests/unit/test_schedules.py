@@ -12,7 +12,7 @@ from dsframe.config import load
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import schedules
-from dsframe.model.rates import Rates, keep_ratios
+from dsframe.model.rates import keep_ratios
 from tests.files import ds_config
 
 BASE = 0.05
@@ -94,14 +94,6 @@ def test_rates_and_momentum_are_those_of_the_librarys_own(kind, params, optimize
             theirs.step()
     assert course(1).learning_rate == schedules.build(kind, rates[0], params)(1).learning_rate  # and can go back
     assert load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}).deepspeed.scheduler is not None
-
-
-def test_rates_reach_the_optimizer():
-    groups = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
-    Rates(0.5, 0.8, 0.99).apply(groups)
-    assert groups == [{"lr": 0.5, "betas": (0.8, 0.99)}, {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5}]
-    Rates(0.5, 0.7).apply(groups)
-    assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
 
 
 def test_a_list_of_one_rate_is_that_rate():

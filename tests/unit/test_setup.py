@@ -190,12 +190,6 @@ def test_without_any_build_of_torch_set_up_ends(clone):
     assert calls[-1].endswith("torch==2.13.0"), f"nothing is installed after that: {calls}"
 
 
-def test_a_failed_step_leaves_no_stamp(clone):
-    assert clone.setup(FAIL="-e .[").returncode == 1
-    assert not (clone.folder / ".setup" / "stamp-train").exists()
-    assert clone.setup().returncode == 0
-
-
 def test_what_another_set_up_left_half_way_is_set_up_again(clone):
     """Its steps have changed the environment, so that the stamp of the one before it is no longer true."""
     constraints = clone.folder / "constraints.txt"

@@ -14,9 +14,8 @@ from dsframe.data.encoders import TextEncoder
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
-from dsframe.tasks.text_files import RowsTask, WindowsTask
+from dsframe.tasks.text_files import WindowsTask
 from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
-from tests.unit.test_sources import seen
 
 
 @pytest.fixture(autouse=True)
@@ -142,21 +141,6 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(tmp_path, monk
     monkeypatch.setattr(_transformers, "build", lambda *_: Leaks())
     with pytest.raises(TaskError, match="packed documents see each other"):
         task("a.jsonl", packing="documents")
-
-
-@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents", "conversations"])
-def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing, tmp_path):
-    if packing == "conversations":
-        jsonl(tmp_path / "a.jsonl", conversations(90))
-        words = tokenizer(tmp_path / "words")
-        found = prepared("a.jsonl", words=words, context=256, format="conversations", packing="documents")
-    else:
-        jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
-        found = prepared("a.jsonl", packing=packing)
-    whole = seen(found.train_data, None, 1, 0, 0)
-    assert len({str(step) for step in whole}) > 60  # else they could be equal for another reason
-    assert seen(found.train_data, None, 2, 0, 0) == whole
-    assert seen(found.train_data, None, 3, 0, 87) == whole[87:]  # a resume at another size
 
 
 def answers(batch):
@@ -352,7 +336,6 @@ def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path):
     section = {"name": "causal-language-model", "model": LLAMA, "corpus": "synthetic", "data": {"train": "a.jsonl"}}
     with pytest.raises(TaskError, match='"corpus" and "data" both name the text'):
         build(Settings.model_validate(section), seed=1)
-    assert issubclass(RowsTask, WindowsTask)
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path):

@@ -134,12 +134,6 @@ def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here, monkeypat
     assert str(user_code.user_traceback(raised.value)).startswith("the task's model raised RuntimeError: mat1 and mat2")
 
 
-@pytest.mark.parametrize("entry", user_code._PASSES_ON)
-def test_what_passes_on_is_there(entry):
-    file, _, function = entry.partition(":")
-    assert f"def {function}" in (REPOSITORY / "dsframe" / file).read_text()
-
-
 def test_what_16_bits_do_to_buffers_is_told(here, monkeypatch):
     monkeypatch.setattr(Broken, "model", lambda _: Table())
     with pytest.raises(RuntimeError) as raised:
