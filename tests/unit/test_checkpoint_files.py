@@ -92,7 +92,7 @@ def state_of(rank, ranks, holds="ranges"):
     return EngineState(40, LossScaleState(512.0, 2, 42, 3), BUFFERS, {"tied": "a.weight"}, parameters)
 
 
-def write(folder, ranks, file_bytes=1 << 30, holds="ranges", staged=False):
+def write(folder, ranks, file_bytes=1 << 30, holds="ranges", staged=False, state_of=state_of):
     """A checkpoint of SIZES by ``ranks`` writers."""
     whole = Store(folder)
     partial = whole.begin(42)
@@ -109,7 +109,8 @@ def write(folder, ranks, file_bytes=1 << 30, holds="ranges", staged=False):
     assert all(writer.manifest == writers[0].manifest for writer in writers)
     words = [{"runs": writer.runs, "random": {}} for writer in writers]
     files = write_small(partial, writers[0], words, {})
-    manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "aliases": {"tied": "a.weight"}}
+    aliases = dict(state_of(0, ranks, holds).aliases)
+    manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "aliases": aliases}
     scale = {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}
     return whole.commit(42, {**manifest, **writers[0].manifest, "loss_scale": scale})
 
@@ -275,20 +276,10 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path):
 
 
 def test_each_rank_gets_its_own_buffers_back(tmp_path):
-    mine = [{"mean": torch.tensor(float(rank % 2)), "count": torch.tensor([7])} for rank in range(3)]
-    folder = Store(tmp_path)
-    partial = folder.begin(1)
+    def of_rank(rank, *_):
+        return EngineState(40, None, {"mean": torch.tensor(float(rank % 2)), "count": torch.tensor([7])}, {}, [])
 
-    def run(room):
-        state = EngineState(1, None, mine[room.plan.world.rank], {}, [])
-        writer = Writer(room, state, partial)
-        assert writer.take(state, lambda: None) == ""
-        writer.flush(lambda: None)
-        return writer
-
-    writers = Room(3).run(run)
-    files = write_small(partial, writers[0], [{"runs": writer.runs} for writer in writers], {})
-    path = folder.commit(1, {"format": store.FORMAT, "step": 1, "files": files, **writers[0].manifest})
+    path = write(tmp_path, 3, state_of=of_rank)
     assert store.verify(path) == []
     assert load_file(path / "buffers.safetensors").keys() == {"rank-00001/mean", "rank-00001/count"}
     assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
@@ -414,28 +405,22 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path):
     refuse(config, str(tmp_path), evaluates=True)
 
 
-def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine():
+def test_state_about_a_weight_without_dimensions_is_tensors():
     """CLIP's logit_scale: Adam's moments of it are 0-d as its step is, and ZeRO keeps all of them in flat tensors."""
-    own, flat = nn.ParameterDict({"scale": torch.tensor(2.65), "w": torch.ones(3)}), nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.Adam(own.values(), lr=0.1)
+    weight = nn.Parameter(torch.tensor(2.65))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
     for number in (1.0, 2.0):
-        for one in own.values():
-            one.grad = torch.full_like(one, number)
+        weight.grad = torch.full_like(weight, number)
         optimizer.step()
-    slots = [state_replica.ParameterView(name, tuple(one.shape), one) for name, one in own.items()]
-    saved = {one.name: one for one in state_replica.read(slots, [], optimizer)}
-    assert sorted(saved["scale"].moments) == ["exp_avg", "exp_avg_sq"]
-    assert saved["scale"].scalars == {"step": 2.0}
-
-    def fill(of):
-        sharing = torch.optim.Adam([flat], lr=0.1)
-        pieces = [state_flat.Piece("scale", 0, 1, 0), state_flat.Piece("w", 1, 3, 0)]
-        state_flat.fill(sharing, flat, pieces, of)
-        assert sharing.state[flat]["step"] == 2
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert sharing.state[flat][key].tolist() == pytest.approx([float(saved["scale"].moments[key])] * 4)
-
-    fill(SimpleNamespace(part=lambda name, *span: narrowed(saved[name], *span)))
+    (saved,) = state_replica.read([state_replica.ParameterView("scale", (), weight)], [], optimizer)
+    assert sorted(saved.moments) == ["exp_avg", "exp_avg_sq"]
+    assert saved.scalars == {"step": 2.0}
+    flat = nn.Parameter(torch.zeros(1))
+    sharing = torch.optim.Adam([flat], lr=0.1)
+    span = SimpleNamespace(part=lambda name, *span: narrowed(saved, *span))
+    state_flat.fill(sharing, flat, [state_flat.Piece("scale", 0, 1, 0)], span)
+    assert sharing.state[flat]["step"] == 2
+    assert sharing.state[flat]["exp_avg"].tolist() == [float(saved.moments["exp_avg"])]
 
 
 def test_numbers_of_torchs_optimizers_stay_numbers():

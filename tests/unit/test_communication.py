@@ -38,10 +38,8 @@ KNOWN = {
     "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(ones(400), ones(100)), "all-gather", 1600),
     "two at once": (coalesced, "all-gather", 1760),
     "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(ones(100), ones(400)), "reduce-scatter", 1600),
-    "broadcast": (lambda: dist.broadcast(ones(100), 0), "broadcast", 400),
     "all_to_all_single": (lambda: dist.all_to_all_single(ones(400), ones(400)), "all-to-all", 1600),
     "send": (lambda: dist.send(ones(100), 1), "send", 400),
-    "receive": (lambda: dist.recv(ones(100), 1), "receive", 400),
     "a functional all_reduce": (
         lambda: functional.wait_tensor(functional.all_reduce(ones(1000), "sum", world())),
         "all-reduce",

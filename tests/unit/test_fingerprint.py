@@ -154,11 +154,8 @@ def test_a_digest_is_of_names_types_shapes_and_values():
         (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1)),
         (torch.zeros(1, 2, 2), torch.zeros(1)),
         (torch.ones(1, 4), torch.zeros(1)),
-        ({"a": torch.zeros(1, 4)}, torch.zeros(1)),
-        ({"b": torch.zeros(1, 4)}, torch.zeros(1)),
-        (["text"], torch.zeros(1)),
-        (["other"], torch.zeros(1)),
-        (torch.zeros(1, 4, dtype=torch.bfloat16), torch.tensor(0)),
+        *(({name: torch.zeros(1, 4)}, torch.zeros(1)) for name in "ab"),
+        *(([text], torch.zeros(1)) for text in ("text", "other")),
         *((np.concatenate([np.zeros(1000), [middle], np.zeros(1000)]), 0) for middle in (0.0, 1.0)),
         *((Graph(torch.full((2000,), value)), 0) for value in (0.0, 1.0)),
     ]

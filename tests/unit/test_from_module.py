@@ -1,7 +1,5 @@
 """A task of a plain model, a loss and data, in one call."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -32,13 +30,3 @@ def test_three_lines_are_a_training(tmp_path):
 def test_a_module_that_is_made_already_is_refused():
     with pytest.raises(TaskError, match=r"Net is made already, .* give what makes it: Net, or lambda: Net\(...\)"):
         dsframe.Task.from_module(Net(), nn.CrossEntropyLoss(), None)
-
-
-def test_a_training_leaves_the_environment_as_it_was(tmp_path):
-    """Else the processes that a program starts afterwards would take themselves for ranks of this training."""
-    data = TensorDataset(torch.ones(16, 3), torch.ones(16, dtype=torch.int64))
-    file = {**FILE, "dsframe": {"engine": "ddp", "steps": 1, "run_dir": str(tmp_path)}}
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    for _ in range(2):
-        dsframe.fit(dsframe.Task.from_module(Net, nn.CrossEntropyLoss(), data), file)
-        assert {name: os.environ.get(name) for name in before} == before

@@ -11,7 +11,6 @@ from dsframe import cli
 from dsframe.config import load
 from dsframe.config.resolve import inherit
 from dsframe.model import optimizers
-from dsframe.tools.launch import command
 from tests.files import ds_config, write_json
 from tests.lines import Line
 
@@ -90,13 +89,3 @@ def test_it_is_said_at_the_start_and_by_check(here, capsys):
     shown = capsys.readouterr().out
     assert '"gradient_clipping": 1.0' in shown
     assert "inherited, DeepSpeed's default" in shown
-
-
-def test_dsframe_launch_leaves_it_to_the_run(tmp_path, capsys):
-    path = tmp_path / "adam.json"
-    write_json(path, file(inherits="torch"))
-    assert cli.main(["check", str(path)]) == 0
-    assert "so inherited: gradient_clipping" in capsys.readouterr().out
-    options, rest = command.parser().parse_known_args(["-np", "1", "--config", str(path)])
-    assert command._check(command.read(options, rest)) == 0
-    assert "inherited" not in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Ops that DeepSpeed compiles: none on the default path, and no waiting for the locks of the dead."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,19 +32,6 @@ NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}
 def test_which_ops_a_file_asks_for(optimizer, zero, ops):
     config = load({"train_batch_size": 8, "optimizer": optimizer, "zero_optimization": zero})
     assert jit.needed_ops(config, optimizers.read(config)) == ops
-
-
-def test_only_locks_that_nobody_holds_are_removed(tmp_path):
-    for op in ("dead", "alive"):
-        (tmp_path / op).mkdir()
-        (tmp_path / op / "lock").touch()
-    held = os.open(tmp_path / "alive" / "lock", os.O_RDONLY)
-    try:
-        assert jit.remove_stale_locks(tmp_path) == [tmp_path / "dead" / "lock"]
-    finally:
-        os.close(held)
-    assert (tmp_path / "alive" / "lock").exists()
-    assert not (tmp_path / "dead" / "lock").exists()
 
 
 def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(tmp_path, monkeypatch, capsys):

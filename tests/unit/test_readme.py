@@ -14,7 +14,6 @@ from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 CALLBACKS = REPOSITORY / "docs" / "how_to" / "callbacks.md"
-PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in REPOSITORY.glob(pattern))
 
 
 def test_generated_pages_are_up_to_date():
@@ -63,22 +62,3 @@ class Line(dsframe.Task):
         return TensorDataset(torch.arange(32.0).reshape(-1, 1) / 32, torch.ones(32, 1))
 
     eval_data = train_data
-
-
-def anchors(page):
-    """Of its headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page):
-    text = re.sub(r"`[^`\n]+`", "", page.read_text(encoding="utf-8"))  # models["a"](inputs) is no link
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for link in set(re.findall(r"\]\(([^)\s]+)\)", text)):
-        path, _, anchor = link.partition("#")
-        if ":" in path:
-            continue
-        target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link

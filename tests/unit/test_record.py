@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 from dsframe import run
@@ -13,6 +14,7 @@ from dsframe.results import Summary
 from dsframe.run_dir import record as record_module
 from dsframe.run_dir.loggers import Loggers
 from dsframe.run_dir.record import Record, read_metrics, read_summary
+from dsframe.tools.report.runs import numbers, read_run
 from tests.engines.odd_task import Odd
 from tests.files import ds_config, write_json
 
@@ -138,3 +140,24 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
     assert all(read_summary(folder)["steps"] == 3 for folder in before)
     record(tmp_path, said, done_steps=1).close(finished=False)
     assert len(said) == 2, "a run that goes on"
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
+    nan = float("nan")
+    own = record(tmp_path, [])
+    own.write({"step": 1, "loss": nan, "evaluation": {"loss": nan, "accuracy": 0.5, "worst": [float("inf")]}})
+    own.finish(replace(SUMMARY, loss=nan, rate=nan, metrics={"loss": nan, "accuracy": 0.5}))
+    written = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written[-1] == {"step": 1, "loss": None, "evaluation": {"loss": None, "accuracy": 0.5, "worst": [None]}}
+    finished = strict((tmp_path / "summary.json").read_text())
+    assert (finished["loss"], finished["metrics"]) == (None, {"loss": None, "accuracy": 0.5})
+    assert finished["rate"] is None
+    run = read_run(tmp_path, "run")
+    assert strict(json.dumps(numbers(run, run)))

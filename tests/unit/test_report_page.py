@@ -69,7 +69,6 @@ def test_a_page_of_two_runs(tmp_path, capsys):
     assert rows["engine"] == ["an <engine>", "an <engine>"]
     assert rows["state"] == ["finished", "not finished"]
     assert rows["last training loss"] == ["1", "2.5"]
-    assert rows["command"] == ["python 'a b'"]
     assert rows["time to first step, s"][0] == "6.25"
     assert rows["peak memory of the fullest rank, MiB"][0] == "3"
     pictures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import zlib
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ import pytest
 
 from dsframe.config.load import examine
 from dsframe.config.resolve.facts import Facts
-from dsframe.tools.commands import COMMANDS, parser_of
-from dsframe.train import parser as training_parser
 from tests.processes import BIN, REPOSITORY, run_program
 
 PAGES = sorted(
@@ -64,25 +61,6 @@ def named(block):
     return f"{block.page.relative_to(REPOSITORY)}-{zlib.crc32(block.text.encode()) % 1000}"
 
 
-def commands():
-    """Every line of a page that begins with a program of ours, in fenced and in indented blocks."""
-    found = []
-    for page in PAGES:
-        if page.name in GENERATED:
-            continue
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(
-            r"^ {0,8}((?:dsframe|dsframe-check|deepspeed|horovodrun|torchrun|python -m dsframe\S*) .*)$",
-            text,
-            re.MULTILINE,
-        ):
-            if re.match(r"dsframe \d", line) or "..." in line or "```" in line:
-                continue
-            found.append((page, line.split("  #")[0].strip().removesuffix("&").strip()))
-    assert len(found) > 80
-    return found
-
-
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     environment = {"PATH": f"{BIN}:/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -111,37 +89,6 @@ def test_a_file_of_the_repository_is_shown_as_it_is():
     assert shown
     for block in shown:
         assert block.text == (REPOSITORY / block.mark.removeprefix("is: ")).read_text(), block.page
-
-
-def test_every_command_has_the_options_that_it_is_given():
-    wrong = []
-    for page, line in commands():
-        words = shlex.split(line.replace("|", "OR"), comments=True)
-        if complaint := complain(words):
-            wrong.append(f"{page.relative_to(REPOSITORY)}: {line}: {complaint}")
-    assert not wrong, "\n".join(wrong)
-
-
-def complain(words):
-    """Why dsframe's own part of a command line cannot be parsed; empty where it can."""
-    if words[0] == "dsframe":
-        if words[1] in ("--version",):
-            return ""
-        if words[1] not in COMMANDS:
-            return "no such command"
-        parser, rest = parser_of(words[1]), words[2:]
-        if words[1] == "launch":
-            _, rest = parser.parse_known_args(rest)
-            parser = training_parser()
-    elif "dsframe.train" in words:
-        parser, rest = training_parser(), words[words.index("dsframe.train") + 1 :]
-    else:
-        return ""
-    options = {name for action in parser._actions for name in action.option_strings}
-    unknown = [
-        word for word in rest if word.startswith("--") and word.partition("=")[0] not in options and word != "--"
-    ]
-    return f"no option {', '.join(unknown)}" if unknown else ""
 
 
 TUTORIALS = [

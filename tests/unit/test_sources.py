@@ -76,26 +76,6 @@ def test_a_stream_is_trained_on_and_gone_on_with(tmp_path, capfd):
     assert train("parts", 4, "never") + train("parts", 10, "auto") == whole
 
 
-def test_a_stream_of_the_library_datasets():
-    import datasets
-
-    def data():
-        rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(90)], "labels": list(range(90))})
-        return rows.to_iterable_dataset(num_shards=3).shuffle(5, buffer_size=20)
-
-    def told(ranks, first):
-        streams = [
-            Loader(data(), seed=3, micro_batch_size=6 // ranks, rank=rank, ranks=ranks).stream(first, 25)
-            for rank in range(ranks)
-        ]
-        return [[number for stream in streams for number in next(stream)[1].tolist()] for _ in range(first, 25)]
-
-    whole = told(1, 0)
-    assert sorted(number for step in whole[:15] for number in step) == list(range(90))
-    assert [number for step in whole[15:] for number in step] != [number for step in whole for number in step][:60]
-    assert told(2, 7) == whole[7:]
-
-
 def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads():
     loader = Loader(Stream(10), seed=0, micro_batch_size=3)
     assert loader.rows_read() == [0, 0, 0]
