@@ -99,6 +99,13 @@ def micro_batches(engine, step):
         yield source.batch(torch.arange(first, first + batch.micro_batch_size) % SAMPLES, 0)
 
 
+def held_out(engine, size):
+    """This rank's batches of an evaluation."""
+    plan = engine.plan
+    ranks = plan.batch.data_parallel_size
+    return EvaluationLoader(plan.task.train_data(), seed=0, micro_batch_size=size, rank=plan.data_rank, ranks=ranks)
+
+
 def check_a_step_is_an_update(engine):
     """The result's parts are what they say, and training on one batch lowers its loss."""
     first = engine.train_step(MicroBatch.of(micro_batches(engine, 0)))
@@ -143,10 +150,7 @@ def check_evaluation_counts_every_sample_once(engine):
     """Also the last, incomplete batch, and also where this rank has none of it."""
     source = engine.plan.task.train_data()
     sums = torch.zeros(2, dtype=torch.float64)
-    loader = EvaluationLoader(
-        source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
-    )
-    for batch, _, counts in loader:
+    for batch, _, counts in held_out(engine, 8):
         found = engine.eval_step(batch, engine.plan.task.metrics if counts else None)
         assert not found or counts  # of ranks that split one model, one has the metrics: the sums below say so
         if found:
@@ -173,12 +177,8 @@ def check_evaluation_leaves_no_trace(engine):
 
 def check_evaluation_is_of_one_model(engine):
     """Whatever ranks have made of their buffers, and each has its own again afterwards."""
-    source = engine.plan.task.train_data()
-    loader = EvaluationLoader(
-        source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
-    )
     said = []
-    evaluation = Evaluation(engine, {"": loader}, lambda: None, said.append)
+    evaluation = Evaluation(engine, {"": held_out(engine, 8)}, lambda: None, said.append)
     before = evaluation.run()
     assert said == []
     for buffer in engine.buffers().values():
@@ -194,11 +194,7 @@ def check_evaluation_is_of_one_model(engine):
 
 def check_weights_that_stay_gathered_change_nothing(engine):
     """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
-    source = engine.plan.task.train_data()
-    loader = EvaluationLoader(
-        source, seed=0, micro_batch_size=2, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
-    )
-    evaluation = Evaluation(engine, {"": loader}, lambda: None, lambda line: None)
+    evaluation = Evaluation(engine, {"": held_out(engine, 2)}, lambda: None, lambda line: None)
     with Communication() as once:
         found = evaluation.run()
     with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:

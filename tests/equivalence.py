@@ -188,16 +188,20 @@ class Run:
     losses: list[float]
     weights: Mapping[str, Tensor]
     """By name, in full shape and fp32."""
+    figures: list[float] = field(default_factory=list)
+    """What its loss returned beside (tests/features.py)."""
 
-    def difference(self, other, steps=STEPS):
+    def difference(self, other, steps=None):
         """The largest difference between the losses of the first ``steps`` steps."""
-        assert len(self.losses) == len(other.losses) == STEPS
-        return max(abs(a - b) for a, b in zip(self.losses[:steps], other.losses[:steps], strict=True))
+        pairs = [*zip(self.losses, other.losses, strict=True)]
+        return max(abs(a - b) for a, b in pairs[:steps])
 
-    def distance(self, other):
-        """The largest difference between two weights."""
+    def differences(self, other):
+        """Returns the largest: of the first losses, of all losses, of figures, of weights."""
         assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
-        return max(float((mine - other.weights[name]).abs().max()) for name, mine in self.weights.items())
+        figures = [abs(a - b) for a, b in zip(self.figures, other.figures, strict=True)]
+        weights = [float((mine - other.weights[name]).abs().max()) for name, mine in self.weights.items()]
+        return self.difference(other, EARLY), self.difference(other), max(figures, default=0.0), max(weights)
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,7 @@ class Reference:
     """One process, and by how much it differs from itself."""
 
     run: Run
-    losses: float
-    weights: float
+    floor: tuple[float, ...]
 
 
 def document(task, case, accumulation=2):
@@ -245,24 +248,29 @@ def train(task, case, accumulation=2, launcher=None):
         return Run(curve, export.read(store.locate(run_dir)[0]))
 
 
+def floor_of(runs):
+    """The largest differences between any two."""
+    return tuple(map(max, *(a.differences(b) for a, b in itertools.combinations(runs, 2))))
+
+
 def reference(task, kernels="fp32", launcher=None):
-    """One process with accumulation 2, and the largest differences between any two cuts."""
+    """One process with accumulation 2, and the noise floor of all cuts."""
     runs = [train(task, REFERENCES[kernels], cut, launcher) for cut in CUTS]
-    pairs = list(itertools.combinations(runs, 2))
-    return Reference(runs[1], max(a.difference(b) for a, b in pairs), max(a.distance(b) for a, b in pairs))
+    return Reference(runs[1], floor_of(runs))
+
+
+def broken(found, floor, *, early=True, least=0.0):
+    """Which bounds these differences do not keep. ``least``: of a floor."""
+    problems = [f"{found[0]:.1e} in the first {EARLY} steps"] if early and found[0] > EARLY_BOUND else []
+    for name, off, noise in zip(("losses", "figures", "weights"), found[1:], floor[1:], strict=True):
+        if off > NOISE_FACTOR * max(noise, least):
+            problems.append(f"{name} off by {off:.1e}, more than {NOISE_FACTOR:g} x {noise:.1e}")
+    return problems
 
 
 def broken_bounds(run, floor, kernels):
     """Which bounds a run does not keep."""
-    early, late, weights = run.difference(floor.run, EARLY), run.difference(floor.run), run.distance(floor.run)
-    found = []
-    if kernels != "bf16" and early > EARLY_BOUND:
-        found.append(f"loss off by {early:.1e} in the first {EARLY} steps, more than {EARLY_BOUND:.0e}")
-    if late > NOISE_FACTOR * floor.losses:
-        found.append(f"loss off by {late:.1e}, more than {NOISE_FACTOR:g} x {floor.losses:.1e}")
-    if weights > NOISE_FACTOR * floor.weights:
-        found.append(f"weights off by {weights:.1e}, more than {NOISE_FACTOR:g} x {floor.weights:.1e}")
-    return found
+    return broken(run.differences(floor.run), floor.floor, early=kernels != "bf16")
 
 
 def table(task, kernels, cases):
@@ -272,7 +280,7 @@ def table(task, kernels, cases):
     first, last = floor.run.losses[0], floor.run.losses[-1]
     print(f"\n{task}, {kernels}: {count:,} parameters, {STEPS} steps, loss {first:.3f} to {last:.3f}")
     print(f"{'':22}{f'loss, first {EARLY}':>16}{f'loss, all {STEPS}':>16}{'weights':>12}")
-    print(f"{'noise floor':22}{'':16}{floor.losses:16.1e}{floor.weights:12.1e}", flush=True)
+    print(f"{'noise floor':22}{'':16}{floor.floor[1]:16.1e}{floor.floor[3]:12.1e}", flush=True)
     kept = True
     if kernels == "fp32, channels last":  # the layout's own part, of which no engine is the cause
         early = floor.run.difference(train(task, SINGLE), EARLY)
@@ -280,7 +288,7 @@ def table(task, kernels, cases):
         print(f"{'without channels last':22}{early:16.1e}", flush=True)
     for name, case in cases.items():
         run = train(task, case)
-        early, late, weights = run.difference(floor.run, EARLY), run.difference(floor.run), run.distance(floor.run)
+        early, late, _, weights = run.differences(floor.run)
         problems = broken_bounds(run, floor, kernels)
         kept = kept and not problems
         print(f"{name:22}{early:16.1e}{late:16.1e}{weights:12.1e}  {'; '.join(problems)}", flush=True)

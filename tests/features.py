@@ -13,22 +13,22 @@ next engine, on another number of ranks, the other 15.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsframe.checkpoint import store
 from dsframe.tools import export
+from tests import equivalence
 from tests.engines.parts import GROUPS, SGD, SMOOTH
-from tests.equivalence import EARLY, EARLY_BOUND, NOISE_FACTOR, STEPS, pipeline, zero
+from tests.equivalence import EARLY, STEPS, Run, floor_of, pipeline, zero
 from tests.files import write_json
 from tests.processes import run_ranks, warm
 from tests.text_files import LLAMA
@@ -176,26 +176,6 @@ class Way:
     accumulation: int = 1
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a training came to."""
-
-    losses: list[float]
-    figures: list[float]
-    """What its loss returned beside, and where it stopped."""
-    tensors: Mapping[str, Tensor]
-    """Weights by name and averages by ``ema/NAME``, in full shape and fp32."""
-
-    def differences(self, other):
-        """Returns the largest: of the first losses, of all losses, of figures, of tensors."""
-        assert len(self.losses) == len(other.losses)
-        assert self.tensors.keys() == other.tensors.keys(), self.tensors.keys() ^ other.tensors.keys()
-        losses = [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
-        figures = [abs(a - b) for a, b in zip(self.figures, other.figures, strict=True)]
-        tensors = [float((mine - other.tensors[name]).abs().max()) for name, mine in self.tensors.items()]
-        return max(losses[:EARLY]), max(losses), max(figures, default=0.0), max(tensors)
-
-
 def document(feature, way, steps=STEPS):
     """The file of a training."""
     engine, more = ENGINES.get(way.engine, (way.engine, {}))
@@ -232,18 +212,14 @@ def train(feature, *ways):
         if "ema" in feature.settings:
             tensors |= {f"ema/{name}": tensor for name, tensor in export.averages(checkpoint).items()}
         assert sorted(losses) == list(range(1, len(losses) + 1))
-        return Run([losses[step] for step in sorted(losses)], [figures[key] for key in sorted(figures)], tensors)
-
-
-Floor = tuple[Run, tuple[float, ...]]
+        return Run([losses[step] for step in sorted(losses)], tensors, [figures[key] for key in sorted(figures)])
 
 
 def reference(feature):
     """One process, and the largest differences between processes with other micro-batches."""
     runs = [train(feature, Way(accumulation=cut)) for cut in feature.cuts]
-    pairs = [a.differences(b) for a, b in itertools.combinations(runs, 2)]
     # Where no other micro-batches are possible: the floor of a sum in fp32, as trainings of this size have it.
-    return runs[0], tuple(map(max, *pairs)) if len(pairs) > 1 else (1e-6, 1e-6, 1e-6, 5e-6)
+    return runs[0], floor_of(runs) if len(runs) > 1 else (1e-6, 1e-6, 1e-6, 5e-6)
 
 
 def rows(feature, engine):
@@ -257,14 +233,8 @@ def rows(feature, engine):
     yield f"{engine} @ 2 > {follower} @ 3", [(Way(engine, 2, first), Way(follower, 3, last))]
 
 
-def broken(found, floor):
-    """Which bounds these differences do not keep."""
-    problems = [f"{found[0]:.1e} in the first {EARLY} steps"] if found[0] > EARLY_BOUND else []
-    names = ("losses", "figures", "weights")
-    for name, off, noise in zip(names, found[1:], floor[1:], strict=True):
-        if off > NOISE_FACTOR * max(noise, 2e-7):
-            problems.append(f"{name} off by {off:.1e}, more than {NOISE_FACTOR:g} x {noise:.1e}")
-    return problems
+broken = partial(equivalence.broken, least=2e-7)
+"""Which bounds these differences do not keep."""
 
 
 def table(name, engines):

@@ -1,13 +1,5 @@
 """The first and the last lines of a run: labelled, dim labels in a terminal alone, the best evaluation."""
 
-import fcntl
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
-
 from torch import nn
 
 from dsframe.model.parts import parts_of
@@ -48,40 +40,3 @@ def test_the_parts_of_a_model():
     assert blocks.model_table(parts_of(nn.Linear(2, 2))) == []
     many = blocks.model_table(parts_of(nn.Sequential(*(nn.Linear(1, size) for size in range(1, 31)))))
     assert (len(many), many[-1]) == (11, "and 20 more")
-
-
-PROGRAM = """
-import torch, dsframe
-class Line(dsframe.Task):
-    def model(self): return torch.nn.Linear(2, 1)
-    def loss(self, outputs, targets): return (outputs - targets).square().mean()
-    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
-    eval_data = train_data
-file = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
-dsframe.fit(Line(), file | {"dsframe": {"engine": "single", "steps": 20, "eval_every_steps": 10, "run_dir": "run"}})
-"""
-
-
-def test_in_a_terminal_lines_stay_above_the_moving_one(tmp_path):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    environment = {**os.environ, "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        said = b""
-        try:
-            while part := os.read(ours, 4096):
-                said += part
-        except OSError:  # Linux' way to say that nobody has the other end any more
-            pass
-        assert process.wait(60) == 0, said
-    os.close(ours)
-    text = said.decode()
-    assert "\x1b[2mmodel     \x1b[0m  Line, 3 parameters" in text
-    assert "gradients clipped to 1 (inherited)" in text
-    assert text.count("step 20/20") == 1
-    assert "step/s]" in text, "there is a moving line"
-    assert text.index("step  1/20") < text.index("step  5/20") < text.index("dsframe: done")
-    assert "best      \x1b[0m  loss" in text

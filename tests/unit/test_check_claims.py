@@ -8,14 +8,12 @@ import json
 import os
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
 from dsframe.config.load import examine
-from tests.processes import run_program
+from tests.processes import REPOSITORY, run_program
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 

@@ -3,24 +3,16 @@
 import contextlib
 import copy
 import json
-import random
-import string
 import time
-from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from docs.schema import sections
 from dsframe.config.load import examine
 from dsframe.config.read.reader import ReadError, read
 from dsframe.errors import ConfigError
 from dsframe.tools.check import resolved
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
-OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
-TEXTS = [path.read_text() for path in OWN + PUBLIC]
+from tests.unit.test_config_reader import TEXTS
 
 
 def _trees():
@@ -132,62 +124,7 @@ def test_damaged_values(tree, edits):
     judged(json.dumps(tree))
 
 
-def slip(word, rng):
-    """``word`` with one letter left out, added, changed, or swapped with the next."""
-    at = rng.randrange(len(word))
-    kind = rng.choice("dist")
-    letter = rng.choice(string.ascii_lowercase)
-    if kind == "d":
-        return word[:at] + word[at + 1 :]
-    if kind == "i":
-        return word[:at] + letter + word[at:]
-    if kind == "s":
-        return word[:at] + letter + word[at + 1 :]
-    at = min(at, max(0, len(word) - 2))
-    return word[:at] + word[at + 1 : at + 2] + word[at : at + 1] + word[at + 2 :]
-
-
-def holder(path, document):
-    """The object at a path as ``sections()`` names it, made if need be."""
-    owner = document
-    for part in path:
-        name, _, rest = part.partition(" ")
-        choice = rest.strip("()").split(",")[0]
-        if name == "params":
-            owner["type"] = choice
-        if name == "task":
-            owner = owner.setdefault(name, {"name": "a.b:C" if choice == "custom" else choice})
-        elif name.endswith("[]"):
-            owner = owner.setdefault(name[:-2], [{}])[0]
-        elif name.endswith(".NAME"):
-            owner = owner.setdefault(name[:-5], {}).setdefault("metric", {})
-        else:
-            owner = owner.setdefault(name, {})
-    return owner
-
-
 def test_invisible_characters_are_shown():
     problems = examine('{"train_batch_size": 8,\u00a0"zero_optimisation": {}, "x\u200b": 1}', "a.json").problems
     said = "\n".join(map(str, problems))
     assert (r"\xa0" in said, r"x\u200b: unknown key" in said) == (True, True)
-
-
-def test_slips_get_the_right_suggestion_first():
-    rng = random.Random(3)
-    right = total = 0
-    for path, section in sections():
-        for key in section.model_fields:
-            for _ in range(4):
-                word = slip(key, rng)
-                if not word or word in section.model_fields:
-                    continue
-                document = {"train_batch_size": 1}
-                owner = holder(path, document)
-                owner.pop(key, None)
-                owner[word] = 1
-                found = [p for p in examine(json.dumps(document), "x.json").problems if p.path.split(".")[-1] == word]
-                total += 1
-                right += any(f'"{key}"' in problem.message + problem.remedy for problem in found)
-    print(f"{right} of {total} slips: {right / total:.1%}")
-    assert total > 2000
-    assert right / total >= 0.95

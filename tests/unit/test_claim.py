@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -33,8 +32,6 @@ if worker:
     print(worker, flush=True)
 time.sleep(600)
 """
-
-Ending = Callable[[], None]
 
 
 @contextmanager

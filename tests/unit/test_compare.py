@@ -3,7 +3,6 @@
 import pytest
 
 from dsframe.cli import main
-from dsframe.tools import compare
 from tests.files import write_json
 from tests.unit.test_report_page import write_run
 
@@ -44,15 +43,3 @@ def test_only_runs_in_16_bits_may_differ_by_their_rounding(more, verdict, here, 
         write_json(here / name / "config.json", {"train_batch_size": 8, **more})
     main(["compare", "a", "b"])
     assert f"b: {verdict} training as a" in capsys.readouterr().out
-
-
-def test_a_verdict_tells_rounding_from_another_training():
-    curves = [{1: 2.0, 10: 1.0, 100: 0.5}, {1: 2.0, 10: 1.0 + 1e-7, 100: 0.6}, {1: 2.0, 10: 1.01, 100: 0.5}]
-    rounded, other = compare.verdicts(["a", "b", "c"], curves, 1e-5)
-    assert rounded == (
-        "b: the same training as a: up to step 10 the losses differ by 1.0e-07, as rounding does (up to 1e-05)"
-    )
-    assert other.startswith(
-        "c: not the same training as a: at step 10 the losses differ by 1.0e-02, which is more than"
-    )
-    assert compare.verdicts(["a", "b"], [{1: 2.0}, {}], 1e-5) == ["b: no step was logged by both runs"]

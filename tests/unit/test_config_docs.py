@@ -1,7 +1,6 @@
 """The JSON Schema, which is made from the models: it accepts what the check accepts."""
 
 import json
-from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -10,10 +9,7 @@ from docs.schema import json_schema
 from dsframe.cli import main
 from dsframe.config.load import examine
 from dsframe.config.read.reader import read
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
-OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
+from tests.unit.test_config_reader import OWN, PUBLIC
 
 
 def test_the_command_prints_it(capsys):

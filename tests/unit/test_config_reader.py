@@ -1,19 +1,15 @@
 """The reader beside hjson, the package that DeepSpeed reads its file with; and its places."""
 
 import random
-from pathlib import Path
 
 import pytest
 
 from dsframe.config.read.reader import ReadError, number_of, read
+from tests.processes import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-TEXTS = [
-    path.read_text()
-    for folder in (REPOSITORY / "ds_configs", REPOSITORY.parent / "shared" / "public_ds_configs")
-    for path in sorted(folder.glob("*.json"))
-    if "schema" not in path.name
-]
+OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
+PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
+TEXTS = [path.read_text() for path in OWN + PUBLIC]
 
 HJSON = """\
 # a comment

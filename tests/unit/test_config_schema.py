@@ -175,31 +175,37 @@ def test_removed_keys_are_deepspeeds():
     assert set(REMOVED) == top | inside
 
 
+def arguments(function, *but):
+    """Name -> default."""
+    found = inspect.signature(function).parameters
+    return {name: plain(one.default) for name, one in found.items() if name not in ("self", *but)}
+
+
+def defaults(parameters):
+    return {
+        key: inspect.Parameter.empty if field.is_required() else default(field)
+        for key, field in parameters.model_fields.items()
+    }
+
+
+def classes(module, base):
+    return {name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and issubclass(cls, base)}
+
+
 def test_optimizers_are_deepspeeds_and_torchs():
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as ORIGINAL
 
-    muadam = {"muadam", "muadamw", "musgd"}
-    assert muadam <= WITHOUT_ROUTE["optimizer.type"].keys()
+    muadam, without = {"muadam", "muadamw", "musgd"}, WITHOUT_ROUTE["optimizer.type"]
+    assert muadam <= without.keys()
     assert set(DEEPSPEED_OPTIMIZERS) == set(ORIGINAL) - muadam
-    classes = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    }
-    known = {
-        name
-        for name in classes
-        if name.lower() in DEEPSPEED_OPTIMIZERS or name.lower() in WITHOUT_ROUTE["optimizer.type"]
-    }
-    assert set(TORCH_OPTIMIZERS) == set(classes) - known
+    torchs = classes(torch.optim, torch.optim.Optimizer)
+    known = {name for name in torchs if name.lower() in {*DEEPSPEED_OPTIMIZERS, *without}}
+    assert set(TORCH_OPTIMIZERS) == set(torchs) - known - {"Optimizer"}
     for name, parameters in TORCH_OPTIMIZERS.items():
-        signature = inspect.signature(classes[name])
-        assert set(parameters.model_fields) == set(signature.parameters) - {"params"}, name
-    for name, parameters in {**TORCH_OPTIMIZERS, "Adagrad": DEEPSPEED_OPTIMIZERS["adagrad"]}.items():
-        for key, parameter in inspect.signature(classes[name]).parameters.items():
-            original = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-            assert key == "params" or default(parameters.model_fields[key]) == original, f"{name}.{key}"
+        assert defaults(parameters) == arguments(torchs[name], "params"), name
+    adagrad = arguments(torch.optim.Adagrad, "params")
+    assert adagrad.items() <= defaults(DEEPSPEED_OPTIMIZERS["adagrad"]).items()
 
 
 def test_adam_takes_what_its_kernels_take():
@@ -217,27 +223,13 @@ def test_schedulers_are_deepspeeds_and_torchs():
     import torch
     from deepspeed.runtime import lr_schedules
 
-    for name, parameters in DEEPSPEED_SCHEDULERS.items():
-        signature = inspect.signature(getattr(lr_schedules, name).__init__).parameters
-        wanted = {key: p.default for key, p in signature.items() if key not in ("self", "optimizer")}
-        assert set(parameters.model_fields) == set(wanted), name
-        for key, value in wanted.items():
-            field = parameters.model_fields[key]
-            assert field.is_required() == (value is inspect.Parameter.empty), f"{name}.{key}"
-            if not field.is_required():
-                assert default(field) == value, f"{name}.{key}"
     assert set(DEEPSPEED_SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
-    module = torch.optim.lr_scheduler
-    bases = (module.LRScheduler, module._LRScheduler)
-    classes = {
-        name: cls
-        for name, cls in vars(module).items()
-        if inspect.isclass(cls) and issubclass(cls, module.LRScheduler) and cls not in bases
-    }
+    for name, parameters in DEEPSPEED_SCHEDULERS.items():
+        assert defaults(parameters) == arguments(getattr(lr_schedules, name).__init__, "optimizer"), name
+    torchs = classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     without = {
         name for name in WITHOUT_ROUTE["scheduler.type"] if name[0].isupper()
-    }  # the others are Hugging Face's names
-    assert set(TORCH_SCHEDULERS) | without == set(classes)
+    }  # the others: Hugging Face's names
+    assert set(TORCH_SCHEDULERS) | without == set(torchs) - {"LRScheduler", "_LRScheduler"}
     for name, parameters in TORCH_SCHEDULERS.items():
-        signature = inspect.signature(classes[name]).parameters
-        assert set(parameters.model_fields) == set(signature) - {"optimizer", "scale_fn"}, name
+        assert set(parameters.model_fields) == set(arguments(torchs[name], "optimizer", "scale_fn")), name

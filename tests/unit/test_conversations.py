@@ -6,8 +6,10 @@ import pytest
 
 from dsframe.data import documents
 from dsframe.data.documents import Row
-from dsframe.data.encoders import ConversationEncoder, TextEncoder, describe_targets
+from dsframe.data.encoders import ConversationEncoder as encoder  # noqa: N813
+from dsframe.data.encoders import TextEncoder, describe_targets
 from dsframe.errors import DataError
+from tests.text_files import jsonl
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -20,17 +22,26 @@ SPECIAL = ["[UNK]", "[END]", "<user>", "<bot>", "<s>"]
 WORDS = ["one", "two", "good", "bad", "the", "cat", "sees", "a", "dog", "naïve", "🐈", "end"]
 
 
+def byte_words(special, **names):
+    """A tokenizer of bytes, and of special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(vocabulary)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
 def words(kind):
     """A tokenizer of a kind: bytes, pieces of words, or whole words that drop all whitespace."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    letters = sorted({letter for word in WORDS for letter in word})
     if kind == "bytes":
-        vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(vocabulary)}, merges=[]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-    elif kind == "pieces":
+        return byte_words(SPECIAL, unk_token="[UNK]", eos_token="[END]")
+    letters = sorted({letter for word in WORDS for letter in word})
+    if kind == "pieces":
         vocabulary = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *WORDS]
         made = Tokenizer(
             models.WordPiece({word: number for number, word in enumerate(dict.fromkeys(vocabulary))}, unk_token="[UNK]")
@@ -45,10 +56,6 @@ def words(kind):
         made.decoder = decoders.Metaspace()
     made.add_special_tokens(SPECIAL)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="[END]")
-
-
-def encoder(tokenizer, template):
-    return ConversationEncoder(tokenizer, template)
 
 
 def talk(*answers, **more):
@@ -234,11 +241,8 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path):
     from pyarrow import parquet
 
     call = "{% for m in messages %}{% for c in m.calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
-    rows = [
-        {"messages": [{"role": "assistant", "content": "", "calls": [{"name": "a", "arguments": {"x": 1}}]}]},
-        {"messages": [{"role": "assistant", "content": "", "calls": [{"name": "b", "arguments": {"y": "two"}}]}]},
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"messages": [said("", calls=[{"name": "a", "arguments": given}])]} for given in ({"x": 1}, {"y": "two"})]
+    jsonl(tmp_path / "a.jsonl", rows)
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     made = encoder(words("bytes"), call + "{% generation %}{% endgeneration %}")
     found = [

@@ -92,11 +92,7 @@ class Stream(IterableDataset[int]):
 def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said():
     with pytest.raises(DataError, match=r"Stream is an IterableDataset: .* its samples cannot be read by index"):
         as_source(Stream(), 0)
-    loader = Loader(Stream(), seed=0, micro_batch_size=2, accumulation_steps=2, rank=1, ranks=3)
-    (line,) = loader.lines(10)
-    assert line.startswith(
-        "Stream is an IterableDataset: each rank reads all of its rows and takes 4 of every 12; a resumed run"
-    )
+    loader = Loader(Stream(), seed=0, micro_batch_size=2)
     with pytest.raises(DataError, match='Stream does not say how many rows it has; write "steps"'):
         loader.lines(loader.sampler.total_steps(1))
 

@@ -7,7 +7,6 @@ import torch
 
 from dsframe.data import Sampler, draws, permutation
 from dsframe.data.source import draw
-from dsframe.errors import DataError
 
 # Global batch, then every way that is tried to cut it: (micro-batch size, accumulation, ranks).
 CUTS = [(12, 1, 1), (6, 2, 1), (6, 1, 2), (2, 3, 2), (1, 2, 6), (1, 12, 1), (1, 1, 12), (3, 1, 4)]
@@ -73,13 +72,6 @@ def test_permutations_are_pinned():
         7743182229752870188,
         -5770233344365094323,
     ]
-
-
-def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(DataError, match="takes 128 samples, but the training data set has only 100; lower train_batch"):
-        Sampler(100, 128, seed=0)
-    with pytest.raises(DataError, match="the training data set is empty"):
-        Sampler(0, 1, seed=0)
 
 
 def test_one_draw_is_that_of_many():

@@ -51,12 +51,6 @@ def test_what_is_absent_comes_with_what_installs_it(monkeypatch):
     assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
 
 
-def test_deepspeeds_own_launcher_is_told_apart(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: f"/elsewhere/{name}")
-    lines = [str(line) for line in doctor.launchers()]
-    assert '  ok  deepspeed: /elsewhere/deepspeed; DeepSpeed\'s own, without -m: eval "$(dsframe activate)"' in lines
-
-
 def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch, tmp_path):
     torch = doctor.Library("torch", "2.13.0+cpu", FACTS)
     (tmp_path / "nvidia0").touch()
@@ -72,11 +66,3 @@ def test_a_containers_little_shared_memory_is_named(monkeypatch):
     assert line.endswith("docker run --shm-size=2g")
     sizes["total"] = 2**31
     assert [line for line in doctor.machine(None) if line.state == "absent"] == []
-
-
-def test_gpus_are_listed():
-    torch = doctor.Library("torch", "2.13.0", {**FACTS, "cuda": "13.0", "gpus": [["NVIDIA H200", 150 * 2**30]]})
-    assert "  ok  GPU NVIDIA H200, 150.0 GiB" in [str(line) for line in doctor.machine(torch)]
-    horovod = doctor.Library("horovod", "0.28.1", {"Gloo": True, "MPI": True, "NCCL": False})
-    lines = [str(line) for line in doctor.engines({**LACKING, "torch": torch, "horovod": horovod})]
-    assert "  --  horovod on GPUs: needs Horovod compiled with NCCL" in lines

@@ -211,15 +211,10 @@ def test_a_run_goes_by_epochs_and_says_what_they_are(here, capsys):
         eval_every_steps=each,
         checkpoints=kept,
     )
-    whole = dsframe.fit(Line(), file)
+    dsframe.fit(Line(), file)
     said = capsys.readouterr().err
     assert 'an epoch has 2.5 steps; scheduler.params.num_training_steps {"epochs": 4} is 10 steps;' in said
     assert 'dsframe.checkpoints.every_steps {"epochs": 1}: after steps 3, 5, 8, ...' in said
     assert "the schedule is for" not in said
     assert sorted(int(path.name[-8:]) for path in Path("run/checkpoints").glob("step-*")) == [3, 5, 8, 10]
     assert [line["step"] for line in lines("run") if "evaluation" in line] == [3, 5, 8, 10]
-    again = dsframe.fit(
-        Line(), "run/config.json", overrides=["dsframe.run_dir=again"]
-    )  # the record is the same training
-    assert again.loss == whole.loss
-    assert again.metrics == whole.metrics

@@ -13,22 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import dsframe
-from dsframe import engines
-from dsframe.cluster.world import World
-from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource, as_source
 from dsframe.errors import TaskError
-from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, _finalized_alike, finalized
 from dsframe.training.shared_buffers import _row_spans
 from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
-
-CPU = torch.device("cpu")
+from tests.unit.test_step_path import make as engine_of
 
 
 class Ready(nn.Module):
@@ -53,19 +47,13 @@ class ReadyTask(dsframe.Task):
     def loss(self, outputs, targets):
         return nn.functional.mse_loss(outputs, targets)
 
-    def metrics(self, outputs, targets):
-        return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))}
-
     def train_data(self):
         return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
 
 
 def make(task=None, **switches):
-    file = ds_config(4, "SGD", 0.1, model=switches)
-    config = load(file).resolve(Facts(1, 100, None, replicas=True))
-    batch, task = config.batch(1, replicas=True), task or ReadyTask()
-    plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
-    engine = engines.load("single", config)(plan)
+    task = task or ReadyTask()
+    engine = engine_of("single", task, 0.0, model=switches)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
     return engine, Evaluation(engine, {"": loader}, lambda: None, print)
 

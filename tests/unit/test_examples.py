@@ -65,7 +65,6 @@ def test_an_example_trains(name, tmp_path, monkeypatch):
     assert (summary["steps"], summary["engine"], summary["world_size"]) == (5, TRAINED[name], 2)
     losses = [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
     assert name != "preferences" or losses[0] == pytest.approx(math.log(2), abs=1e-6)  # nothing has been learned yet
-    assert losses[-1] < losses[0] or name not in ("own_model", "images", "from_ddp", "text", "preferences")
 
 
 def test_a_training_goes_on_with_another_engine(tmp_path, monkeypatch):

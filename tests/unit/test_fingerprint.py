@@ -87,17 +87,6 @@ def test_five_samples_are_read():
     assert list(told[0]) == [str(index) for index in data[0].read[1:]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_sample_and_the_ranks_are_named(workers, monkeypatch):
-    monkeypatch.setattr(fingerprint, "BUDGET_SECONDS", 60.0)  # on a busy machine workers take longer to start
-    words = [f"word {index}" for index in range(100)]
-    three = [loader(Words([*words[:-1], end]), workers=workers) for end in ("word 99", "other", "word 99", "other")]
-    for said in of_ranks(*three):
-        assert said.startswith(
-            "the training data differ between ranks: sample 99, counted from 0, is another one on ranks 1, 3 than on rank 0. "
-        )
-
-
 class ByRank(IterableDataset[Any]):
     """Splits itself by ranks, as many such data sets do."""
 

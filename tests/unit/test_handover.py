@@ -10,6 +10,7 @@ import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.engines.deepspeed.handover import handover
+from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
 from tests.files import ds_config
@@ -91,7 +92,6 @@ CASES = {
         LARGE,
         copied(3, reduce_bucket_size=10**9, **FETCHED),
     ),
-    "nor at other stages": (zero(2), LARGE, copied(2)),
     "a folder of its own": (
         {"zero_optimization": NVME},
         {"swap_paths": {"offload_optimizer": "/somewhere/else"}},
@@ -166,3 +166,12 @@ def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(st
     assert document["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 1000}
     timed = dataclasses.replace(on_gpu, config=load({**FILE, "timers": {"throughput": {"enabled": True}}}))
     assert handover(timed, elements=1000)["timers"] == {"throughput": {"enabled": True}}
+
+
+def test_a_parameter_that_stage_3_cannot_shard_is_named():
+    from dsframe.engines.deepspeed import engine
+
+    model = torch.nn.ParameterDict({"empty": torch.empty(0), "logit_scale": torch.tensor(2.65)})
+    with pytest.raises(EngineError, match="stage 3 cannot shard empty, which has no elements"):
+        engine.refuse_empty(model)
+    engine.refuse_empty(torch.nn.Linear(2, 2))

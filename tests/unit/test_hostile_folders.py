@@ -61,7 +61,6 @@ def load(folder):
     [
         (shard("../../../etc/passwd"), "names '../../../etc/passwd', and there is no such file beside it"),
         (shard(5), "names 5, and"),
-        (shard([[]]), r"names \[\[\]\], and"),
         (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=7), "m: "),
         (lambda folder: edit(folder / "config.json", n_embd="a"), "config.json: "),
         (code("config.json", "AutoConfig"), "which dsframe does not run"),

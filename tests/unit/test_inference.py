@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 from contextlib import contextmanager
 from functools import cache, partial
@@ -26,9 +25,8 @@ from dsframe.inference import load_model
 from dsframe.run import execute, prepared
 from dsframe.tools import evaluate
 from dsframe.training.predictions import rows_of, take_inputs_alone
-from tests.files import ds_config, read_json, read_rows
+from tests.files import ds_config, read_rows
 from tests.lines import Line
-from tests.processes import run_ranks, warm
 
 SAMPLES = 37
 
@@ -69,22 +67,6 @@ def expected(run, *, averages=None):
     assert not model.training
     with torch.no_grad():
         return model(Plane().eval_data().batch(torch.arange(SAMPLES), 0)[0])
-
-
-def test_evaluate_gives_the_runs_last_evaluation(trained, tmp_path):
-    run, summary = trained
-    out = tmp_path / "metrics.json"
-    finished = run_ranks(
-        warm(1, ["-m", "dsframe.cli", "evaluate", str(run), "--out", str(out)]), timeout_seconds=100
-    ).check()
-    line = next(line for line in finished.output.splitlines() if line.startswith("{"))
-    found = json.loads(line)
-    assert found["metrics"] == dict(summary.metrics)
-    assert found["step"] == 6
-    assert read_json(out) == found
-    lines = [line for line in finished.stderr.splitlines() if re.match(r"  [a-z]", line)]
-    labels = [line.split()[0] for line in lines]
-    assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
 def test_predict_writes_each_sample_once_in_order(trained, tmp_path):
@@ -157,7 +139,6 @@ INPUTS = torch.arange(15.0).view(5, 3) / 10
     [
         TensorDataset(INPUTS),
         list(INPUTS),
-        [{"input": row} for row in INPUTS],
         [{"input": row.tolist()} for row in INPUTS],
     ],
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import HAS_GPUS, MARK, REPOSITORY, marked, run_program, run_ranks
+from tests.processes import MARK, REPOSITORY, marked, run_program, run_ranks
 
 COMMAND = REPOSITORY / "launch" / "bin" / "deepspeed"
 ON_CPU = os.environ | {"DS_ACCELERATOR": "cpu"}
@@ -313,73 +313,6 @@ def test_horovodrun_gets_the_command_line_as_typed(tmp_path):
     finished = run_ranks(typed, env={"PATH": path}, timeout_seconds=30)
     assert finished.stdout == "<-np><2><--mpi-args=--a --b><python><-m><x y>"
     assert finished.returncode == 3
-
-
-# What launch/bin/deepspeed starts itself: two workers, ended one by one at a signal, as deepspeed/launcher/launch.py does it.
-LAUNCH = """
-import os, signal, subprocess, sys, time
-assert sys.argv[1].startswith("--world_info="), sys.argv
-program = [sys.executable, "-S", sys.argv[-1]]
-roles = [os.environ | {"ROLE": "worker", "LOCAL_RANK": str(rank)} for rank in range(2)]
-workers = [subprocess.Popen(program, env=role) for role in roles]
-def wait(worker):
-    while worker.poll() is None:
-        time.sleep(0.05)
-    return worker.returncode
-def end(number, frame):
-    for worker in workers:
-        worker.terminate()
-        wait(worker)
-    sys.exit(1)
-signal.signal(signal.SIGTERM, end)
-signal.signal(signal.SIGINT, end)
-sys.exit(max(map(wait, workers)))
-"""
-
-
-@pytest.fixture(params=["deepspeed.launcher.launch", "ranks"])
-def without_runner(stand_in, tmp_path, request):
-    """The environment and the command of a job that needs no runner: one with the log of DeepSpeed's launcher, one without it."""
-    (tmp_path / "deepspeed").rename(tmp_path / "worker.py")
-    (tmp_path / "deepspeed").write_text(CONSOLE_SCRIPT.replace("/env/bin/python3", sys.executable))
-    (tmp_path / "deepspeed").chmod(0o755)
-    folder = tmp_path / "library" / "deepspeed" / "launcher"
-    folder.mkdir(parents=True)
-    (folder / "launch.py").write_text(LAUNCH)
-    (folder / "__init__.py").touch()
-    (folder.parent / "__init__.py").touch()
-    environment = stand_in | {"PYTHONPATH": str(tmp_path / "library")}
-    if request.param == "ranks":
-        return environment | {"ROLE": "worker"}, ["deepspeed", "--num_gpus=2", "--quiet", str(tmp_path / "worker.py")]
-    return environment, ["deepspeed", "--num_gpus=2", str(tmp_path / "worker.py")]
-
-
-@pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_job_without_a_runner(without_runner, number):
-    """With the code that the runner's end by a signal gave."""
-    environment, words = without_runner
-    finished = run_ranks(words, env=environment, timeout_seconds=30, settle_seconds=0, while_running=sends(number))
-    assert finished.returncode == 128 + number
-
-
-@pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
-def test_deaf_workers_of_a_job_without_a_runner_are_killed(without_runner):
-    """In the time that all of them have, however long the launcher waits for each."""
-    environment, words = without_runner
-    deaf, send = environment | {"DEAF": "1", "DSFRAME_SHUTDOWN_SECONDS": "1"}, sends(signal.SIGTERM)
-    finished = run_ranks(words, env=deaf, timeout_seconds=35, settle_seconds=0, while_running=send)
-    assert finished.returncode == 128 + signal.SIGTERM
-    assert finished.seconds >= 1
-    assert command.supervise.SHUTDOWN_SECONDS == 40, "without the variable: more than DeepSpeed's own 30"
-
-
-@pytest.mark.skipif(HAS_GPUS, reason="with GPUs DeepSpeed's runner counts them")
-@pytest.mark.parametrize("code", [0, 1, 7])
-def test_exit_code_without_a_runner(without_runner, code):
-    environment, words = without_runner
-    finished = run_ranks(words, env=environment | {"SLEEP": "0", "CODE": str(code)}, timeout_seconds=30)
-    assert finished.returncode == code
 
 
 def test_usr1_reaches_the_workers_and_no_launcher(stand_in):

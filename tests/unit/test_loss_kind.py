@@ -1,8 +1,6 @@
 """A loss that is a sum over rows trains as the sum over the global batch where the task says so, and is an error where not."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from tests import lines
 from tests.files import ds_config
 
 pytestmark = pytest.mark.usefixtures("here")
-Loss = Callable[[Any, Any], Any]
 
 
 class Line(lines.HeldOut):

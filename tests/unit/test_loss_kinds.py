@@ -33,7 +33,6 @@ KINDS = {
         lambda errors: errors.mean().detach(),
         "returned a tensor without a gradient, so nothing would be trained",
     ),
-    "a number": (lambda errors: errors.mean().item(), "returned float, not a tensor"),
 }
 
 

@@ -26,7 +26,6 @@ def read(kind, params):
     ("kind", "params", "cls", "arguments"),
     [
         ("adam", {"lr": 0.1}, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.0, "fused": True}),
-        ("AdamW", {"lr": 0.1}, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.0, "fused": True}),
         ("Adam", {"adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0, "fused": True}),
         (
             "AdamW",
@@ -56,7 +55,6 @@ def test_every_optimizer_of_torch_makes_its_update_from_its_own_rate(kind):
 def test_the_rate_of_muon_is_that_of_its_faster_half():
     assert read("Muon", {}).learning_rate == 0.02  # and 3e-4 for the other
     assert read("Muon", {"lr": 0.1}).learning_rate == 0.1
-    assert read("Muon", {"muon_lr": 3e-4}).learning_rate == 3e-4
     assert read("Muon", {"lr": 0.1, "muon_lr": 0.0, "adam_lr": 0.2}).learning_rate == 0.2
 
 

@@ -53,10 +53,6 @@ def test_a_new_base_rate_falls_as_often():
     never = Plateau(0.1, {})
     never.restore(Plateau(0.0, {}).state())  # a rate of 0 does not know how often it fell
     assert never(0).learning_rate == 0.1
-    older = {key: value for key, value in fallen().items() if key not in ("metric", "base")}
-    again = Plateau(0.08, {"factor": 0.5, "patience": 0})
-    again.restore(older)
-    assert again(2).learning_rate == 0.4
 
 
 @pytest.mark.parametrize("params", [{"metric": "accuracy"}, {"mode": "max"}])
@@ -65,18 +61,6 @@ def test_of_another_metric_only_the_rate_is_taken(params):
     fresh = again.state()
     again.restore(fallen())
     assert again.state() == fresh | {"rate": 0.4}
-
-
-def test_a_run_says_the_new_rate_and_counts_anew(here, capsys):
-    dsframe.fit(Stuck(), file("run", 7))
-    other = file("run", 10, metric="loss")
-    other["optimizer"]["params"]["lr"] = 0.04
-    dsframe.fit(Stuck(), other, resume="auto")
-    said = capsys.readouterr().err
-    assert "with a change: learning rate was 0.4, is 0.04: the new schedule" in said
-    assert 'with a change: scheduler.params.metric was "score", is "loss": the new schedule' in said
-    assert "the learning rate continues at 0.02; with the saved settings it would be 0.2" in said
-    assert rates("run")[8] == pytest.approx(0.02)
 
 
 def test_what_is_wrong_is_said():

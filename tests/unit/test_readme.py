@@ -4,12 +4,9 @@ import re
 import runpy
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
-import dsframe
 from tests.files import ds_config
+from tests.lines import HeldOut
 from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -45,20 +42,7 @@ def test_the_search_with_optuna_runs(here):
     code = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code
     file = ds_config(8, "SGD", 0.1, engine="single", steps=2, order="sequential")
-    ran = {"task": Line(), "file": file}
+    ran = {"task": HeldOut(), "file": file}
     exec(compile(code[1], "runs.md", "exec"), ran)
     assert len(ran["study"].trials) == 2
     assert {path.name for path in (here / "search").iterdir()} == {"0", "1"}
-
-
-class Line(dsframe.Task):
-    def model(self):
-        return nn.Linear(1, 1)
-
-    def loss(self, outputs, targets):
-        return nn.functional.mse_loss(outputs, targets)
-
-    def train_data(self):
-        return TensorDataset(torch.arange(32.0).reshape(-1, 1) / 32, torch.ones(32, 1))
-
-    eval_data = train_data

@@ -14,6 +14,7 @@ from dsframe.tasks import _transformers
 from dsframe.tools.export import main as export
 from tests.processes import REPOSITORY
 from tests.text_files import jsonl
+from tests.unit.test_conversations import byte_words
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -35,15 +36,7 @@ TALK = [
 
 
 def words(kind):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    marks = [ENDS[kind], *MARKS]
-    letters = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(marks)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token=ENDS[kind])
+    return byte_words([ENDS[kind], *MARKS], bos_token="<bos>", eos_token=ENDS[kind])
 
 
 def written(kind, folder):

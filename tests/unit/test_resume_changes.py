@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 from torch import nn
 
 import dsframe
@@ -13,6 +12,7 @@ from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
 from tests.files import ds_config, write_json
+from tests.lines import HeldOut
 from tests.processes import REPOSITORY, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
@@ -243,33 +243,21 @@ def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):
     assert (read_manifest(newest)["step"], read_manifest(newest)["updates"]) == (4, 6)
 
 
-class Shaped(dsframe.Task):
+class Shaped(HeldOut):
     """A task with an argument."""
+
+    inputs, outputs, rows = 8, 3, 48
 
     def __init__(self, kind=""):
         self.kind = kind
 
     def model(self):
         layers = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
-        if self.kind == "frozen":
-            layers[0].requires_grad_(False)
+        layers[0].requires_grad_(self.kind != "frozen")
         return nn.Sequential(*layers)
 
-    def loss(self, outputs, targets):
-        return nn.functional.cross_entropy(outputs, targets)
-
-    def train_data(self):
-        numbers = torch.Generator().manual_seed(1)
-        return torch.utils.data.TensorDataset(
-            torch.randn(48, 8, generator=numbers), torch.randint(0, 3, (48,), generator=numbers)
-        )
-
-    def eval_data(self):
-        return self.train_data()
-
     def metrics(self, outputs, targets):
-        right = (outputs.argmax(1) == targets).sum()
-        return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum(right, len(targets))}
+        return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum((outputs > targets).sum(), len(targets))}
 
 
 @pytest.fixture
@@ -329,23 +317,6 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume):
     more = {"eval_every_steps": 2, "stop": {"metric": "loss:min"}}
     (line,) = said_at_a_resume({"task": Before(), **more}, {**more, "stop": {"metric": "accuracy:max"}})
     assert line.startswith("stop.metric was ")
-
-
-def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume):
-    key = "num_training_steps"
-
-    def top(batch, length="auto"):
-        return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: length}}}
-
-    first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
-    path, then = "{}/run/checkpoints/step-00000024", {"epochs": 6, "steps": None, "name": "more"}
-    said = said_at_a_resume(first, {**then, "top": top(12)}, path)
-    begins = f"the schedule is for 24 updates ({key}), the training has 36: the last has the rate "
-    (line,) = [line for line in said if line.startswith("the schedule is for")]
-    assert line.startswith(begins)
-    assert line.endswith(f"; write {key} 36 to end with it")
-    said = said_at_a_resume(first, {**then, "top": top(12, 36)}, path)
-    assert not [line for line in said if line.startswith("the schedule is for")]
 
 
 def test_a_model_is_described_without_addresses_and_earlier_trainings():

@@ -1,17 +1,12 @@
 """A model that is built in files is the model that is built in memory, to the bit, and leaves nothing behind."""
 
 import copy
-import errno
-import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from dsframe.errors import WorldError
-from dsframe.model import spill
 from dsframe.model.spill import Spill, is_disk
 
 
@@ -135,32 +130,6 @@ def test_a_part_of_a_larger_tensor_stays_one(tmp_path):
     Spill(tmp_path, least_bytes=1).move(first)
     both += 1
     assert bool((first == 1).all())
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WorldError, match=r"no room for the model: No space left on device, 4 MiB more.*TMPDIR"):
-        Spill(tmp_path, least_bytes=1).move(nn.Parameter(torch.ones(1 << 20)))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_is_no_disk(tmp_path, monkeypatch):
-    assert is_disk(Path("/dev/shm")) is False
-    assert is_disk(tmp_path / "not" / "there" / "yet") == is_disk(tmp_path)
-    monkeypatch.setattr(spill, "is_disk", lambda folder: folder == tmp_path)
-    found = spill.on_disk(tmp_path)
-    assert found.folder == tmp_path
-    assert f"in files of {tmp_path}" in found.description
-    monkeypatch.setattr(spill, "is_disk", lambda folder: False)
-    found = spill.on_disk(tmp_path)
-    assert found.folder is None
-    assert re.search("in memory, whole on each rank: .* are not on a disk; set TMPDIR", found.description)
-    parameter = nn.Parameter(torch.ones(1 << 20))
-    found.move(parameter, torch.bfloat16)
-    assert parameter.dtype == torch.bfloat16
 
 
 def test_what_is_fetched_lies_in_memory(tmp_path):

@@ -1,8 +1,6 @@
 """What a step costs beside the model: no Python that grows with the number of parameters, and nothing that waits for the device."""
 
-import ctypes
 import gc
-import os
 import sys
 from collections import Counter
 
@@ -24,21 +22,13 @@ from dsframe.trainer import Trainer
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.step_log import StepLog
 from tests.files import ds_config
-from tests.processes import run_program
 
 
-def make(engine, task, clipping):
-    document = ds_config(4, "AdamW", 1e-3, sections={"gradient_clipping": clipping})
+def make(engine, task, clipping, **settings):
+    document = ds_config(4, "AdamW", 1e-3, {"gradient_clipping": clipping}, **settings)
     config = load(document).resolve(Facts(1, 100, None, replicas=True))
-    plan = Plan(
-        config,
-        World(),
-        task,
-        optimizers.read(config),
-        schedules.constant(1e-3),
-        config.batch(1, replicas=True),
-        torch.device("cpu"),
-    )
+    batch, optimizer = config.batch(1, replicas=True), optimizers.read(config)
+    plan = Plan(config, World(), task, optimizer, schedules.constant(1e-3), batch, torch.device("cpu"))
     return engines.load(engine, config)(plan)
 
 
@@ -143,32 +133,6 @@ def test_sparse_embeddings_train_with_dense_gradients():
     assert [bool((one != other).any()) for one, other in zip(before[0], after[0], strict=True)] == [
         row == 1 for row in range(7)
     ]
-
-
-@pytest.mark.parametrize(("told", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_freed_memory_stays_unless_the_user_says_otherwise(told, kept):
-    """Page faults of taking and freeing 24 MiB a hundred times, counted by the kernel, in a process of its own."""
-    if not hasattr(ctypes.CDLL(None), "mallopt"):
-        pytest.skip("the C library is not glibc")
-    program = (
-        "import ctypes, resource\n"
-        "from dsframe.host.memory import keep_freed\n"
-        "print(keep_freed())\n"
-        "def use():\n"
-        "    held = [(ctypes.c_char * (1 << 20))() for _ in range(24)]\n"
-        "    [ctypes.memset(one, 1, 1 << 20) for one in held]\n"
-        "use()\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(100): use()\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
-    )
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
-    }
-    done = run_program([sys.executable, "-c", program], env=clean | told)
-    said, faults = done.stdout.split()
-    assert said == str(kept)
-    assert (int(faults) < 10_000) == kept, faults
 
 
 class Reads(TorchDispatchMode):

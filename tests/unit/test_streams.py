@@ -39,18 +39,11 @@ def test_words_that_cannot_be_written_are_dropped(number, monkeypatch):
     sys.stderr.writelines(["one\n", "two\n"])
 
 
-def test_progress_survives_without_help(monkeypatch):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_survives_without_help(terminal, monkeypatch):
     """A program that calls dsframe as a library has streams of its own."""
-    monkeypatch.setattr(sys, "stderr", Broken(errno.EPIPE))
-    progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
-    progress.say("a line")
-    progress.log(1, {"loss": 1.0}, 2.0, 2**20)
-    progress.close()
-
-
-def test_the_moving_line_survives(monkeypatch):
-    broken = Broken(errno.EIO)
-    broken.isatty = lambda: True
+    broken = Broken(errno.EPIPE)
+    broken.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", broken)
     progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
     progress.begin(0)

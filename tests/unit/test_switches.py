@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import random
 from collections import deque
@@ -330,47 +329,9 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone():
         torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.mark.parametrize(
-    "pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)], ids=lambda pool: type(pool).__name__
-)
-def test_pooling_gets_its_gradient_with_the_channels_innermost(pool):
-    """Otherwise torch copies the gradient of the input into the plain layout and back."""
-    model = switched(nn.Sequential(nn.Conv2d(2, 8, 3), pool, nn.Flatten()), channels_last=True)
-    layouts = []
-
-    def watch(module, inputs, output):
-        if output.grad_fn is not None:
-            output.grad_fn.register_prehook(
-                lambda gradients: layouts.append(gradients[0].is_contiguous(memory_format=torch.channels_last))
-            )
-
-    pool.register_forward_hook(watch)
-    model(torch.randn(3, 2, 6, 6)).sum().backward()
-    with torch.no_grad():
-        model(torch.randn(3, 2, 6, 6))  # no backward pass to hook into
-    assert layouts == [True]
-
-
 def test_weights_of_another_layout_are_made_plain():
     model = switched(layers.assemble(cnn(3, 16, 10), seed=0).to(memory_format=torch.channels_last))
     assert all(parameter.is_contiguous() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("blocks", [{"compile": "blocks"}, {"compile": "blocks", "activation_checkpointing": True}])
-def test_compiled_blocks_compute_the_same(blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-
-    def compile_(function):  # the compiler itself takes half a minute: tests/engines runs it
-        compiled.append(type(function.__self__).__name__)
-        return functools.partial(function)
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    plain = language_model()
-    fast = switched(copy.deepcopy(plain), **blocks)
-    assert compiled == ["Block"] * 3, "inside of the recomputation, so that one does not see the other"
-    assert [type(block).__name__ for block in switches.units(fast)] == ["Block"] * 3
-    assert list(fast.state_dict()) == list(plain.state_dict())
-    assert_same_gradients(plain, fast, tokens())
 
 
 def test_without_a_compiler(monkeypatch):

