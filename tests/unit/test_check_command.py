@@ -170,7 +170,6 @@ def test_what_deepspeed_would_train_otherwise_is_refused(folder, asked, message,
     ("engine", "stages", "processes", "message"),
     [
         ("single", 1, 2, 'engine "single" is one process, not 2; start one, or choose "ddp"'),
-        ("reference-dataparallel", 1, 2, 'engine "reference-dataparallel" is one process, not 2'),
         (
             "reference-model-parallel",
             2,

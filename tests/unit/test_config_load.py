@@ -313,13 +313,6 @@ def test_features_name_what_is_on(tmp_path):
     assert load({TRAIN: 8}).features == ()
 
 
-def test_a_seed_is_one_that_every_generator_takes():
-    """NumPy takes 32 bits, and a layer's own seed is a million times larger: torch takes 64."""
-    assert load({MICRO: 1, "dsframe": {"seed": 2**32 - 1}}).settings.seed == 2**32 - 1
-    with pytest.raises(ConfigError, match="seed"):
-        load({MICRO: 1, "dsframe": {"seed": 2**32}})
-
-
 def test_keys_of_accounts_are_neither_shown_nor_kept():
     file = {MICRO: 1, "comet": {"api_key": "the-key", "project": "p"}}
     file["wandb"] = {"enabled": True, "project": "https://me:the-key@host:5000/x@y"}

@@ -9,7 +9,7 @@ from torch import nn
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.errors import ConfigError, TaskError
+from dsframe.errors import TaskError
 from dsframe.tasks import decoder
 from dsframe.tasks.huggingface import small
 from dsframe.tasks.layers import Tied, ready
@@ -38,7 +38,6 @@ def test_a_chain_is_the_model(tied):
     torch.testing.assert_close(found, expected)
     task.loss(found, tokens).backward()
     gradients = {name: one.grad for name, one in model.named_parameters()}
-    assert all(one is not None for one in gradients.values())
     model.zero_grad()
     task.loss(model(tokens), tokens).backward()
     for name, parameter in model.named_parameters():
@@ -66,10 +65,3 @@ def test_kinds_that_are_refused(kind, more, message):
         TaskError, match=f'pipeline: a model of model_type "{kind}" cannot be split into stages: {message}'
     ):
         decoder.refuse_other_models(small(config(kind, **more)))
-
-
-def test_rows_with_a_mask_are_refused_in_a_pipeline():
-    data = {"train": "corpus.jsonl", "packing": "documents"}
-    section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "data": data}
-    with pytest.raises(ConfigError, match="not possible in a pipeline: a stage passes on one tensor only"):
-        load(ds_config(8, sections={"pipeline": {"stages": 2}}, task=section))

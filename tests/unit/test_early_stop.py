@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 import dsframe
-from dsframe.config import load
 from dsframe.config.schema.settings_training import Stop
-from dsframe.errors import CheckpointError, ConfigError, TaskError
+from dsframe.errors import CheckpointError, TaskError
 from dsframe.model.followers import EarlyStop
 from dsframe.run_dir.record import read_summary
 from dsframe.tasks.task import Sum
@@ -139,8 +138,6 @@ def test_refusals(tmp_path):
     task.held_out = False
     with pytest.raises(TaskError, match=r"dsframe.stop waits for evaluations, but the task has no eval_data"):
         dsframe.fit(task, file(str(tmp_path)))
-    with pytest.raises(ConfigError, match="metric"):
-        load(file(str(tmp_path), stop={"metric": "accuracy"}))
     with pytest.raises(
         TaskError,
         match=r'hook "tests.unit.test_early_stop:Falling": Falling is a class that does not derive from Hooks',

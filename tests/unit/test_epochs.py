@@ -71,27 +71,6 @@ def test_schedules_inside_of_schedules():
     assert 'schedulers[1].params.schedulers[1].params.T_max {"epochs": 3} is 6 steps' in said
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (
-            {"type": "StepLRR", "params": {"step_size": 3}},
-            r'\.type: "StepLRR" is not in torch.* did you mean "StepLR"\?',
-        ),
-        ({"type": "WarmupLR", "params": {}}, r'\.type: "WarmupLR" is not in torch.*, as each part must be'),
-        (
-            {"type": "StepLR", "params": {"step_sizee": 3}},
-            r'params\.step_sizee: unknown key; did you mean "step_size"\?',
-        ),
-    ],
-)
-def test_mistakes_inside_of_schedules(part, message):
-    inner = {"type": "ChainedScheduler", "params": {"schedulers": [part]}}
-    outer = [{"type": "ExponentialLR", "params": {"gamma": 0.9}}, inner]
-    with pytest.raises(ConfigError, match=r"schedulers\[1\]\.params\.schedulers\[0\]\.?" + message):
-        load(scheduler("SequentialLR", milestones=[3], schedulers=outer))
-
-
 def test_the_batch_decides_and_accumulation_does_not():
     for sizes in (
         {"train_batch_size": 8},
@@ -141,36 +120,10 @@ def test_a_tenth_of_an_epoch_is_a_tenth():
     assert epochs.first(Fraction(1, 2), 6) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"epoch": 1}, r"step_size\.epoch: unknown key; did you mean \"epochs\"\?"),
-        ({"steps": 3}, r"step_size\.steps: unknown key; write a number of steps"),
-        ({"epochs": 0}, r"step_size\.epochs: 0 must be above 0"),
-        ({"epochs": "1"}, r"step_size\.epochs: \"1\" must be a number; write 1 without quotes"),
-        ({}, r"step_size\.epochs: is required"),
-        ("1", r"step_size: \"1\" must be a whole number or \{\"epochs\": 1\}"),
-    ],
-)
-def test_mistakes_are_named(written, message):
-    with pytest.raises(ConfigError, match=message):
-        load(scheduler("StepLR", step_size=written))
-    inside = [{"type": "StepLR", "params": {"step_size": written}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]
-    with pytest.raises(ConfigError, match=r"schedulers\[0\]\.params\." + message):
-        load(scheduler("SequentialLR", milestones=[3], schedulers=inside))
-
-
 def test_where_it_has_no_meaning_it_is_refused():
     file = scheduler("WarmupLR", warmup_num_steps={"epochs": 1})
     with pytest.raises(ConfigError, match=r"the training data has no length.*write steps"):
         load(file).resolve(Facts(1, 1000))
-    del file["dsframe"]
-    with pytest.raises(ConfigError, match="is dsframe's way to count steps: DeepSpeed raises"):
-        load(file)
-    rare = {"eval_every_steps": {"epochs": 2}, "checkpoints": {"every_steps": {"epochs": 1}, "keep_best": "loss:min"}}
-    warned = load(ds_config(8, **rare)).problems
-    assert "only 1 of 2 checkpoints is evaluated" in str(warned[0])
-    assert "make every_steps a multiple of eval_every_steps" in str(warned[0])
 
 
 def test_what_check_prints_of_it_is_a_file(tmp_path, capsys):

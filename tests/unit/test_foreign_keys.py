@@ -74,13 +74,6 @@ def test_a_key_of_another_form_gets_one_error_with_what_to_write(name, where):
     assert found[0].remedy.startswith(("write ", "tell ", "run ", "put ", "remove it: ")), found[0]
 
 
-def test_two_names_of_one_thing_are_one_error():
-    found = errors({**FILE, "learning_rate": 1e-3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
-    assert [problem.message for problem in found] == [
-        'another name of "optimizer.params.lr", which the file has as well'
-    ]
-
-
 def test_what_is_assumed_is_checked_and_no_second_error():
     document = {**FILE, "dsframe": {"num_train_epochs": 3, "precision": "bf16", "gradient_checkpointing": True}}
     assert [problem.path.rpartition(".")[2] for problem in errors(document)] == [

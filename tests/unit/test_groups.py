@@ -13,8 +13,8 @@ import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.engines.deepspeed.stages import Cut
-from dsframe.errors import ConfigError, DsframeError, TaskError
-from dsframe.model import groups, optimizers
+from dsframe.errors import ConfigError, TaskError
+from dsframe.model import groups
 from dsframe.model.plan import Plan
 from tests.unit.test_task_huggingface import LLAMA
 
@@ -144,39 +144,6 @@ def test_groups_as_torch_has_them_are_told_of_patterns():
         TaskError, match=r'groups: match: Field required, params: .*; name parameters by patterns.*"head\.\*"'
     ):
         settled(task=Tokens([{"params": [], "lr_scale": 2}]))
-
-
-def test_an_optimizer_without_decay_cannot_have_it_by_groups():
-    spec = optimizers.read(load(FILE | {"optimizer": {"type": "Rprop", "params": {"lr": 0.01}}}))
-    with pytest.raises(ConfigError, match="Rprop has no weight_decay, and parameter groups have one"):
-        spec.build([{"params": [nn.Parameter(torch.zeros(2))], "weight_decay": 0.0}])
-
-
-def problems(file, **settings):
-    try:
-        return "\n".join(str(one) for one in load({**FILE, **file, "dsframe": settings}).problems)
-    except DsframeError as error:
-        return str(error)
-
-
-def test_who_makes_groups_takes_no_others():
-    zero = {"stage": 3, "reduce_scatter": False}
-    file = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}, "zero_optimization": zero}
-    slower = [{"match": ["*"], "lr_scale": 0.1}]
-    says = "not possible with Muon, for which DeepSpeed makes the groups of parameters"
-    assert f"dsframe.parameter_groups: {says}" in problems(file, parameter_groups=slower)
-    assert f"dsframe.no_decay: {says}" in problems(file, no_decay="norms-and-biases")
-    assert says not in problems(file, parameter_groups=[{"match": ["embed*"], "freeze": True}])
-
-
-def test_no_decay_where_nothing_decays_is_a_warning():
-    silent = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    says = "dsframe.no_decay: has no effect: the optimizer's weight_decay is 0"
-    assert says in problems(silent, no_decay="norms-and-biases")
-    torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}  # whose default is 0.01
-    assert says not in problems(torchs, no_decay="norms-and-biases")
-    assert says not in problems(silent, no_decay="norms-and-biases", inherit="torch")
-    assert says not in problems({}, no_decay="norms-and-biases")
 
 
 def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch):

@@ -19,10 +19,10 @@ def test_weights_decide_how_often():
     found = Counter((orders.weighted(weights, 0, 0) % 4).tolist())
     assert set(found) == {1, 2}
     assert found[2] / found[1] == pytest.approx(3, rel=0.1)
-    drawn = [orders.weighted(weights, *place).tolist() for place in ((0, 0), (0, 1), (1, 0))]
-    assert drawn[0] not in drawn[1:]
-    assert drawn[0] == orders.weighted(weights.tolist(), 0, 0).tolist()
-    for wrong in ([0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [[1.0]], []):
+    first, *others = (orders.weighted(weights, *place).tolist() for place in ((0, 0), (0, 1), (1, 0)))
+    assert first not in others
+    assert first == orders.weighted(weights.tolist(), 0, 0).tolist()
+    for wrong in ([0.0, 0.0], [1.0, -1.0], [float("nan")], [[1.0]], []):
         with pytest.raises(DataError, match="weights of samples must be"):
             orders.weighted(torch.tensor(wrong), 0, 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dsframe.config import load
 from dsframe.data.sample_draws import SampleDraws
-from dsframe.errors import ConfigError, TaskError
+from dsframe.errors import TaskError
 
 CPU = torch.device("cpu")
 
@@ -128,15 +126,3 @@ def test_attention_is_torchs():
         model = Drawing(partial(attention, dropout_p=1e-30))
         SampleDraws(model, 0, 2, CPU)
         torch.testing.assert_close(model(query), attention(query))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"dsframe": {"model": {"activation_checkpointing": ["Linear"]}}}, {"dsframe": {"model": {"compile": True}}},
-     {"sequence_parallel_size": 2}, {"pipeline": {"stages": 2}}],
-)  # fmt: skip
-def test_what_excludes_it(other: dict[str, Any]) -> None:
-    settings = {"engine": "deepspeed", "per_sample_randomness": True, **other.pop("dsframe", {})}
-    document = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, **other, "dsframe": settings}
-    with pytest.raises(ConfigError, match="per_sample_randomness: not possible with"):
-        load(document)

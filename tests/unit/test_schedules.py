@@ -131,13 +131,6 @@ def test_the_names_of_hugging_face(name, params, rates):
     assert name in HF_SCHEDULERS
 
 
-def test_the_names_of_hugging_face_need_dsframe():
-    """Plain DeepSpeed raises; a file with a section for dsframe is trained by it."""
-    section = {"scheduler": {"type": "cosine", "params": {"num_training_steps": 10}}}
-    with pytest.raises(ConfigError, match='write "WarmupCosineLR"'):
-        load({"train_batch_size": 4, **section})
-
-
 class Halving(dsframe.Task):
     def schedule(self, updates):
         return 0.5**updates if updates < 5 else float("nan")
