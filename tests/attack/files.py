@@ -121,22 +121,11 @@ def tokenizer_path(folder, chance):
     )
     (secret / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass T: pass\n")
     place = chance.choice(
-        [
-            str(secret),
-            f"{checkpoint}/../../secret",
-            "/proc/self/environ",
-            "/etc",
-            "/dev/zero",
-            "~",
-            "a/b",
-            "\x1b[2J",
-            "",
-        ]
+        [str(secret), f"{checkpoint}/../../secret", "/proc/self/environ", "/dev/zero", "a/b", "\x1b[2J"]
     )
     config = chance.choice(
         [
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 4, "n_head": 1},
-            {"model_type": "gpt2", "architectures": ["os"]},
             {"model_type": "gpt2", "auto_map": {"AutoModel": "code.T"}, "architectures": ["GPT2LMHeadModel"]},
             {"model_type": "../../x", "architectures": ["PreTrainedModel"]},
             chance.choice(NASTY),

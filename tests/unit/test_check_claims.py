@@ -1,4 +1,4 @@
-"""What we say DeepSpeed raises, it raises: 26 files with one real engine each, in one process.
+"""What we say DeepSpeed raises, it raises: files with one real engine each, in one process.
 What we let pass: test_check_starts.py.
 
 The parser alone accepts most of these: they fail in the engine, after every process of a run has started.
@@ -34,7 +34,6 @@ REFUSED = {
     "an argument of torch's Adam": adam(fused=True),
     "an argument of DeepSpeed's Adam": adam(bias_correction=True, torch_adam=True),
     "max_grad_norm": adam(max_grad_norm=1.0),
-    "a misspelled argument": adam(torch_adam=True, wieght_decay=1),
     "a rate in quotes": adam(torch_adam=True, lr="1e-3"),
     "a beta of 1": adam(torch_adam=True, betas=[0.9, 1.0]),
     "an optimizer with a closure": {"optimizer": {"type": "LBFGS", "params": {"lr": 1e-3}}},
@@ -50,7 +49,6 @@ REFUSED = {
     "an unknown log level": {"log_level": "bogus"},
     "a norm in quotes": {"gradient_clipping": "1.0", **zero(1)},
     "auto where nothing resolves it": {"steps_per_print": "auto"},
-    "infinity in quotes": {"steps_per_print": "inf"},
 }
 
 

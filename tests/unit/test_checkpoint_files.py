@@ -251,8 +251,6 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path):
     for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file
         assert (8 + length + place["data_offsets"][0]) % tensors[name].element_size() == 0, name
     assert damage_of(tmp_path / "all", asdict(entry), slice(None)) == ""
-    with pytest.raises(CheckpointError, match=r"z: checkpoints do not support torch\.complex128"):
-        write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
 
 
 def test_after_a_failed_write_the_rank_still_takes_part(tmp_path):
@@ -356,8 +354,6 @@ def test_another_model_is_named():
         "the checkpoint belongs to another model (parameters differ): new is new; old is gone; "
         "a has shape [2, 3], saved [3, 2]"
     )
-    with pytest.raises(CheckpointError, match="and 6 more"):
-        compare("parameter", {str(number): (1,) for number in range(9)}, {})
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])

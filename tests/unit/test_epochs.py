@@ -66,9 +66,6 @@ def test_schedules_inside_of_schedules():
     assert outer["schedulers"][0]["params"] == {"total_iters": 2}
     assert inner["milestones"] == [8]
     assert [part["params"] for part in inner["schedulers"]] == [{"total_iters": 4}, {"T_max": 6}]
-    said = epochs.sentence(config.resolved, config.facts.epoch_steps)
-    assert said.startswith('an epoch has 2 steps; scheduler.params.milestones[0] {"epochs": 1} is 2 steps; ')
-    assert 'schedulers[1].params.schedulers[1].params.T_max {"epochs": 3} is 6 steps' in said
 
 
 def test_the_batch_decides_and_accumulation_does_not():

@@ -183,18 +183,6 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host():
         assert known.block < known.parameters / 2, "ZeRO-3 gathers a recomputed block, not the model"
 
 
-def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself():
-    file = ds_config(
-        8,
-        sections={"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
-        task={"name": "language", "layers": 2, "width": 64, "tie_embeddings": False},
-    )
-    config = load(file)
-    known = traced(config, tasks.build(config.settings.task, 0))
-    ddp, ring = (predict(config, engine, known, GPU, 2) for engine in ("ddp", "reference-ring"))
-    assert ring.memory.states == ddp.memory.states == 16 * known.parameters
-
-
 @pytest.mark.parametrize("beginning", ["own", "text"])
 def test_the_plan_agrees_with_itself_on_what_init_writes(beginning, here, capsys, monkeypatch):
     """It said "as written: yes" and then "nothing fits": a ConfigError of a variant was swallowed."""

@@ -28,7 +28,6 @@ class Drawing(nn.Module):
 DRAWS = {
     "dropout": functional.dropout,
     "dropout2d": functional.dropout2d,
-    "nn.Dropout": nn.Dropout(0.3),
     "rand_like": torch.rand_like,
     "rand": lambda rows: torch.rand(rows.shape),
     "randn": lambda rows: torch.randn(*rows.shape, dtype=torch.float64),

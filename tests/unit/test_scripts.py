@@ -4,7 +4,6 @@ examples/slurm/slurm.sbatch is run by a real Slurm in tests/cluster, launch/one-
 """
 
 import os
-import shutil
 
 import pytest
 import yaml
@@ -12,25 +11,16 @@ import yaml
 from dsframe.config import load
 from dsframe.train import parse
 from tests.processes import REPOSITORY, run_program
+from tests.unit.test_setup import installed
 
 MANIFESTS = REPOSITORY / "launch" / "kubernetes"
 
 
 def said(tmp_path, script, *arguments):
     """What a script runs, with stand-ins that say how they were called."""
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "activate").write_text(f'PATH="{programs}:$PATH"\n')
-    for name in ("dsframe", "mpirun"):
-        (programs / name).write_text('#!/bin/sh\necho "$(basename "$0") $*; $MASTER_ADDR:$MASTER_PORT"\n')
-        (programs / name).chmod(0o755)
-    return run_program(
-        [tmp_path / "launch" / script, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"},
-        check=False,
-    )
+    installed(tmp_path, "dsframe", "mpirun", says='$(basename "$0") $*; $MASTER_ADDR:$MASTER_PORT')
+    command, variables = [tmp_path / "launch" / script, *arguments], {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}
+    return run_program(command, cwd=tmp_path, env=os.environ | variables, check=False)
 
 
 def test_many_machines(tmp_path):
