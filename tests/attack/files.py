@@ -6,6 +6,7 @@ import os
 import shutil
 
 from tests.attack.arena import held, kept, train
+from tests.attack.disks import mounted
 from tests.processes import python, run_ranks
 
 NASTY = (
@@ -121,11 +122,22 @@ def tokenizer_path(folder, chance):
     )
     (secret / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass T: pass\n")
     place = chance.choice(
-        [str(secret), f"{checkpoint}/../../secret", "/proc/self/environ", "/dev/zero", "a/b", "\x1b[2J"]
+        [
+            str(secret),
+            f"{checkpoint}/../../secret",
+            "/proc/self/environ",
+            "/etc",
+            "/dev/zero",
+            "~",
+            "a/b",
+            "\x1b[2J",
+            "",
+        ]
     )
     config = chance.choice(
         [
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 4, "n_head": 1},
+            {"model_type": "gpt2", "architectures": ["os"]},
             {"model_type": "gpt2", "auto_map": {"AutoModel": "code.T"}, "architectures": ["GPT2LMHeadModel"]},
             {"model_type": "../../x", "architectures": ["PreTrainedModel"]},
             chance.choice(NASTY),
@@ -148,7 +160,29 @@ def tokenizer_path(folder, chance):
     return f"tokenizer {place!r}: exit code {finished.returncode}"
 
 
+def full_export(folder, chance):
+    """``dsframe export`` to a disk that fills up meanwhile; then there is room again."""
+    to, dtype = chance.choice(["safetensors", "torch"]), chance.choice(["float32", "bfloat16", "float16"])
+    checkpoint = a_run() / "checkpoints" / "step-00000024"
+    before = _everything(checkpoint)
+    with mounted(folder, "size=64k") as target:
+        words = ("export", str(checkpoint), "--to", to, "--dtype", dtype, "--out", str(target / "out"))
+        free = 4096 * chance.randrange(4)
+        with (target / "another's").open("wb", buffering=0) as file:
+            file.write(bytes((64 << 10) - free))
+        finished = _asked(folder, *words)
+        there = {path.name for path in target.iterdir()} - {"another's"}
+        held(there == ({"out"} if finished.returncode == 0 else set()), f"left: {there}", finished)
+        held(finished.returncode in (0, 8), f"exit code {finished.returncode}", finished)
+        (target / "another's").unlink()
+        (target / "out").unlink(missing_ok=True)
+        held(_asked(folder, *words).returncode == 0, "not exported where there is room")
+    held(_everything(checkpoint) == before, "the checkpoint was changed")
+    return f"{to} in {dtype}, {free} bytes free: exit code {finished.returncode}"
+
+
 ATTACKS = {
+    "full disk in an export": full_export,
     "another's run directory": run_directory,
     "another's tokenizer": tokenizer_path,
 }

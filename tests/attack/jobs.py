@@ -1,13 +1,18 @@
 """Processes that are killed, and signals to those who wait for them."""
 
 import contextlib
+import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import psutil
 
 from dsframe.errors import StoppedError
-from tests.attack.arena import EVERY, goes_on, held, told, train, whole
+from tests.attack.arena import EVERY, UntriedError, goes_on, held, needs_root, told, train, whole
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _in_training(running, chance):
@@ -41,6 +46,48 @@ def kill_stateful(folder, chance):
     )
 
 
+@contextlib.contextmanager
+def _short_of_memory(limit):
+    """A control group with a limit that the kernel keeps to, which is tried first."""
+    needs_root()
+    old = CGROUPS / "memory"
+    group = (old if old.is_dir() else CGROUPS) / f"dsframe-attack-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(limit)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise UntriedError(f"no control group for memory: {error.strerror}") from None
+    try:
+        enter = f"echo $$ > {group}/cgroup.procs; exec"
+        tried = subprocess.run(["sh", "-c", f"{enter} python -c 'bytearray(1 << 28)'"], check=False, timeout=60)
+        if tried.returncode != -signal.SIGKILL:
+            raise UntriedError("the kernel does not keep to a control group's limit of memory here")
+        yield group
+    finally:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def out_of_memory(folder, chance):
+    """One rank is in a control group whose memory ends; the kernel kills it."""
+    with _short_of_memory("64M") as group:
+
+        def strike(running):
+            _in_training(running, chance)
+            (group / "cgroup.procs").write_text(str(running.ranks()[1].pid))
+
+        task = {"name": "tests.faults.slow_task:GrowingTask"}
+        finished = train(folder, ranks=2, during=strike, env={"STEP_SECONDS": "0.1"}, task=task)
+    held(finished.returncode, "exit code 0", finished)
+    goes_on(folder, 2, task=task)
+    return f"one rank out of memory: exit code {finished.returncode}"
+
+
 def launcher_signals(folder, chance):
     """Signals to ``dsframe launch --restarts``, once or twice, in any order, at any moment."""
     signals = [
@@ -72,6 +119,26 @@ def launcher_signals(folder, chance):
     return f"{names} to the launcher, {gap} s apart: exit code {finished.returncode}"
 
 
+def double_interrupt(folder, chance):
+    """Ctrl-C twice, as a terminal does it: to the whole foreground group."""
+    gap = chance.choice([0.05, 0.5, 2.0])
+    by = chance.choice(["python", "launch"])
+
+    def strike(running):
+        _in_training(running, chance)
+        for _ in range(2):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGINT)
+            time.sleep(gap)
+
+    launch = ("--restarts", "3", "--restart-wait", "0.1") if by == "launch" else ()
+    ranks = 2 if launch else 1
+    finished = train(folder, ranks=ranks, launch=launch, during=strike, env={"STEP_SECONDS": "0.1"})
+    told(finished)
+    goes_on(folder, ranks)
+    return f"Ctrl-C twice, {gap} s apart, to {by}: exit code {finished.returncode}"
+
+
 def reader(folder, chance):
     """A process that reads data is killed, or stopped."""
     number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
@@ -96,6 +163,8 @@ def reader(folder, chance):
 ATTACKS = {
     "killed rank": kill,
     "killed rank, stateful model": kill_stateful,
+    "out of memory": out_of_memory,
     "signals to the launcher": launcher_signals,
+    "double Ctrl-C": double_interrupt,
     "killed reader": reader,
 }

@@ -178,7 +178,7 @@ def test_files_import_each_other_in_no_circle():
 @pytest.mark.parametrize(("file", "most"), [("engine.py", 7_480), ("job.py", 20_090)])
 def test_what_a_reader_must_know_does_not_grow(file, most):
     """Lines of a file and of all that it imports, directly or not."""
-    imported, reached, ahead = imported_by_file(), set[str](), [file]
+    imported, reached, ahead = imported_by_file(), set(), [file]
     while ahead:
         reached.add(name := ahead.pop())
         ahead += imported[name] - reached

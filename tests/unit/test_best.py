@@ -22,7 +22,7 @@ from tests.lines import HeldOut
 class Told(HeldOut):
     """Its evaluations come to what they are told to come to; the first is the trial."""
 
-    values: tuple[float, ...] = (0.0, math.nan, 0.5, 0.9, 0.9, 0.6)
+    values = (0.0, math.nan, 0.5, 0.9, 0.9, 0.6)
     calls = 0
 
     def finalize(self, sums):

@@ -30,6 +30,4 @@ def test_gradients_are_sent_in_the_models_own_type():
     """That is no other training, so no engine refuses it."""
     text = '{"train_batch_size": 8, "communication_data_type": "%s"}'
     fp32, bf16 = (examine(text % name, "f.json").config for name in ("fp32", "bf16"))
-    assert fp32 is not None
-    assert bf16 is not None
     assert [len(config.features) for config in (fp32, bf16)] == [0, 1]

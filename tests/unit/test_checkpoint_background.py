@@ -1,5 +1,7 @@
 """The saver, at once and in the background: it saves the state of that step, and a crash anywhere leaves the one before."""
 
+import os
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.writer import Writer
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
+from tests.processes import run_program
 from tests.unit.test_checkpoint_files import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
@@ -184,3 +187,57 @@ def test_a_directory_that_is_away_hides_no_reason(tmp_path, monkeypatch):
         f"the checkpoint of step 1 cannot be written: rank 0: {tmp_path}: Stale file handle; the folder with earlier ones "
         "cannot be read: Stale file handle"
     )
+
+
+def _one(folder, steps, asynchronous=False):
+    """``steps`` checkpoints of one rank."""
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1, local_size=1), device=torch.device("cpu"))
+    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
+    saving = saver(training, folder, asynchronous)
+    for _ in range(steps):
+        save_step(training, saving)
+    saving.settle()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = run_program(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_leaves_the_one_before(small_disk, asynchronous):
+    folder = small_disk / "checkpoints"
+    _one(folder, 1, asynchronous)
+    room = os.statvfs(small_disk)
+    (small_disk / "large").write_bytes(bytes(room.f_bavail * room.f_frsize - 8192))
+
+    def again(ranks):
+        training = Training(ranks)
+        training.step = 1
+        training.train()
+        saving = saver(training, folder, asynchronous)
+
+        def save():
+            saving.save(2, loss=None, evaluation={})
+            saving.settle()
+
+        with pytest.raises(CheckpointError) as raised:
+            save()
+        return str(raised.value)
+
+    for words in Room(2).run(again):
+        assert "the checkpoint of step 2 cannot be written: rank " in words
+        assert "No space left on device" in words
+        assert f"the last good one is {folder / 'step-00000001'}" in words
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+    assert store.verify(Store(folder).path(1)) == []
+    (small_disk / "large").unlink()
+    Store(folder).set_aside(Store(folder).path(1))
+    _one(folder, 2, asynchronous)  # once there is room

@@ -49,7 +49,7 @@ class Recorder:
     def __init__(self, root, patch):
         self.root, self.log = (
             root,
-            list[tuple[int, Any]](),
+            [],
         )  # number of a node, and its change; None: it is forced to the disk
         self.folders = [True]
         self._numbers = {root: 0}
@@ -156,7 +156,7 @@ def put(node, path):
 def test_every_cut_leaves_whole_checkpoints_alone(asynchronous, tmp_path, monkeypatch):
     """Three saves of two ranks, with one that is removed and a rating; what was whole once stays, until a newer one is."""
     monkeypatch.setattr(layout, "PIECE_BYTES", 500)  # both ranks write
-    run, whole_after = tmp_path / "run", dict[int, int]()
+    run, whole_after = tmp_path / "run", {}
     run.mkdir()
     with monkeypatch.context() as patch:
         recorder = Recorder(run, patch)

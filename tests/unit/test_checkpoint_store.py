@@ -122,7 +122,6 @@ def test_an_earlier_run_is_moved_out_of_the_way(folder):
     for step in (5, 10, 15):
         save(folder, step)
     moved = folder.archive_earlier(after=5)
-    assert moved is not None
     assert sorted(path.name for path in moved.iterdir()) == ["step-00000010", "step-00000015"]
     assert folder.newest_first() == [folder.path(5)]
 

@@ -38,7 +38,6 @@ time.sleep(600)
 def held(directory):
     """Another process has it, and a worker; gives its number, and what kills it and leaves the worker."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     worker = int(holder.stdout.readline())
     with ExitStack() as ending:
         ending.callback(holder.stdout.close)

@@ -1,7 +1,6 @@
 """Rows of any kind become batches: pairs, dicts with labels, what a collator makes; and what does not fit is named by its row."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests.files import ds_config
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
-class Texts(Dataset[Any]):
+class Texts(Dataset):
     """Rows of different lengths, as a tokenised data set has them: lists of numbers in dicts."""
 
     def __init__(self, rows=96):

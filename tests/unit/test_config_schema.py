@@ -3,7 +3,6 @@
 import enum
 import inspect
 import warnings
-from typing import Any
 
 import pytest
 
@@ -98,7 +97,7 @@ def test_plain_sections_have_their_defaults():
     same(expert_parallel.ExpertParallel, experts, {"expert_w3"})
 
 
-class Recorder(dict[str, Any]):
+class Recorder(dict):
     """A dictionary that remembers which keys were asked for."""
 
     def __init__(self, content, seen):

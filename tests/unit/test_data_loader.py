@@ -3,7 +3,6 @@
 import multiprocessing
 import random
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
 from dsframe.errors import DataError
 
 
-class Noisy(Dataset[Any]):
+class Noisy(Dataset):
     """Random transforms from every generator that people use."""
 
     def __init__(self, samples=13):
@@ -84,7 +83,7 @@ def test_what_is_no_tensor_is_put_together_across_an_epochs_end(workers):
         assert inputs["name"] == [f"sample {index}" for index in targets.tolist()]
 
 
-class Stream(IterableDataset[int]):
+class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
@@ -97,7 +96,7 @@ def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said()
         loader.lines(loader.sampler.total_steps(1))
 
 
-class Nothing(IterableDataset[int]):
+class Nothing(IterableDataset):
     def __iter__(self):
         return iter(())
 
@@ -206,7 +205,7 @@ def test_a_row_is_another_in_each_epoch(data):
     assert not torch.equal(first, other)
 
 
-class Epochs(IterableDataset[Any]):
+class Epochs(IterableDataset):
     def set_epoch(self, number):
         self.number = number
 
@@ -218,7 +217,7 @@ def test_a_stream_is_told_its_epoch():
     assert as_source(Epochs(), 0, streams=True).batch(torch.arange(4), 0)[1].tolist() == [0, 0, 1, 1]
 
 
-class Shuffling(IterableDataset[Any]):
+class Shuffling(IterableDataset):
     def __iter__(self):
         buffer = []
         for number in range(64):
@@ -247,7 +246,7 @@ def test_what_collate_draws_does_not_change_which_rows_a_stream_gives():
     assert rows(1, first=4) == rows(1)[32:]
 
 
-class Curriculum(Dataset[Any]):
+class Curriculum(Dataset):
     """A set that is read by index and told its epoch, as fairseq's; ``batch`` is a number of its own."""
 
     def __init__(self):

@@ -2,7 +2,6 @@
 
 import gzip
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ OUTSIDE = np.random.default_rng(0)
 ROWS = torch.arange(32.0).view(8, 4)
 
 
-class Rows(Dataset[Any]):
+class Rows(Dataset):
     """Pure rows, and generators that are used only when it is made, or seeded for each row."""
 
     def __init__(self):
@@ -66,7 +65,7 @@ class Cached(Rows):
 
     def __init__(self):
         super().__init__()
-        self.cache = dict[int, Any]()
+        self.cache = {}
 
     def __getitem__(self, index):
         if index not in self.cache:
@@ -160,7 +159,7 @@ def test_an_order_of_seed_and_epoch_is_taken(make):
     assert lines(Rows(), task=Ordered(make)) == []
 
 
-class Lines(IterableDataset[Any]):
+class Lines(IterableDataset):
     """A file that is open before any process reads it."""
 
     def __init__(self, file):
@@ -176,7 +175,7 @@ class FromTheStart(Lines):
         return super().__iter__()
 
 
-class AnotherEachTime(IterableDataset[Any]):
+class AnotherEachTime(IterableDataset):
     def __iter__(self):
         return iter([(torch.tensor(np.random.default_rng().random(4)), 0)] * 3)
 

@@ -30,7 +30,6 @@ def test_a_chain_is_the_model(tied):
     torch.manual_seed(0)
     model = task.model()
     layers = task.cut(model)
-    assert layers is not None
     assert [type(layer).__name__ for layer in layers[1:3]] == ["DecoderBlock"] * 2
     assert isinstance(layers[-1], Tied) == tied
     chain, tokens = nn.Sequential(*ready(layers)), torch.randint(256, (2, 16))

@@ -35,7 +35,6 @@ def scheduler(kind, **params):
 
 
 def params_of(config):
-    assert config.deepspeed.scheduler is not None
     return config.deepspeed.scheduler.params
 
 

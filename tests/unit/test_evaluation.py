@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 from unittest.mock import MagicMock
 
 import hypothesis
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
@@ -74,7 +73,7 @@ def test_training_does_not_see_the_trial():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own compiler calls it
-def test_the_trial_is_not_compiled() -> None:
+def test_the_trial_is_not_compiled():
     engine, evaluation = make(compile=True)
     graphs = []
 
@@ -150,7 +149,7 @@ def test_every_sample_is_counted_once_whatever_a_batch_is(collate, rows, ranks, 
     assert float(total.total) == pytest.approx(sum(value for row in rows for value in row), abs=1e-9)
 
 
-class Where(Dataset[tuple[Tensor, int]]):
+class Where(Dataset):
     """Who reads it."""
 
     def __len__(self):
@@ -208,7 +207,7 @@ def test_a_finalize_that_gives_no_numbers(gives, message):
 class Random(ReadyTask):
     """Draws numbers that belong to no sample: their order is the batch's, or their generator the task's own."""
 
-    draws: Any = None
+    draws = None
 
     def model(self):
         return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))

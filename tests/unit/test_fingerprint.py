@@ -2,7 +2,6 @@
 
 import copy
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +23,11 @@ def loader(data, **options):
     return Loader(data, seed=0, micro_batch_size=2, **options)
 
 
-class Words(Dataset[Any]):
+class Words(Dataset):
     """Samples with text in them; says what is read, and takes its time."""
 
     def __init__(self, words, seconds=0.0):
-        self.words, self.seconds, self.read = words, seconds, list[int]()
+        self.words, self.seconds, self.read = words, seconds, []
 
     def __len__(self):
         return len(self.words)
@@ -39,7 +38,7 @@ class Words(Dataset[Any]):
         return {"word": self.words[index], "length": len(self.words[index])}, index
 
 
-class Flipped(Dataset[Any]):
+class Flipped(Dataset):
     """Each sample comes as it is or negated, by a generator that dsframe does not seed."""
 
     def __init__(self, seed):
@@ -87,7 +86,7 @@ def test_five_samples_are_read():
     assert list(told[0]) == [str(index) for index in data[0].read[1:]]
 
 
-class ByRank(IterableDataset[Any]):
+class ByRank(IterableDataset):
     """Splits itself by ranks, as many such data sets do."""
 
     def __init__(self, rank):

@@ -1,7 +1,6 @@
 """What tasks give to read: drawn from the file's seed, on every rank and at every start; and what is no data set."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +107,7 @@ def test_what_is_no_data_set_is_named(what):
         given(Gives(WRONG[what]), "train_data")
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset):
     """Its own iterator, which begins anew."""
 
     def __iter__(self):

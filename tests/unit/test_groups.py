@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from dsframe.data import TensorSource
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import groups
-from dsframe.model.plan import Plan
 from tests.unit.test_task_huggingface import LLAMA
 
 FILE = {
@@ -111,7 +109,7 @@ def test_the_preset_is_the_trainers_rule(kind):
 
     small = {"n_embd": 16, "n_layer": 2, "n_head": 2} if kind == "gpt2" else LLAMA if kind == "llama" else BERT
     model = AutoModel.from_config(AutoConfig.for_model(**{**small, "model_type": kind}))
-    decayed = Trainer.get_decay_parameter_names(cast(Any, None), model)
+    decayed = Trainer.get_decay_parameter_names(None, model)
     names = [name for name, _ in model.named_parameters()]
     assert set(groups.without_decay(model)) == set(names) - set(decayed) != set()
 
@@ -172,7 +170,7 @@ def cut(*wanted, **more):
     settings = {"parameter_groups": list(wanted), **more}
     config = load({**FILE, "pipeline": {"stages": 2}, "dsframe": settings})
     plan = SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path())
-    return Cut(cast(Plan, plan))
+    return Cut(plan)
 
 
 LAYERS = [

@@ -28,7 +28,6 @@ ON_CPU = os.environ | {"DS_ACCELERATOR": "cpu"}
 def load_command():
     loader = importlib.machinery.SourceFileLoader("deepspeed_command", str(COMMAND))
     spec = importlib.util.spec_from_loader("deepspeed_command", loader)
-    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     path = list(sys.path)
     try:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dsframe
 from dsframe.errors import TaskError
@@ -262,8 +262,6 @@ def test_a_count_that_nothing_depends_on_may_be_lost(tmp_path, capsys):
 
 class Counting(nn.Module):
     """Counts forward passes in a buffer, as an annealing by steps does; or for a log."""
-
-    calls: Tensor
 
     def __init__(self, power):
         super().__init__()

@@ -1,7 +1,6 @@
 """Orders of samples: from the file, from the task, with weights and by length; none depends on ranks, and each can go on."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -124,7 +123,7 @@ def test_draws_in_forward_are_announced_after_the_first_step(here, capsys):
     assert said not in capsys.readouterr().err
 
 
-class Drawn(torch.utils.data.Dataset[Any]):
+class Drawn(torch.utils.data.Dataset):
     """Rows with a draw."""
 
     def __len__(self):

@@ -112,7 +112,7 @@ def test_other_overrides_are_fine():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_model_that_takes_no_hooks_is_named() -> None:
+def test_a_model_that_takes_no_hooks_is_named():
     compiled = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(TaskError, match=r"compiled by torch\.jit\.script, which takes no hooks"):
         overrides.refuse(compiled, "Mine")

@@ -5,7 +5,6 @@ import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.model.plan import Plan
 
 
 class Given(Task):
@@ -44,9 +42,7 @@ class OfLayers(Task):
 
 def cut(task, **pipeline):
     config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
-    return Cut(
-        cast(Plan, SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path()))
-    )
+    return Cut(SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path()))
 
 
 class Own(nn.Sequential):
@@ -305,6 +301,6 @@ def test_a_loss_that_uses_what_another_stage_has_is_refused(used):
     ],
 )
 def test_what_is_not_sent_between_stages_is_named(outputs, what):
-    stage = cast(Stage, SimpleNamespace(parts=[0, 2, 4], stage_id=0))
+    stage = SimpleNamespace(parts=[0, 2, 4], stage_id=0)
     with pytest.raises(TaskError, match=f"layer 1, .* returns {what}.*: pass a tensor or a tuple of tensors"):
         Stage._refuse_unsendable(stage, outputs)

@@ -52,7 +52,7 @@ def test_two_jobs_do_not_prepare_the_same_at_once(tmp_path):
 
 def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path):
     class Wrong(Slow):
-        error: Exception = KeyError("url")
+        error = KeyError("url")
 
         def prepare(self, say):
             raise self.error
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         alone(Slow(tmp_path / "file" / "data"), lambda line: None)
 
 
-class Store(dict[str, bytes]):
+class Store(dict):
     """As torch's, for what is asked here."""
 
     def check(self, keys):

@@ -3,16 +3,19 @@
 import copy
 
 import pytest
+import torch
 from torch import nn
 
 import dsframe
-from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, step_now
+from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, differences, step_now
 from dsframe.checkpoint.store import Store, read_manifest
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
+from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
 from tests.files import ds_config, write_json
-from tests.lines import HeldOut
 from tests.processes import REPOSITORY, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
@@ -124,6 +127,39 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
         assert bool(differences(older, changed(path, "another"))) == (path == "course/gradient_clipping")
 
 
+ELSEWHERE = {
+    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
+    "parameter_groups", "inherit", "ddp", "horovod",
+    "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
+}  # fmt: skip
+"""Keys that are compared in another way: by what they make."""
+NO_OTHER_TRAINING = {
+    # How long, and what is shown, kept and watched.
+    "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
+    "profile", "rank_output", "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
+    "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
+    "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
+    # Where things lie, and in which order they are summed.
+    "fsdp", "zero_optimization", "activation_checkpointing", "pipeline", "aio", "tensor_parallel", "expert_parallel", "compile",
+    "prescale_gradients", "gradient_predivide_factor", "disable_python_gc", "disable_allgather", "allgather_size",
+    "sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type",
+    "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "managed_gradient_accumulation",
+    # Refused.
+    "hybrid_engine", "data_efficiency", "weight_quantization",
+}  # fmt: skip
+
+
+def test_every_key_of_the_file_is_compared_or_makes_no_other_training():
+    """A new setting belongs to one of them."""
+    keys = {*Settings.model_fields, *DeepSpeed.model_fields}
+    assert keys == {*_OWN, *_FILE, *ELSEWHERE, *NO_OTHER_TRAINING}
+    assert set(Model.model_fields) == {
+        *_OWN["model"], "compile", "channels_last", "activation_checkpointing"
+    }  # fmt: skip
+    assert {*_OWN, *_FILE} <= MANIFEST["course"].keys() <= FOLLOWS.keys()
+
+
 def test_nothing_is_said_of_what_only_one_of_them_has():
     """Another engine's library, a module that was added, a sample that there was no time to read."""
     other = copy.deepcopy(MANIFEST)
@@ -225,6 +261,24 @@ def test_code_rate_and_data_that_changed_are_said_by_a_run(folder):
     ]
 
 
+def test_a_manifest_without_the_new_fields_is_gone_on_from(folder):
+    from dsframe.checkpoint.store import MANIFEST as NAME
+    from dsframe.checkpoint.store import dump
+
+    train(folder, "run", steps=2).check()
+    (path,) = Store(folder / "run" / "checkpoints").newest_first()
+    manifest = read_manifest(path)
+    assert {"nets", "task"} <= manifest["source"].keys()
+    assert {"dsframe", "python", "torch"} <= manifest["versions"].keys()
+    assert len(manifest["data"]) in (4, 5)
+    for key in ("source", "data"):
+        del manifest[key]
+    del manifest["course"]["per_sample_randomness"]
+    manifest["versions"] = {key: manifest["versions"][key] for key in ("dsframe", "torch")}
+    (path / NAME).write_bytes(dump(manifest))
+    assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
+
+
 def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):
     whole = samples(train(folder, "whole", steps=8))
     assert sorted(whole) == list(range(64))
@@ -243,21 +297,33 @@ def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):
     assert (read_manifest(newest)["step"], read_manifest(newest)["updates"]) == (4, 6)
 
 
-class Shaped(HeldOut):
+class Shaped(dsframe.Task):
     """A task with an argument."""
-
-    inputs, outputs, rows = 8, 3, 48
 
     def __init__(self, kind=""):
         self.kind = kind
 
     def model(self):
         layers = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
-        layers[0].requires_grad_(self.kind != "frozen")
+        if self.kind == "frozen":
+            layers[0].requires_grad_(False)
         return nn.Sequential(*layers)
 
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def train_data(self):
+        numbers = torch.Generator().manual_seed(1)
+        return torch.utils.data.TensorDataset(
+            torch.randn(48, 8, generator=numbers), torch.randint(0, 3, (48,), generator=numbers)
+        )
+
+    def eval_data(self):
+        return self.train_data()
+
     def metrics(self, outputs, targets):
-        return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum((outputs > targets).sum(), len(targets))}
+        right = (outputs.argmax(1) == targets).sum()
+        return {**super().metrics(outputs, targets), "accuracy": dsframe.Sum(right, len(targets))}
 
 
 @pytest.fixture
@@ -317,6 +383,23 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume):
     more = {"eval_every_steps": 2, "stop": {"metric": "loss:min"}}
     (line,) = said_at_a_resume({"task": Before(), **more}, {**more, "stop": {"metric": "accuracy:max"}})
     assert line.startswith("stop.metric was ")
+
+
+def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume):
+    key = "num_training_steps"
+
+    def top(batch, length="auto"):
+        return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: length}}}
+
+    first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
+    path, then = "{}/run/checkpoints/step-00000024", {"epochs": 6, "steps": None, "name": "more"}
+    said = said_at_a_resume(first, {**then, "top": top(12)}, path)
+    begins = f"the schedule is for 24 updates ({key}), the training has 36: the last has the rate "
+    (line,) = [line for line in said if line.startswith("the schedule is for")]
+    assert line.startswith(begins)
+    assert line.endswith(f"; write {key} 36 to end with it")
+    said = said_at_a_resume(first, {**then, "top": top(12, 36)}, path)
+    assert not [line for line in said if line.startswith("the schedule is for")]
 
 
 def test_a_model_is_described_without_addresses_and_earlier_trainings():

@@ -1,7 +1,6 @@
 """A run's directory: one place from the start to the end, whatever a task or somebody else does to it."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -61,12 +60,6 @@ def test_a_directory_that_was_moved(tmp_path, capsys):
     train(lambda: run.rename(tmp_path / "moved"), str(run))
     assert (steps(tmp_path / "moved"), steps(run)) == (["step-00000002"], ["step-00000004"])
     assert f"warning: {run} was moved, deleted or replaced" in capsys.readouterr().err
-
-
-def test_a_directory_that_was_deleted(tmp_path):
-    run = tmp_path / "run"
-    train(lambda: shutil.rmtree(run), str(run))
-    assert steps(run) == ["step-00000004"]
 
 
 def test_another_run_in_its_place(tmp_path, monkeypatch):

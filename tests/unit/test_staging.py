@@ -9,7 +9,7 @@ from dsframe.checkpoint.staging import Staging
 
 def test_copies_lie_in_the_same_memory_in_the_next_save():
     tensors = [torch.arange(7, dtype=torch.bfloat16), torch.arange(24.0)[::2], torch.ones(0), torch.ones(1000)]
-    staging, places = Staging(), list[list[int]]()
+    staging, places = Staging(), []
     for saved in (tensors, tensors[:3], tensors, [2 * tensor for tensor in tensors]):  # a smaller save in between
         staging.reserve(tensor.nbytes for tensor in saved)
         copies = [staging.copy(tensor, tensor.dtype) for tensor in saved]

@@ -79,7 +79,7 @@ def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine, monkeypatch
     for count in (10, 1000):
         task = ManyTask()
         task.count = count
-        made, calls = make(engine, task, 1.0), Counter[str]()
+        made, calls = make(engine, task, 1.0), Counter()
         try:
             one_step(made)
             one_step(made)

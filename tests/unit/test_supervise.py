@@ -45,7 +45,6 @@ def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
     """Python drops a signal that comes while it starts: one Ctrl-C shall do."""
     command = [sys.executable, "-c", JOB, LOSES_THE_FIRST + launcher]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
         assert job.stdout.readline() == "deaf\n"
         began = time.monotonic()
         job.send_signal(signal.SIGINT)

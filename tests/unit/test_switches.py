@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import random
 from collections import deque
-from typing import Any
 
 import numpy as np
 import pytest
@@ -356,7 +355,7 @@ def test_what_the_model_does_not_have_is_said(settings, message):
 
 
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"compile": "blocks"}])
-def test_a_model_without_repeated_blocks(settings: dict[str, Any]) -> None:
+def test_a_model_without_repeated_blocks(settings):
     with pytest.raises(ConfigError, match=r"has no repeated block"):
         switched(Pair(), **settings)
 

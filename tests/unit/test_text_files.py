@@ -14,7 +14,6 @@ from dsframe.data.encoders import TextEncoder
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
-from dsframe.tasks.text_files import WindowsTask
 from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
 
 
@@ -28,9 +27,7 @@ def task(train, *, context=32, model=LLAMA, words=None, **data):
     section = {"name": "causal-language-model", "model": model, "context": context}
     if words is not None:
         section["tokenizer"] = str(words)
-    found = build(Settings.model_validate({**section, "data": {"train": train, **data}}), seed=1)
-    assert isinstance(found, WindowsTask)
-    return found
+    return build(Settings.model_validate({**section, "data": {"train": train, **data}}), seed=1)
 
 
 def texts(count=40):
@@ -40,7 +37,6 @@ def texts(count=40):
 
 def tokens(found):
     opened = tokenised.find_tokens(found._recipes["train"])
-    assert opened is not None
     return [int(token) for token in opened.tokens]
 
 
@@ -172,7 +168,6 @@ def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path):
     source = found.train_data()
     assert answers(source.batch(torch.arange(len(source)), 0)) == expected
     opened = tokenised.find_tokens(found._recipes["train"])
-    assert opened is not None
     assert opened.counts.long == cut > 3
     assert opened.counts.dropped == 50 - len(expected)
     packed = prepared("a.jsonl", context=96, words=words, format="conversations", packing="documents").train_data()

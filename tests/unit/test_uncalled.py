@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import dsframe
@@ -12,7 +10,7 @@ from dsframe.guard.uncalled import lines
 
 class Misspelled(dsframe.Task):
     collate_fn = staticmethod(list)
-    helper: Any = None
+    helper = None
 
     def trian_data(self): ...
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.files import ds_config
 FILE = ds_config(4, "Adam", engine="single", steps=4)
 
 
-class Rows(Dataset[Any]):
+class Rows(Dataset):
     def __init__(self, bad=-1):
         self.bad = bad
 

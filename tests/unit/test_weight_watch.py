@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dsframe.errors import EngineError
 from dsframe.model.weight_watch import WeightWatch
 
@@ -11,7 +9,7 @@ from dsframe.model.weight_watch import WeightWatch
 class Engine:
     """One that knows an error."""
 
-    plan: Any = None
+    plan = None
     description = "PyTorch FSDP"
     explains = {"mixed DTensor": "{} has not gathered a weight"}  # noqa: RUF012
 

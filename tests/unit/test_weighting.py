@@ -112,11 +112,9 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient():
     loss = loss_of(Padded(), scores, MicroBatch(None, targets, torch.tensor(0.0)), {})
     loss.backward()
     assert loss.item() == 0
-    assert scores.grad is not None
     assert not scores.grad.any()
     again = torch.ones(6, requires_grad=True)
     loss_of(Masked(), again * 2, MicroBatch(None, targets, torch.tensor(0.0)), {}).backward()
-    assert again.grad is not None
     assert not again.grad.any()
 
 
