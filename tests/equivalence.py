@@ -250,7 +250,8 @@ def train(task, case, accumulation=2, launcher=None):
 
 def floor_of(runs):
     """The largest differences between any two."""
-    return tuple(map(max, *(a.differences(b) for a, b in itertools.combinations(runs, 2))))
+    pairs = [a.differences(b) for a, b in itertools.combinations(runs, 2)]
+    return tuple(max(column) for column in zip(*pairs, strict=True))
 
 
 def reference(task, kernels="fp32", launcher=None):

@@ -58,16 +58,6 @@ def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(mo
     assert [what.text.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
 
 
-def test_a_frozen_batchnorm_is_not_announced(monkeypatch):
-    class Frozen(torch.nn.BatchNorm1d):
-        def train(self, mode=True):
-            return super().train(False)
-
-    task = ManyTask()
-    monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Dropout(0.0)))
-    assert make("single", task, 0.0).built.depends == ()
-
-
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine, monkeypatch):
     """Every call of a function, Python's and C's, in the third step, but those of torch's own optimizer, which looks up each
