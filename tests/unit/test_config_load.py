@@ -369,12 +369,3 @@ def test_addresses_open_nothing(address, shown):
 )
 def test_keys_of_accounts_are_hidden_in_commands(typed, shown):
     assert " ".join(secrets.redact(typed.split())) == shown
-
-
-@pytest.mark.parametrize("name", ["zero3.json", "gpt_zero2.json", "llama_zero3.json", "pipeline.json"])
-def test_resolving_says_what_an_examination_would(name):
-    facts = Facts(2, 100, 64, replicas=False)
-    resolved, whole = load(name).resolve(facts), load(name, facts=facts)
-    assert resolved.problems == whole.problems
-    assert resolved == whole
-    assert resolved.for_deepspeed(2) == whole.for_deepspeed(2)
