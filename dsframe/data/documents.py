@@ -10,6 +10,8 @@ import glob
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +23,6 @@ from xxhash import xxh3_128
 
 from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
-from dsframe.text import reason
 
 PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
@@ -31,6 +32,14 @@ _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
 HUB = "hub:"
 """Begins the name of a data set of the Hugging Face hub."""
+_DOWNLOAD = """
+import sys, datasets
+name, config, split, folder = sys.argv[1:]
+try:
+    datasets.load_dataset(name, config or None, split=split).save_to_disk(folder)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+"""
 _RECENT_NANOSECONDS = 2_000_000_000
 """A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
 
@@ -196,24 +205,29 @@ def local(pattern: str, data_dir: str | None) -> str:
     name, _, config = name.partition(":")
     folder = data_root(data_dir) / "hub" / re.sub(r"[^\w.-]+", "--", f"{name}--{config}--{split or 'train'}")
     if not (folder / _SAVED[0]).is_file():
-        datasets = _datasets(pattern)
-        try:
-            dataset = datasets.load_dataset(name, config or None, split=split or "train")
-        except Exception as error:  # of the network, of the library
-            raise DataError(
-                f"{pattern}: cannot be downloaded ({reason(error, 400)}); without a network, name a folder that "
-                "datasets.save_to_disk wrote"
-            ) from error
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
-                dataset.save_to_disk(f"{partial}/whole")
+                _download(pattern, [name, config, split or "train", f"{partial}/whole"])
                 try:
                     Path(partial, "whole").rename(folder)
                 except OSError as error:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
                         raise
     return glob.escape(str(folder))
+
+
+def _download(pattern: str, arguments: Sequence[str]) -> None:
+    """In a process of its own: this one is offline once it has imported transformers. Raises DataError."""
+    _datasets(pattern)
+    ended = subprocess.run(
+        [sys.executable, "-c", _DOWNLOAD, *arguments], stderr=subprocess.PIPE, text=True, check=False
+    )
+    if ended.returncode:
+        why = " ".join(ended.stderr.strip().rpartition("\n")[2].split())[:400]
+        raise DataError(
+            f"{pattern}: cannot be downloaded ({why}); without a network, name a folder that datasets.save_to_disk wrote"
+        )
 
 
 def _saved(path: Path) -> Iterator[Row]:

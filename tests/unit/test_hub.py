@@ -18,7 +18,7 @@ from tests.processes import run_program
 from tests.text_files import LLAMA, tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CODES = {"gated": "GatedRepo", "secret": "RepoNotFound", "old": "RevisionNotFound"}
+CODES = {"me/rows": "EntryNotFound", "gated": "GatedRepo", "secret": "RepoNotFound", "old": "RevisionNotFound"}
 
 
 def cached(home, name, vocabulary=400):
@@ -34,10 +34,26 @@ def cached(home, name, vocabulary=400):
     return tokenizer(folder)
 
 
+ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+OF_ROWS = {
+    "/api/datasets/me/rows/tree/": [{"type": "file", "path": "rows.jsonl", "size": len(ROWS), "oid": "1"}],
+    "/api/datasets/me/rows": {"id": "me/rows", "sha": COMMIT, "siblings": [{"rfilename": "rows.jsonl"}]},
+}
+
+
 class Hub(BaseHTTPRequestHandler):
-    """Refuses as the hub does."""
+    """Has a data set, and refuses models as the hub does."""
 
     def do_GET(self):
+        known = {"/rows.jsonl": ROWS} | {path: json.dumps(value).encode() for path, value in OF_ROWS.items()}
+        if body := next((body for path, body in known.items() if path in self.path), b""):
+            self.send_response(200)
+            for name, value in {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+            return
         kind = next((kind for kind in CODES if f"/{kind}" in self.path), "secret")
         self.send_response(403 if kind == "gated" else 404)
         self.send_header("X-Error-Code", CODES[kind])
@@ -94,6 +110,31 @@ def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path, endpoint):
     assert len(lines) == len(said)
     for line, words in zip(lines, said.values(), strict=True):
         assert words in line
+
+
+DATA = """
+import sys
+from pathlib import Path
+from dsframe.data import documents
+from dsframe.tasks import _transformers
+_transformers.transformers()
+for name in sys.argv[1:]:
+    try:
+        print([row.value["text"] for row in documents.rows(Path(documents.local(name, "data")), ["text"])])
+    except documents.DataError as error:
+        print(error)
+"""
+
+
+def test_a_data_set_of_the_hub_is_downloaded_though_transformers_is_offline(tmp_path, endpoint):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    online = environment | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint}
+    command = [sys.executable, "-c", DATA, "hub:me/rows", "hub:me/gone"]
+    rows, missing = run_program(command, env=online, cwd=tmp_path).stdout.splitlines()
+    assert rows == "['one', 'two']"
+    assert missing.startswith("hub:me/gone: cannot be downloaded (DatasetNotFoundError: Dataset 'me/gone'")
+    nowhere = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert run_program(command[:-1], env=nowhere, cwd=tmp_path).stdout == f"{rows}\n", "it is not asked for again"
 
 
 def settings(**section):
