@@ -33,7 +33,9 @@ _SPLITS = "dataset_dict.json"
 HUB = "hub:"
 """Begins the name of a data set of the Hugging Face hub."""
 _DOWNLOAD = """
-import sys, datasets
+import sys
+sys.path.pop(0)  # the working folder, which may have a datasets.py
+import datasets
 name, config, split, folder = sys.argv[1:]
 try:
     datasets.load_dataset(name, config or None, split=split).save_to_disk(folder)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import copy
+import dis
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial, wraps
-from types import ModuleType
+from types import CellType, CodeType
 from typing import Any
 
 import numpy as np
@@ -16,9 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.errors import TaskError
-from dsframe.model.user_spaces import Space, attributes, names_of, outside
-from dsframe.model.user_state import GENERATORS, Generators, generators_of
-from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
+from dsframe.model.user_spaces import ABSENT, Space, attributes, code_of, names_of, outside
+from dsframe.model.user_state import Generators, generators_of
+from dsframe.values import CONTAINERS, COUNTERS, ELEMENTS, copied, same
 
 
 def recompute(block: nn.Module) -> None:
@@ -52,47 +56,68 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
 
 
 _LOOKS = 16
-"""Passes of a block after which it is known whether it draws with NumPy or Python."""
+"""Passes of a block that look at all of its state; later ones at what has changed, and at all if their number is a power of 2."""
 _FIRST = 2
 """Passes whose large tensors are copied: the first may make them, and the second change them in place."""
+
+
+@lru_cache(4096)
+def _read_by(code: CodeType) -> frozenset[str]:
+    """Returns the names and texts in ``code``, but for names that are only written."""
+    inner = [_read_by(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    steps = [step for step in dis.get_instructions(code) if not step.opname.startswith(("STORE_", "DELETE_"))]
+    return frozenset(step.argval for step in steps if isinstance(step.argval, str)).union(*inner)
 
 
 class _UserState:
     """What a block's code may change, and whether it draws from the generators of the process."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._passes = module, 0
-        self.spaces: list[tuple[Space, nn.Module | None]] = []
+        self.module, self._passes, self._draws, self._suspected = module, 0, False, 0
+        self.read = frozenset[str]()  # names: a value for a log is only written
+        self.norms = dict[int, nn.Module]()  # by the id of their buffers; BatchNorm's kernels count no version
+        self._places: list[tuple[Space, str]] | None = None
         self.generators: list[Any] = []
         self.changing = set[tuple[int, str]]()
-        """Large values that the first passes changed in place; small ones are copied in any case."""
-        self._draws, self._suspected = False, 0
 
     def taken(self) -> _Taken:
         """Returns it as it is before the next forward pass."""
         self._passes = number = self._passes + 1
-        if number <= _FIRST:
-            self.spaces = self._looked_at()
-        if number <= _LOOKS:
-            self.generators = generators_of(self.module.modules())
-        held = [
-            _Held(space, key, value, number <= _FIRST or (id(space.owner), key) in self.changing, norm)
-            for space, norm in self.spaces
-            for key, value in _values(space)
-        ]
-        looks = self._draws or number <= _LOOKS or number & (number - 1) == 0
-        return _Taken(self, held, looks, number)
+        whole = number <= _LOOKS or number & (number - 1) == 0
+        spaces, places = list[Space](), self._places
+        if whole or places is None:
+            spaces = self._looked_at()
+            places = [(space, key) for space in spaces for key in self.keys(space) if whole or self._moves(space, key)]
+            self._places = None if whole else places
+        held = [_Held(space, key, number <= _FIRST or self._changed(space, key)) for space, key in places]
+        return _Taken(self, held, spaces if whole else [], self._draws or whole, number)
 
-    def _looked_at(self) -> list[tuple[Space, nn.Module | None]]:
-        """Returns where values lie; beside the buffers of a BatchNorm, whose kernels count no version, the module."""
+    def _looked_at(self) -> list[Space]:
+        """Returns them anew: an object of the user's in an attribute may be gone with the next pass."""
         modules = list(self.module.modules())
-        words = names_of(modules)
+        self.generators = generators_of(modules)
+        names, self.read = names_of(modules), frozenset[str]().union(*map(_read_by, code_of(modules)))
+        self.norms = {id(owner._buffers): owner for owner in modules if isinstance(owner, _NormBase)}
         buffers = [
-            (Space(owner._buffers, words.union(owner._buffers), "{}"), owner if isinstance(owner, _NormBase) else None)
+            Space(owner._buffers, names.union(owner._buffers), "{}", holds_buffers=True)
             for owner in modules
             if isinstance(owner._buffers, dict)  # not torch.jit's
         ]
-        return [*buffers, *((space, None) for space in [*attributes(self.module), *outside(modules)])]
+        return [*buffers, *attributes(self.module), *outside(modules)]
+
+    def _changed(self, space: Space, key: str) -> bool:
+        return (id(space.owner), key) in self.changing
+
+    def _moves(self, space: Space, key: str) -> bool:
+        """Whether later passes look at it: it has changed, or it costs nothing."""
+        is_scalar = isinstance(space.owner, (dict, type)) and isinstance(space.values()[key], _SCALARS)
+        return space.holds_buffers or is_scalar or self._changed(space, key)
+
+    def keys(self, space: Space) -> list[str]:
+        """Names of plain values: what else a name stands for is no state that can be copied."""
+        values, whole = space.values(), space.holds_buffers or isinstance(space.owner, CellType)
+        there = values.keys() & (space.names if whole else space.names & self.read)
+        return [key for key in there if isinstance(values[key], _PLAIN) or type(values[key]) in CONTAINERS]
 
     def drew(self, number: int) -> None:
         """NumPy's or Python's generator has moved in pass ``number``. Raises TaskError where earlier passes may have been computed
@@ -107,15 +132,8 @@ class _UserState:
         self._draws = True
 
 
-def _values(space: Space) -> Iterator[tuple[str, Any]]:
-    values = space.values()
-    return ((key, values[key]) for key in values.keys() & space.names if _is_kept(type(values[key])))  # type: ignore[arg-type]  # mypy's own mistake: classes have a hash
-
-
-@lru_cache(1024)  # a configuration of transformers takes 3 us to say what it is an instance of
-def _is_kept(cls: type) -> bool:
-    is_called = any("__call__" in vars(base) for base in cls.__mro__)
-    return not is_called and not issubclass(cls, (ModuleType, *GENERATORS))
+_SCALARS = (int, float, complex, str, bytes, np.generic, type(None))
+_PLAIN = (*_SCALARS, Tensor, np.ndarray, tuple, *COUNTERS)
 
 
 class _Taken:
@@ -124,9 +142,9 @@ class _Taken:
     A context around what is computed again: once for each backward pass through a block of several outputs.
     """
 
-    def __init__(self, state: _UserState, held: list[_Held], looks: bool, number: int) -> None:
+    def __init__(self, state: _UserState, held: list[_Held], spaces: list[Space], looks: bool, number: int) -> None:
         self._state, self._changed, self._looks, self._number = state, held, looks, number
-        self._spaces = [(space, len(space.values())) for space, _ in state.spaces]
+        self._spaces = [(space, set(space.values())) for space in spaces]
         self._generators: Generators | None = Generators(state.generators, process=looks)
         self._inside = list[AbstractContextManager[None]]()
 
@@ -141,22 +159,18 @@ class _Taken:
     def watched(self) -> Iterator[None]:
         """The first pass."""
         yield
-        known = {(id(held.space.owner), held.key) for held in self._changed}
-        new = [
-            _Held(space, key, _ABSENT)
-            for space, entries in self._spaces
-            if len(space.values()) > entries
-            for key, _ in _values(space)
-            if (id(space.owner), key) not in known
-        ]
-        self._changed = [held for held in self._changed if held.changed()] + new
+        self._changed = [held for held in self._changed if held.changed(self._state.norms)]
         for held in self._changed:
-            if held.is_lost():
+            self._state.changing.add((id(held.space.owner), held.key))
+            if held.ended():
                 raise TaskError(
                     f"a recomputed {type(self._state.module).__name__} changes its large {held.key} only in some steps, and what "
                     "it was is not known any more; change it in each forward pass, or leave activation_checkpointing out"
                 )
-            self._state.changing.add((id(held.space.owner), held.key))
+        for space, known in self._spaces:
+            come = [key for key in self._state.keys(space) if key not in known]
+            self._changed += [_Held(space, key, is_there=False) for key in come]
+        self._spaces = []
         if self._generators is not None and self._generators.process_changed():
             self._state.drew(self._number)
         elif self._generators is not None and not self._generators.changed():
@@ -168,90 +182,106 @@ class _Taken:
         generators = Generators(self._state.generators, process=self._looks) if self._generators else None
         if self._generators:
             self._generators.put_back(process=True)
-        now = [(held, held.space.values().get(held.key, _ABSENT)) for held in self._changed]
+        now = [(held, held.space.values().get(held.key, ABSENT)) for held in self._changed]
         twins = dict[int, Any]()
         for held in self._changed:
-            held.put(held.twin(twins))
+            held.space.put(held.key, held.twin(twins))
         try:
             yield
         finally:
             for held, value in now:
-                held.put(value)
+                held.space.put(held.key, value)
             if generators:
                 generators.put_back(process=True)
 
 
+_LEAF = tree_flatten(0)[1]
+_FEW = 100
+"""Entries of a container that is copied."""
 _SMALL = 1 << 16
-"""Elements of a tensor that is copied before each pass."""
-_ABSENT = object()
-_COPIED = (np.ndarray, *CONTAINERS, *COUNTERS)
-_PARTS = (Tensor, tuple, *_COPIED)
+"""Elements of a tensor or an array that is copied before each pass."""
 
 
 class _Held:
-    """A value before a forward pass."""
+    """A value before a forward pass; once that has ended copies of it, without autograd's history."""
 
-    def __init__(self, space: Space, key: str, value: Any, copies: bool = False, norm: nn.Module | None = None) -> None:
-        self.space, self.key, self._value, self._norm = space, key, value, norm
-        self._parts, self._spec = _flat(value)
-        self._versions = [_version(part) for part in self._parts]
+    def __init__(self, space: Space, key: str, copies: bool = False, *, is_there: bool = True) -> None:
+        self.space, self.key = space, key
+        self._value: Any = space.values().get(key, ABSENT) if is_there else ABSENT
+        self._id, (self._parts, self._spec) = id(self._value), _flat(self._value)
+        self._ids, self._versions = [id(part) for part in self._parts], [_version(part) for part in self._parts]
+        most = (math.inf if space.holds_buffers else ELEMENTS) if copies else _SMALL
+        self._is_copied = [_elements(part) <= most for part in self._parts]
         self._copies = [
-            _copy(part) if copies or not isinstance(part, Tensor) or part.numel() <= _SMALL else part
-            for part in self._parts
+            _copy(part) if is_copied else part.detach() if isinstance(part, Tensor) else part
+            for part, is_copied in zip(self._parts, self._is_copied, strict=True)
         ]
 
-    def changed(self) -> bool:
+    def changed(self, norms: Mapping[int, nn.Module]) -> bool:
         """Returns whether there is another value now, or the same with another content."""
-        now = self.space.values().get(self.key, _ABSENT)
-        if now is not self._value or (self._norm is not None and self._norm.training):
+        now, norm = self.space.values().get(self.key, ABSENT), norms.get(id(self.space.owner))
+        if now is not self._value or (norm is not None and norm.training):
             return True
         parts, spec = _flat(now)
         return spec != self._spec or any(map(_differs, self._parts, self._versions, self._copies, parts))
 
-    def is_lost(self) -> bool:
-        """True of a tensor that was not copied and is not any more what it was."""
-        return any(
-            isinstance(part, Tensor) and copy is part and _version(part) != version
-            for part, copy, version in zip(self._parts, self._copies, self._versions, strict=True)
-        )
+    def ended(self) -> bool:
+        """Lets go of what was there. Returns whether a part was not copied and is not any more what it was."""
+        before = zip(self._parts, self._versions, self._is_copied, strict=True)
+        lost = any(not is_copied and _version(part) != version for part, version, is_copied in before)
+        if self._spec is not None:
+            self._value, self._parts = None, []
+        return lost
 
     def twin(self, twins: dict[int, Any]) -> Any:
         """Returns a copy of what it was: of a value in two places one, which ``twins`` has by the value's id."""
         if self._spec is None:
             return self._value
-        for part, copy in zip(self._parts, self._copies, strict=True):
-            if id(part) not in twins:
-                twins[id(part)] = _copy(copy)
-        parts = [twins[id(part)] for part in self._parts]
-        return twins.setdefault(id(self._value), tree_unflatten(parts, self._spec))
-
-    def put(self, value: Any) -> None:
-        if value is not _ABSENT:
-            self.space.put(self.key, value)
-        elif self.key in self.space.values():
-            self.space.drop(self.key)
+        for identity, kept in zip(self._ids, self._copies, strict=True):
+            if identity not in twins:
+                twins[identity] = _copy(kept)
+        parts = [twins[identity] for identity in self._ids]
+        return twins.setdefault(self._id, tree_unflatten(parts, self._spec))
 
 
 def _flat(value: Any) -> tuple[list[Any], TreeSpec | None]:
-    """The parts of a value that may change while it stays the same object."""
-    is_plain = isinstance(value, tuple) and not any(issubclass(type(part), _PARTS) for part in value)
-    if is_plain or not issubclass(type(value), _PARTS):
-        return [], None
-    return tree_flatten(value, is_leaf=lambda part: isinstance(part, (tuple, *CONTAINERS)) and len(part) > FEW)
+    """The parts of a value that may change while it stays the same object; of containers with few of them."""
+    if isinstance(value, (Tensor, np.ndarray, *COUNTERS)):
+        return [value], _LEAF
+    if (isinstance(value, tuple) or type(value) in CONTAINERS) and len(value) <= _FEW:
+        with suppress(RecursionError):  # of a list in itself
+            parts, spec = tree_flatten(value)
+            return (parts, spec) if len(parts) <= 10 * _FEW else ([], None)
+    return [], None
 
 
 def _version(part: Any) -> int | None:
     return part._version if isinstance(part, Tensor) and not part.is_inference() else None
 
 
+def _elements(part: Any) -> float:
+    if isinstance(part, Tensor):
+        is_released = part.layout == torch.strided and part.numel() and not part.untyped_storage().nbytes()
+        return math.inf if is_released else part.numel()
+    return part.size if isinstance(part, np.ndarray) else 0
+
+
 def _copy(part: Any) -> Any:
-    """A copy without autograd's history: what is computed again gives the first pass the tensors that it saved, no more."""
-    if not isinstance(part, Tensor):
-        return copied(part) if isinstance(part, _COPIED) else part
-    if part.numel() and part.layout == torch.strided and not part.untyped_storage().nbytes():
-        return part  # a view of a weight that is not gathered any more
-    return part.detach().clone().requires_grad_(part.requires_grad)
+    """A copy without autograd's history, but with a gradient where it had one: what is computed again gives the first pass the
+    tensors that it saved."""
+    if isinstance(part, Tensor):
+        if not part.requires_grad:
+            return part.detach().clone()
+        with torch.enable_grad():
+            return part.detach().requires_grad_().clone()
+    return (
+        copied(part)
+        if isinstance(part, (np.ndarray, *COUNTERS))
+        else copy.copy(part)
+        if type(part) in (set, Counter)
+        else part
+    )
 
 
-def _differs(before: Any, version: int | None, copy: Any, now: Any) -> bool:
-    return now is not before or (not same(copy, now) if version is None else now._version != version)
+def _differs(before: Any, version: int | None, kept: Any, now: Any) -> bool:
+    return now is not before or (not same(kept, now) if version is None else now._version != version)

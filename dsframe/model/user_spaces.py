@@ -17,6 +17,8 @@ from dsframe.host import source_files
 from dsframe.model.user_state import functions_of, words_of
 from dsframe.values import attributes_of, has_attributes
 
+ABSENT = object()
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -37,23 +39,25 @@ class Space:
         return vars(self.owner) if isinstance(self.owner, type) else attributes_of(self.owner)
 
     def put(self, key: str, value: Any) -> None:
+        """Not by a ``__setattr__`` of the user's. ABSENT drops the name."""
+        base = type if isinstance(self.owner, type) else object
         if isinstance(self.owner, dict):
-            self.owner[key] = value
+            self.owner.pop(key, None) if value is ABSENT else self.owner.update({key: value})
+        elif value is ABSENT:
+            base.__delattr__(self.owner, key)
         else:
-            setattr(self.owner, key, value)
+            base.__setattr__(self.owner, key, value)
 
-    def drop(self, key: str) -> None:
-        if isinstance(self.owner, dict):
-            del self.owner[key]
-        else:
-            delattr(self.owner, key)
+
+def code_of(owners: Collection[object]) -> set[CodeType]:
+    """Returns the code of the owners' classes, and of the user's functions that it calls or that they hold."""
+    functions = {*_reached(owners), *(function for cls in {*map(type, owners)} for function in functions_of(cls))}
+    return {function.__code__ for function in functions}
 
 
 def names_of(owners: Collection[object]) -> frozenset[str]:
-    """Returns the names in the code of the owners' classes, and in the user's functions that it calls or that they hold: not what
-    libraries keep in attributes."""
-    functions = {*_reached(owners), *(function for cls in {*map(type, owners)} for function in functions_of(cls))}
-    return frozenset[str]().union(*(words_of(function.__code__) for function in functions)) - vars(nn.Module()).keys()
+    """Returns the names in that code: not what libraries keep in attributes."""
+    return frozenset[str]().union(*map(words_of, code_of(owners))) - vars(nn.Module()).keys()
 
 
 def attributes(model: nn.Module) -> list[Space]:

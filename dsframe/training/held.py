@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsframe.engine import Engine
 from dsframe.model import user_spaces, user_state
-from dsframe.model.user_spaces import Space
+from dsframe.model.user_spaces import ABSENT, Space
 from dsframe.model.user_state import generators_of
 from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
 
@@ -40,7 +40,7 @@ class Values:
         for space, held in zip(self._spaces, self._held, strict=True):
             now = dict(self._plain(space))
             for key in now.keys() - held.keys():
-                space.drop(key)
+                space.put(key, ABSENT)
             for key, (value, content) in held.items():
                 _fill(value, content)
                 if isinstance(value, COUNTERS):

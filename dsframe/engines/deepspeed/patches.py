@@ -292,7 +292,8 @@ def release_groups() -> None:
 def release_model(model: Any) -> None:
     """ "models": after ZeRO-3 has ended."""
     stack = _upstream("models", "runtime.zero.parameter_offload", "FWD_MODULE_STACK")
-    stack[:] = [held for held in stack if held is not model]
+    modules = set(model.modules())  # after an error all that had begun are there
+    stack[:] = [held for held in stack if held not in modules]
     coordinator = ("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
     function = _upstream("models", *coordinator, "_PartitionedParameterCoordinator__params_to_release")
     for cell in function.__closure__ or ():  # of instrument_w_nvtx, around functools.lru_cache
