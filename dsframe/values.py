@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 FEW = 1000
-"""Entries of a list or dict whose entries are copied too; of a longer one, such as a data set, they are compared by identity."""
+"""Entries of a list or dict whose entries are copied too. A longer one, such as a data set, is copied with the same entries."""
 ELEMENTS = 1 << 22
 """Elements of a tensor, an array or a container that is copied."""
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
@@ -31,19 +31,18 @@ def copied(value: Any, depth: int = 2) -> Any:
         return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, np.ndarray):
         return value.copy() if value.size <= ELEMENTS else value
-    if isinstance(value, (list, set, dict, deque)) and len(value) <= ELEMENTS:
-        depth = depth if len(value) <= FEW else 0
-        if isinstance(value, dict):
-            twin = copy.copy(value) if type(value) in CONTAINERS else dict(value)
-            dict.update(twin, {key: copied(item, depth - 1) for key, item in value.items()} if depth else {})
-            return twin
-        return type(value)(copied(item, depth - 1) for item in value) if depth else copy.copy(value)
-    if not isinstance(value, COUNTERS) and (not depth or not has_attributes(value)):
+    base: Any = next((cls for cls in (list, dict, deque, set) if isinstance(value, cls)), None)
+    if (base and len(value) > ELEMENTS) or not (
+        base or isinstance(value, COUNTERS) or (depth and has_attributes(value))
+    ):
         return value
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from Python 3.12 on it says that 3.14 copies no itertools.count
             twin = copy.copy(value)
+        if base not in (None, set) and depth and len(value) <= FEW:  # what is in a set does not change
+            for key, item in dict.items(value) if base is dict else enumerate(value):
+                base.__setitem__(twin, key, copied(item, depth - 1))
         apart = twin is not value and not isinstance(value, COUNTERS)  # a logger is its own copy
         for name, item in attributes_of(value).items() if apart else ():
             object.__setattr__(twin, name, copied(item, depth - 1))

@@ -34,7 +34,7 @@ HUB = "hub:"
 """Begins the name of a data set of the Hugging Face hub."""
 _DOWNLOAD = """
 import sys
-sys.path.pop(0)  # the working folder, which may have a datasets.py
+sys.path.remove("") if "" in sys.path else None  # the working folder may have a datasets.py
 import datasets
 name, config, split, folder = sys.argv[1:]
 try:
@@ -226,7 +226,7 @@ def _download(pattern: str, arguments: Sequence[str]) -> None:
         [sys.executable, "-c", _DOWNLOAD, *arguments], stderr=subprocess.PIPE, text=True, check=False
     )
     if ended.returncode:
-        why = " ".join(ended.stderr.strip().rpartition("\n")[2].split())[:400]
+        why = ended.stderr.strip().rpartition("\n")[2][:400] or f"exit code {ended.returncode}"
         raise DataError(
             f"{pattern}: cannot be downloaded ({why}); without a network, name a folder that datasets.save_to_disk wrote"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import math
 from collections import Counter
@@ -274,13 +273,7 @@ def _copy(part: Any) -> Any:
             return part.detach().clone()
         with torch.enable_grad():
             return part.detach().requires_grad_().clone()
-    return (
-        copied(part)
-        if isinstance(part, (np.ndarray, *COUNTERS))
-        else copy.copy(part)
-        if type(part) in (set, Counter)
-        else part
-    )
+    return copied(part) if isinstance(part, (np.ndarray, set, Counter, *COUNTERS)) else part
 
 
 def _differs(before: Any, version: int | None, kept: Any, now: Any) -> bool:

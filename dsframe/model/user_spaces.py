@@ -41,8 +41,10 @@ class Space:
     def put(self, key: str, value: Any) -> None:
         """Not by a ``__setattr__`` of the user's. ABSENT drops the name."""
         base = type if isinstance(self.owner, type) else object
-        if isinstance(self.owner, dict):
-            self.owner.pop(key, None) if value is ABSENT else self.owner.update({key: value})
+        if isinstance(self.owner, dict) and value is ABSENT:
+            self.owner.pop(key, None)
+        elif isinstance(self.owner, dict):
+            self.owner[key] = value
         elif value is ABSENT:
             base.__delattr__(self.owner, key)
         else:

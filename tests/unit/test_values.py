@@ -103,3 +103,29 @@ def test_counters_and_slots_are_copied_and_loggers_are_not_touched():
     handlers = logger.handlers
     assert copied(logger) is logger
     assert logger.handlers is handlers
+
+
+class Settings(dict):
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class Scales(list):
+    def __init__(self, count):
+        super().__init__(range(count))
+
+
+def test_classes_of_containers_stay_what_they_are():
+    settings, scales, weight = Settings(gain=[1.0]), Scales(3), torch.ones(2)
+    twin = copied(settings)
+    twin.gain.append(2.0)
+    assert (type(twin), settings.gain) == (Settings, [1.0])
+    assert (type(copied(scales)), copied(scales)) == (Scales, [0, 1, 2])
+    assert weight in copied({weight})
+    long = [0.0] * 2000
+    twin = copied(long)
+    twin[7] = 1.0
+    assert not same(long, twin)
+    assert same(long, copied(long))
