@@ -712,12 +712,16 @@ class Scaling(_First):
     layer = _Scaling
 
 
+class _Scales(list):
+    """No look at attributes copies it: its class is the user's."""
+
+
 class _Scheduled(nn.Linear):
     """Divides by a scale that it keeps in its extra state: of its own outputs ``by_rank``, else one that grows with each pass."""
 
     def __init__(self, *sizes, by_rank):
         super().__init__(*sizes)
-        self.scales, self.by_rank = [1.0] * 1001, by_rank
+        self.scales, self.by_rank = (list if by_rank else _Scales)([1.0] * 1001), by_rank
 
     def forward(self, input):  # torch's name
         outputs = super().forward(input)
@@ -726,10 +730,10 @@ class _Scheduled(nn.Linear):
         return outputs / self.scales[-2 if self.training else -1]
 
     def get_extra_state(self):
-        return {"scales": self.scales, "first": torch.tensor(self.scales[0])}
+        return {"scales": [*self.scales], "first": torch.tensor(self.scales[0])}
 
     def set_extra_state(self, state):
-        self.scales = [*state["scales"]]
+        self.scales = type(self.scales)(state["scales"])
 
 
 class ExtraState(Rows):
