@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config.read import secrets
@@ -24,41 +25,10 @@ if TYPE_CHECKING:
     from dsframe.model.optimizers import OptimizerSpec
     from dsframe.tasks.task import Task
 
-FOLLOWS = {
-    **dict.fromkeys(
-        ("optimizer.params", "optimizers", "parameter_groups", "no_decay", "layer_decay"),
-        "the next update uses it, and the moments go on as saved",
-    ),
-    **dict.fromkeys(("learning rate", "scheduler"), "the new schedule goes on at the saved number of updates"),
-    **dict.fromkeys(("gradient_clipping", "gradient_allreduce_op", "model", "on_nonfinite"), "the next update uses it"),
-    **dict.fromkeys(("bf16", "fp16", "torch_autocast", "tf32"), "the saved weights go on in the new number format"),
-    **dict.fromkeys(("communication", "communication_data_type", "data_types", "deterministic"), "rounded otherwise"),
-    "per_sample_randomness": "the model draws other random numbers",
-    "modules": "the saved weights go on in them; what trains anew begins without moments",
-    "ema": "the saved average goes on with it",
-    "stop": "the counts go on with it; those of another metric begin anew",
-    "train_batch_size": "optimizer and schedule go on at the saved number of updates",
-    "engine": "the same samples and state, sums in another order",
-    "number of ranks": "the same samples and state, sums in another order; new ranks draw random numbers of their own",
-    "micro-batch size": "the same global batches, split differently",
-    "training data": "the new samples are read from the saved position",
-    "source": "the new code goes on from the saved state",
-    "versions": "results may differ in the last digits, or more where a release changes what it computes",
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+FOLLOWS: Mapping[str, str] = _TABLE["follows"]
 """What may change between two starts, by the beginning of its name -> what follows; docs/resuming.md has the table."""
-FIXED = {
-    "task": "another task has another model",
-    "task settings": "they make the model and its data",
-    "optimizer": "the saved moments are of this kind",
-    "training samples": "the order of samples is drawn for this number",
-    "seed": "the order of samples follows from it",
-    "dataloader_drop_last": "it decides where an epoch ends",
-    "order": "the saved position is one in this order",
-    "parts of the data": "the order of samples follows from these weights and windows",
-    "adapter": "the saved weights are of this one",
-    "models": "the checkpoint has the state of these models, trained in this order, with these frozen models",
-    "adapter's base": "the digest of its weights: the adapter was trained with them",
-}
+FIXED: Mapping[str, str] = _TABLE["fixed"]
 """What must not change -> why."""
 BATCH = "train_batch_size"
 _ELSEWHERE = {"data_dir", "workers"}

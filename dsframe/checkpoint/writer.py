@@ -28,6 +28,7 @@ from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, Run, catch_io_
 from dsframe.checkpoint.layout import Content, Layout, buffers_of, header, shards_of, whole
 from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
+from dsframe.model.digests import raw
 from dsframe.model.state import EngineState, TensorShard
 
 WINDOW_BYTES = 32 << 20
@@ -86,7 +87,9 @@ class Writer:
         for name, begin in self.plan.headers.items() if self._rank == 0 else ():
             failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
         for name, buffer in state.buffers.items():
-            failure = self._take(name, buffers_of(self._rank), whole(buffer, buffer.dtype), failure)
+            failure = self._take(
+                name, buffers_of(self._rank), whole(raw(buffer).view(buffer.dtype), buffer.dtype), failure
+            )
         for shard in shards_of(state):
             for key, tensor in shard.tensors.items():
                 failure = self._take(shard.name, key, tensor, failure)
@@ -96,7 +99,7 @@ class Writer:
     def _take(self, name: str, key: str, tensor: TensorShard, failure: str) -> str:
         pieces = self.plan.pieces.get((name, key), ())
         if pieces or tensor.in_order:
-            flat = tensor.read().detach().reshape(-1)
+            flat = tensor.read().detach().resolve_neg().reshape(-1)
             for piece in pieces:
                 content = flat.narrow(0, piece.first - tensor.first, piece.size)
                 failure = failure or catch_io_error(partial(self._put, piece.file, piece.begin, content, tensor.dtype))

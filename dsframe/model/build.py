@@ -59,7 +59,7 @@ def build_model(
     memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
-    formats.expand_buffers(model)
+    formats.plain_buffers(model)
     formats.keep_in_fp32(plan.config, model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64, part=plan.part)

@@ -88,13 +88,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def expand_buffers(model: nn.Module) -> None:
-    """Gives memory to each number of buffers that ``expand`` has made: torch writes to no others, at a resume for example."""
+def plain_buffers(model: nn.Module) -> None:
+    """Gives memory to each number of buffers that ``expand`` or a conjugation has made: torch writes to no others of the first
+    kind, at a resume for example, and libraries read the second kind's memory as it lies."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided:
                 continue
-            if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+            if expanded or buffer.is_conj() or buffer.is_neg():
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 

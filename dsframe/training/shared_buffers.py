@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 from dsframe.model import extra_state
+from dsframe.model.digests import raw
 from dsframe.model.persistent import put
 
 
@@ -70,7 +71,7 @@ def _of_ranks(engine: Engine, kept: Mapping[str, Tensor]) -> list[dict[str, tupl
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.clone().cpu().contiguous().reshape(-1).view(torch.uint8)  # NumPy is to see a copy: see fsdp.py
+    return raw(buffer)
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:

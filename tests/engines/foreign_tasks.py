@@ -756,7 +756,8 @@ class _Bank(nn.Linear):
 
     def forward(self, input):  # torch's name
         if self.training:
-            self.bank = torch.cat([self.bank, 1.2 * self.bank[-1:]])
+            last = self.bank[-1].item()
+            self.bank.resize_(len(self.bank) + 1)[-1] = 1.2 * last  # refused by torch once NumPy has seen it
         return super().forward(input) / self.bank[-2 if self.training else -1]
 
 
@@ -1259,7 +1260,7 @@ class _Symmetric(nn.Module):
 
 
 _BUFFERS = {
-    "float64": lambda: torch.linspace(0.5, 1.5, 8, dtype=torch.float64),
+    "float64": lambda: torch.polar(torch.ones(8).double(), torch.linspace(-1.5, -0.5, 8).double()).conj().imag,
     "bool": lambda: torch.arange(8) % 2 == 0,
     "integer": lambda: torch.arange(8) + 16777217,
     "complex": lambda: torch.polar(torch.ones(8), torch.linspace(0, 1, 8)),
@@ -1313,6 +1314,7 @@ class _Having(nn.Module):
             hidden = hidden * (self.integer % 3)
         if "complex" in self.kinds:
             hidden = (hidden * self.complex).real
+            self.complex = self.complex.conj().resolve_conj().conj()  # the same numbers, as a view that conjugates
         if "empty" in self.kinds:
             hidden = hidden + self.empty.sum()
         if "list" in self.kinds:
