@@ -19,6 +19,9 @@ Named = TypeVar("Named")
 def named_class(path: str, base: type[Named], what: str) -> type[Named]:
     """The subclass of ``base`` named by ``package.module:Class``. ``what`` it is, for messages. Raises TaskError."""
     module_name, _, class_name = path.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name[:-3].strip("./").replace("/", ".")
+        raise TaskError(f'{what} "{path}": write "{dotted}:{class_name}", the module and not its file')
     module = _import(module_name, f'{what} "{path}"')
     target: Any = module
     for part in class_name.split("."):

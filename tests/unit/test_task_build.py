@@ -80,6 +80,7 @@ def test_a_users_task_takes_its_options_and_the_seed():
             r'not one of vision, language, .* and not of the form "package.module:Class"; did you mean "vision"\?',
         ),
         ("mine.lines", "not of the form"),
+        ("./mine/lines.py:Line", r'write "mine.lines:Line", the module'),
         ("nowhere.lines:Line", r"no module named nowhere; searched /.*, "),
         ("mine.line:Line", r'no module named mine.line; did you mean "lines"\?; searched /'),
         ("mines.lines:Line", r'no module named mines; did you mean "mine"\?'),
