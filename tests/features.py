@@ -39,7 +39,6 @@ FIGURES = ("near", "size", "told", "expert_load/0", "expert_load/3")
 _LLAMA = {**LLAMA, "intermediate_size": 64}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, **_EXPERTS}
-_QWEN = {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS}
 _VIT = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -123,13 +122,6 @@ FEATURES = {
         accumulations=(1,),
         cuts=(1,),
     ),
-    "qwen3 moe": Feature(
-        {
-            "task": {"name": "causal-language-model", "model": _QWEN, "context": 32, "samples": 500},
-        },
-        accumulations=(1,),
-        cuts=(1,),
-    ),
     "ema": Feature({"task": _GPT, "ema": {"decay": 0.9}}, engines=(*_PARALLEL, *_SPLIT)),
     "figures and stop": Feature(
         {
@@ -147,7 +139,6 @@ FEATURES = {
         },
         {"zero_allow_untested_optimizer": True},
     ),
-    "teacher": Feature({"task": {"name": "tests.engines.parts:Distilled"}}),
     "own optimizer": Feature(
         {
             "task": {"name": "tests.engines.parts:Smoothed"},

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 
 def ds_config(
-    batch: int,
-    optimizer: str | Mapping[str, Any] | None = None,
-    lr: float | None = None,
+    batch,
+    optimizer=None,
+    lr=None,
     /,
-    sections: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    sections=None,
+    **settings,
+):
     """A file: its batch, its optimizer, DeepSpeed's other sections, and the settings of the section "dsframe"."""
-    document: dict[str, Any] = {"train_batch_size": batch}
+    document = {"train_batch_size": batch}
     if optimizer is not None:
         params = {} if lr is None else {"params": {"lr": lr}}
         document["optimizer"] = {"type": optimizer, **params} if isinstance(optimizer, str) else optimizer
@@ -27,15 +24,15 @@ def ds_config(
     return document
 
 
-def write_json(path: Path, value: Any) -> Path:
+def write_json(path, value):
     path.write_text(json.dumps(value))
     return path
 
 
-def read_json(path: Path) -> Any:
+def read_json(path):
     return json.loads(path.read_text())
 
 
-def read_rows(path: Path) -> list[Any]:
+def read_rows(path):
     """The lines of a file of JSON."""
     return [json.loads(line) for line in path.read_text().splitlines()]

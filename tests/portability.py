@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsframe.run_dir.record import read_metrics
+from dsframe.tools.compare import losses
 from tests.processes import COMPILING_SECONDS, python, run_ranks, torchrun, warm
 
 SAVED_STEP, STEPS = 5, 25
@@ -154,11 +154,6 @@ def train(
     if any(override.endswith("=nvme") for override in setup.overrides):
         timeout_seconds = max(timeout_seconds, COMPILING_SECONDS)
     return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)
-
-
-def losses(run_dir):
-    """The training loss by step."""
-    return {record["step"]: record["loss"] for record in read_metrics(run_dir) if "loss" in record}
 
 
 def uninterrupted(name, folder):

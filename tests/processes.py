@@ -26,10 +26,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -57,16 +55,16 @@ class Finished:
     seconds: float
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self.stdout + self.stderr
 
-    def check(self) -> Finished:
+    def check(self):
         """Returns itself when the run exited with 0, otherwise raises AssertionError with its whole output."""
         if self.returncode != 0:
             raise AssertionError(f"exit code {self.returncode}\n{self}")
         return self
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"$ {shlex.join(self.command)}   ({self.seconds:.1f} s, exit code {self.returncode})\n"
             f"--- stdout ---\n{_end(self.stdout)}\n--- stderr ---\n{_end(self.stderr)}"
@@ -76,28 +74,28 @@ class Finished:
 class Running:
     """A run under way, as `while_running` sees it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, stdout: Path, stderr: Path) -> None:
+    def __init__(self, process, mark, stdout, stderr):
         self.process = process
         self.mark = mark
         self._stdout, self._stderr = stdout, stderr
 
     @property
-    def stdout(self) -> str:
+    def stdout(self):
         """What has been written so far."""
         return _read(self._stdout)
 
     @property
-    def output(self) -> str:
+    def output(self):
         """What has been written so far, standard error after standard output."""
         return self.stdout + _read(self._stderr)
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """Every living process of the run, the launcher's included."""
         return marked(self.mark)
 
-    def ranks(self) -> dict[int, psutil.Process]:
+    def ranks(self):
         """The training processes by rank: those that a launcher gave a rank which their parent does not have."""
-        found: dict[int, psutil.Process] = {}
+        found = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
@@ -106,7 +104,7 @@ class Running:
                     found[rank] = process
         return found
 
-    def wait_for_end(self, *, timeout_seconds: float) -> None:
+    def wait_for_end(self, *, timeout_seconds):
         """Waits until no process of the run is left; raises AssertionError when the time is over first."""
         limit = time.monotonic() + timeout_seconds
         while self.process.poll() is None or self.processes():
@@ -114,7 +112,7 @@ class Running:
                 raise AssertionError(f"{timeout_seconds:.0f} s passed before everything had ended\n{_end(self.output)}")
             time.sleep(0.1)
 
-    def wait_for(self, condition: Callable[[], object], *, timeout_seconds: float, what: str) -> None:
+    def wait_for(self, condition, *, timeout_seconds, what):
         """Polls `condition` until it is true; raises AssertionError when the run ends or the time is over first."""
         limit = time.monotonic() + timeout_seconds
         while not condition():
@@ -125,21 +123,21 @@ class Running:
             time.sleep(0.05)
 
 
-def run_program(command: Sequence[Any], *, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_program(command, *, check=True, **options):
     """Runs what starts no ranks to its end; what it wrote is text. ``options``: those of ``subprocess.run``."""
     options = {"capture_output": True, "text": True, "timeout": 120, **options}
     return subprocess.run(command, check=check, **options)
 
 
 def run_ranks(
-    command: Sequence[str],
+    command,
     *,
-    timeout_seconds: float,
-    cwd: Path | str = REPOSITORY,
-    env: Mapping[str, str | None] | None = None,
-    settle_seconds: float = 5.0,
-    while_running: Callable[[Running], None] | None = None,
-) -> Finished:
+    timeout_seconds,
+    cwd=REPOSITORY,
+    env=None,
+    settle_seconds=5.0,
+    while_running=None,
+):
     """Runs `command` to its end in a session of its own and returns what it wrote.
 
     env: added to a copy of this process's environment; None takes a variable out.
@@ -165,7 +163,7 @@ def run_ranks(
                 stderr=err_file,
                 start_new_session=True,
             )
-        remains: list[str] = []
+        remains = []
         stacks = ""
         try:
             if while_running is not None:
@@ -195,13 +193,13 @@ def run_ranks(
 
 
 def reported(
-    module: str,
-    folder: Path,
-    launch: int | Callable[[list[str]], list[str]],
-    cases: Iterable[str] = (),
+    module,
+    folder,
+    launch,
+    cases=(),
     *,
-    timeout_seconds: float = 300.0,
-) -> Any:
+    timeout_seconds=300.0,
+):
     """The report of ``tests.engines.MODULE`` on its cases, which runs in ``folder``.
 
     launch: the number of its ranks, or what makes the command line.
@@ -213,12 +211,12 @@ def reported(
 
 
 @contextlib.contextmanager
-def ready_programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def ready_programs():
     """A function that starts `python ARGUMENTS...` and returns when the program has printed "ready". At the end all are killed,
     each with its session, as they may be stuck by then."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def begin(*arguments: object) -> subprocess.Popen[str]:
+    def begin(*arguments):
         process = subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             stdin=subprocess.PIPE,
@@ -243,55 +241,40 @@ def ready_programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.communicate()
 
 
-def deepspeed(processes: int, arguments: Iterable[str], *, port: int | None = None) -> list[str]:
+def deepspeed(processes, arguments, *, port=None):
     """The command line of a run under DeepSpeed's launcher, by launch/bin/deepspeed."""
     return ["deepspeed", f"--num_gpus={processes}", f"--master_port={port or free_port()}", *arguments]
 
 
-def horovodrun(processes: int, arguments: Iterable[str]) -> list[str]:
+def horovodrun(processes, arguments):
     """The command line of a run under Horovod's launcher; `arguments` are what follows `python`."""
     return ["horovodrun", "-np", str(processes), "python", *arguments]
 
 
-def torchrun(processes: int, arguments: Iterable[str], *, port: int | None = None) -> list[str]:
+def torchrun(processes, arguments, *, port=None):
     """The command line of a run under torchrun."""
     return ["torchrun", f"--nproc-per-node={processes}", f"--master-port={port or free_port()}", *arguments]
 
 
-def python(arguments: Iterable[str]) -> list[str]:
+def python(arguments):
     """The command line of a run without a launcher."""
     return ["python", *arguments]
 
 
-def warm(processes: int, arguments: Iterable[str], *, standin: bool = False) -> list[str]:
+def warm(processes, arguments, *, standin=False):
     """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several.
 
     torchrun's own, or python's, where there are GPUs: torch looks for them when it is imported, and then cannot be forked.
     standin: with the stand-in for GPUs (tests/standin), which can.
     """
-    if standin:
-        return [
-            sys.executable,
-            "-S",
-            str(REPOSITORY / "tests" / "warm.py"),
-            _warm_server("standin"),
-            str(processes),
-            *arguments,
-        ]
-    if HAS_GPUS:
+    if HAS_GPUS and not standin:
         return torchrun(processes, arguments) if processes > 1 else python(arguments)
-    return [
-        sys.executable,
-        "-S",
-        str(REPOSITORY / "tests" / "warm.py"),
-        _warm_server("plain"),
-        str(processes),
-        *arguments,
-    ]
+    server = _warm_server("standin" if standin else "plain")
+    return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), server, str(processes), *arguments]
 
 
 @functools.cache
-def _warm_folder() -> Path:
+def _warm_folder():
     shutil.rmtree(WARM, ignore_errors=True)  # of another process that had this one's number
     WARM.mkdir()
     atexit.register(shutil.rmtree, WARM, ignore_errors=True)
@@ -299,7 +282,7 @@ def _warm_folder() -> Path:
 
 
 @functools.cache
-def _warm_server(kind: str) -> str:
+def _warm_server(kind):
     """The socket of a server that ends with this process: "plain", or one with the stand-in for GPUs."""
     folder = _warm_folder()
     path, said = folder / f"socket-{kind}", folder / f"said-{kind}"
@@ -319,7 +302,7 @@ def _warm_server(kind: str) -> str:
             start_new_session=True,
         )
 
-    def close() -> None:
+    def close():
         assert server.stdin is not None
         server.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -338,7 +321,7 @@ def _warm_server(kind: str) -> str:
     return str(path)
 
 
-def free_port() -> int:
+def free_port():
     """A TCP port of this machine that nobody has now, and that the system gives to nobody by itself (ip_local_port_range): ranks
     take seconds until they listen on it, while another test's come and go."""
     while True:
@@ -348,7 +331,7 @@ def free_port() -> int:
             return port
 
 
-def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
+def environment(mark, changes=None):
     """The environment of a run: this one, without what a launcher or CI may have left in it, and with `changes`."""
     variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     variables |= {
@@ -372,7 +355,7 @@ def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> d
     return variables
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked(mark):
     """Every living process that carries `mark` in its environment, or is of a warm job that does, except this one."""
     found = []
     # A forked rank shows its server's environment.
@@ -385,7 +368,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def end(mark: str) -> None:
+def end(mark):
     """Kills every process that carries `mark`, and those that they start meanwhile."""
     while living := marked(mark):
         for process in living:
@@ -401,15 +384,15 @@ _LAUNCHER_VARIABLES = re.compile(
 _RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def _end(text: str, characters: int = 10_000) -> str:
+def _end(text, characters=10_000):
     return text if len(text) <= characters else f"... {text[-characters:]}"
 
 
-def _read(path: Path) -> str:
+def _read(path):
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _rank(process: psutil.Process) -> int | None:
+def _rank(process):
     """The rank that a launcher gave it, or tests/warm.py."""
     variables = _environment(process)
     for name in _RANK_VARIABLES:
@@ -422,14 +405,14 @@ def _rank(process: psutil.Process) -> int | None:
     return int(own.removeprefix("rank ")) if own.startswith("rank ") else None
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def _environment(process):
     try:
         return dict(process.environ())
     except (psutil.Error, OSError):  # gone meanwhile, a zombie, or another user's
         return {}
 
 
-def _session(process: psutil.Process) -> int:
+def _session(process):
     """The number of its session; -1 where it is gone."""
     try:
         return os.getsid(process.pid)
@@ -437,7 +420,7 @@ def _session(process: psutil.Process) -> int:
         return -1
 
 
-def _orphans(mark: str, settle_seconds: float) -> list[str]:
+def _orphans(mark, settle_seconds):
     limit = time.monotonic() + settle_seconds
     while (living := marked(mark)) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -448,7 +431,7 @@ def _orphans(mark: str, settle_seconds: float) -> list[str]:
     return described
 
 
-def stacks_of(processes: Iterable[psutil.Process]) -> str:
+def stacks_of(processes):
     """The Python stack of each process, by py-spy, or by its own fault handler where py-spy may not look."""
     shown = []
     for process in processes:
@@ -465,7 +448,7 @@ def stacks_of(processes: Iterable[psutil.Process]) -> str:
     return "\n\n".join(shown) or "(no Python process)"
 
 
-def _py_spy(pid: int) -> str | None:
+def _py_spy(pid):
     try:
         dumped = subprocess.run(
             [BIN / "py-spy", "dump", "--nonblocking", "--pid", str(pid)],
@@ -479,7 +462,7 @@ def _py_spy(pid: int) -> str | None:
     return dumped.stdout if dumped.returncode == 0 else None
 
 
-def _remove_buffers(command: Sequence[str]) -> list[str]:
+def _remove_buffers(command):
     """Removes what is left in shared memory; names DeepSpeed's buffers under the run's own port, which nobody killed."""
     for path in unused_buffers():
         if path.name.startswith("vader"):  # Open MPI leaves them when it is killed, which tests do

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
+from dsframe.tools.compare import losses
 from tests.files import ds_config, write_json
-from tests.portability import losses
 from tests.processes import free_port, python, run_ranks
 
 STEPS, EVERY = 24, 4
@@ -71,20 +71,24 @@ def train(
     if launch:
         command = python(["-m", "dsframe.cli", "launch", "-np", str(ranks), *launch, *training])
     elif ranks > 1:
-        command = ["bash", "-c", started(ranks, " ".join(training))]
+        command = started([""] * ranks, " ".join(training))
     else:
         command = python(["-m", "dsframe.train", *training])
     variables = {"STEP_SECONDS": "0.02", "DSFRAME_SHUTDOWN_SECONDS": "10", **(env or {})}
     return run_ranks(command, cwd=folder, env=variables, timeout_seconds=seconds, while_running=during)
 
 
-def started(ranks, training, wrap=""):
-    """A shell's lines that start ranks without a launcher: what they print is theirs alone, and none is ended for another."""
-    port, lines = free_port(), []
-    for rank in range(ranks):
-        place = f"RANK={rank} WORLD_SIZE={ranks} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={ranks} MASTER_ADDR=127.0.0.1"
-        lines.append(f'{place} MASTER_PORT={port} {wrap} python -m dsframe.train {training} & pids="$pids $!"')
-    return "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])
+def started(enter, training, address="127.0.0.1"):
+    """A shell that starts ranks without a launcher: what they print is theirs alone, and none is ended for another.
+
+    enter: for each rank the command that enters its host, "" where it is this one; each of the others has one rank.
+    """
+    size, port, lines = len(enter), free_port(), []
+    for rank, wrap in enumerate(enter):
+        local = "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1" if wrap else f"LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size}"
+        place = f"RANK={rank} WORLD_SIZE={size} {local} MASTER_ADDR={address} MASTER_PORT={port}"
+        lines.append(f'{place} {wrap} python -m dsframe.train {training} & pids="$pids $!"')
+    return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
 
 
 @functools.cache

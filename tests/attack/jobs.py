@@ -1,6 +1,7 @@
 """Processes that are killed, and signals to those who wait for them."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import psutil
 
 from dsframe.errors import StoppedError
 from tests.attack.arena import EVERY, UntriedError, goes_on, held, needs_root, told, train, whole
+from tests.portability import MODELS
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -44,6 +46,39 @@ def kill_stateful(folder, chance):
     return (
         f"{settings['engine']}, {kind}, {'' if 'ema' in settings else 'no '}average: {kill(folder, chance, **settings)}"
     )
+
+
+def kill_restarted(folder, chance, engine):
+    """The same under ``dsframe launch --restarts``, in two of three tries while a checkpoint is being written.
+
+    The run ends by itself as if nothing had happened, in half of the tries with evaluations that take longer than a step.
+    """
+    rank, in_save, evaluates = chance.randrange(2), chance.random() < 2 / 3, chance.random() < 0.5
+    checkpoints = {"every_steps": EVERY, "keep_last": 9, "asynchronous": chance.random() < 0.5}
+    settings = {"engine": engine, "task": MODELS["gpt"], "steps": 40, "checkpoints": checkpoints}
+    settings["sections"] = {"zero_optimization": {"stage": 2 if engine == "deepspeed" else 0}}
+    often = {"eval_every_steps": EVERY, "eval_micro_batch_size": 1, "eval_samples": 32} if evaluates else {}
+    saves, met = folder / "run" / "checkpoints", []
+
+    def partial():
+        return sorted(saves.glob(".step-*.partial"))
+
+    def strike(running):
+        running.wait_for(lambda: rank in running.ranks(), timeout_seconds=60, what="a rank")
+        if in_save or chance.random() < 0.5:
+            first = saves / f"step-{EVERY * chance.randint(1, 6):08}"
+            running.wait_for(first.is_dir, timeout_seconds=120, what=first.name)
+        while in_save and not partial() and running.process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(chance.random() * (0.03 if in_save else 0.3))
+        met.extend(path.name[1:14] for path in partial())
+        running.ranks()[rank].kill()
+
+    launch = ("--restarts", "3", "--restart-wait", "0.1")
+    train(folder, ranks=2, launch=launch, during=strike, seconds=240, **settings, **often).check()
+    whole(folder, 2, launch=launch, seconds=240, **settings)
+    evaluations = ", with evaluations" if evaluates else ""
+    return f"{engine}{evaluations}, rank {rank} of 2 killed {'in the save ' + met[0] if met else 'in no save'}: same losses"
 
 
 @contextlib.contextmanager
@@ -163,6 +198,10 @@ def reader(folder, chance):
 ATTACKS = {
     "killed rank": kill,
     "killed rank, stateful model": kill_stateful,
+    **{
+        f"killed rank, restarted on {engine}": functools.partial(kill_restarted, engine=engine)
+        for engine in ("deepspeed", "horovod", "ddp")
+    },
     "out of memory": out_of_memory,
     "signals to the launcher": launcher_signals,
     "double Ctrl-C": double_interrupt,

@@ -8,19 +8,21 @@ import time
 
 import psutil
 
-from tests.attack.arena import UntriedError, goes_on, held, needs_root, told, train, whole, write
+from tests.attack.arena import UntriedError, goes_on, held, needs_root, started, told, train, whole, write
 from tests.cluster.network import NODES, Network
-from tests.processes import free_port, run_ranks
+from tests.processes import run_ranks
+
+
+def _listening(running):
+    """Addresses and ports at which a run listens."""
+    for process in running.processes():
+        with contextlib.suppress(psutil.Error):
+            listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            yield from ((one.laddr.ip, one.laddr.port) for one in listening)
 
 
 def _ports(running):
-    found = set()
-    for process in running.processes():
-        with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    found.add((connection.laddr.ip.replace("::", "127.0.0.1"), connection.laddr.port))
-    return {(ip if ip != "0.0.0.0" else "127.0.0.1", port) for ip, port in found}
+    return {("127.0.0.1" if ip in ("::", "0.0.0.0") else ip, port) for ip, port in _listening(running)}
 
 
 def _connected(place):
@@ -85,48 +87,16 @@ def half_open(folder, chance):
     return _visited(folder, chance, chance.choice(["half-open", "half a message"]))
 
 
-def stranger(folder, chance):
-    """A process that speaks the store's language takes keys away and writes others: docs/security.md says what it can do."""
-    from torch.distributed import TCPStore
-
-    taken = []
-
-    def come(running):
-        running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
-        port = next(
-            int(value)
-            for one in running.ranks().values()
-            for name, value in one.environ().items()
-            if name == "MASTER_PORT"
-        )
-        with contextlib.suppress(RuntimeError):
-            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            for key in store.list_keys():
-                if chance.random() < 0.5:
-                    taken.append(key)
-                    store.delete_key(key) if chance.random() < 0.5 else store.set(key, chance.randbytes(20))
-
-    finished = train(folder, ranks=2, during=come, env={"STEP_SECONDS": "0.1"}, seconds=150)
-    if finished.returncode:
-        goes_on(folder, 2)
-    else:
-        whole(folder, 2)
-    return f"{len(taken)} keys of the store altered while it trains: exit code {finished.returncode}"
-
-
 def loopback(folder, chance):
     """What a run on one host opens cannot be reached from another: every listening address is the loopback's."""
     found = []
 
     def look(running):
         running.wait_for(lambda: "step-00000004" in running.output, timeout_seconds=60, what="a save")
-        for process in running.processes():
-            with contextlib.suppress(psutil.Error):
-                listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-                found.extend(f"{one.laddr.ip}:{one.laddr.port}" for one in listening)
+        found.extend(_listening(running))
 
     train(folder, ranks=2, during=look, env={"STEP_SECONDS": "0.1"}).check()
-    outside = [place for place in found if not place.startswith(("127.", "::1", "::ffff:127."))]
+    outside = [place for place in found if not place[0].startswith(("127.", "::1", "::ffff:127."))]
     held(found and not outside, f"listens at {outside} of {found}")
     return f"{len(found)} listening sockets, all on the loopback"
 
@@ -147,12 +117,8 @@ class _Hosts(Network):
 
     def started(self):
         """A shell that starts a rank on each host."""
-        port, lines = free_port(), []
-        for rank, name in enumerate(self._names.values()):
-            place = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR={NODES['node1']}"
-            train = "python -m dsframe.train --config attack.json --run-dir run"
-            lines.append(f'{place} MASTER_PORT={port} nsenter --net=/run/netns/{name} {train} & pids="$pids $!"')
-        return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
+        enter = [f"nsenter --net=/run/netns/{name}" for name in self._names.values()]
+        return started(enter, "--config attack.json --run-dir run", NODES["node1"])
 
 
 def two_hosts(folder, chance):
@@ -190,7 +156,6 @@ def two_hosts(folder, chance):
 ATTACKS = {
     "garbage at the ports": garbage,
     "half-open connections": half_open,
-    "stranger at the store": stranger,
     "reached from outside": loopback,
     "two hosts, link and kills": two_hosts,
 }

@@ -24,7 +24,7 @@ from tests.standin import build
 SITE = Path(__file__).with_name("site")
 
 
-def environment() -> dict[str, str]:
+def environment():
     """The variables that switch the stand-in on in a process and in those that it starts: two devices at first."""
     return {
         "DSFRAME_STANDIN": str(build.build()),

@@ -129,12 +129,6 @@ def test_several_parameters_of_a_module_are_merged(here):
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_names_of_the_base_are_not_the_adapters():
-    assert adapter.is_adapters("model.embed_tokens.lora_embedding_A.default")
-    assert adapter.is_adapters("score.modules_to_save.default.weight")
-    assert not adapter.is_adapters("heads.default.weight")
-
-
 @pytest.mark.parametrize("differ", [True, False])
 def test_a_config_that_says_tied_has_one_matrix_or_two(differ, tmp_path):
     """Full fine-tuning: the folder was written as tied, and lost one of two matrices."""

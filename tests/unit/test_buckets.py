@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsframe.engines.buckets import Buckets, usual_bytes
+from dsframe.engines.buckets import Buckets
 from dsframe.errors import EngineError
 
 
@@ -60,10 +60,6 @@ def test_the_same_gradients_in_buckets(how):
     assert ring.started[0] in names[:2], "last layers first"
     expected = {0: 6, 700: 4, 2**20: 1}[how["bytes_each"]]
     assert (len(buckets), sum(ring.sizes[:expected])) == (expected, sum(p.numel() for p in net.parameters()))
-
-
-def test_a_quarter_leaves_at_a_time():
-    assert [usual_bytes(2**power) for power in (10, 21, 24, 27, 33)] == [2**20, 2**20, 2**22, 2**25, 2**26]
 
 
 def test_what_takes_no_part_in_the_loss_is_sent_as_zeros():

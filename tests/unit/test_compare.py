@@ -18,14 +18,10 @@ def test_runs_are_compared(here, capsys):
     (here / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
     assert main(["compare", "a", "b"]) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[:7] == [
+    assert printed.splitlines()[:3] == [
         "model  the same",
         "data   not the same: samples 10 / 20, sample 0",
         "file   1 key differs",
-        "",
-        "                     a  b",
-        "-------------------------",
-        "optimizer.params.lr     0.1",
     ]
     rows = {line.split("  ")[0]: line for line in printed.splitlines()}
     assert rows["loss at step 2"].split()[-1] == "+1.0e-02"

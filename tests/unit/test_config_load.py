@@ -221,18 +221,6 @@ def test_ranks_that_split_a_model_read_the_same_samples():
             "the nearest legal batch sizes are 96 or 128 [batch]",
         ),
         (
-            {TRAIN: 96, MICRO: 8, STEPS: 4},
-            2,
-            "error: train_batch_size: 96 != 8 (micro) x 4 (accumulation) x 2 (data-parallel ranks) = 64; remove one of the three "
-            "and dsframe computes it, or start 3 data-parallel ranks [batch]",
-        ),
-        (
-            {TRAIN: 100, MICRO: 10},
-            3,
-            "error: train_batch_size: 100 is not divisible by 10 (micro) x 3 (data-parallel ranks) = 30; the nearest legal batch "
-            "sizes are 90 or 120; legal numbers of data-parallel ranks near 3: 1, 2, 5, 10 [batch]",
-        ),
-        (
             {TRAIN: 2},
             4,
             "error: train_batch_size: 2 is not divisible by 4 (data-parallel ranks); the smallest legal batch size is 4; "

@@ -8,8 +8,7 @@ from dsframe.config.read.reader import ReadError, number_of, read
 from tests.processes import REPOSITORY
 
 OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
-PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
-TEXTS = [path.read_text() for path in OWN + PUBLIC]
+TEXTS = [path.read_text() for path in OWN]
 
 HJSON = """\
 # a comment

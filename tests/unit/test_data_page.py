@@ -1,20 +1,14 @@
 """The page on data: its programs run, its files train."""
 
 import json
-import re
 
 from dsframe.config import load
 from dsframe.run import execute
 from tests.processes import REPOSITORY
 from tests.text_files import LLAMA, jsonl, sentence, tokenizer
+from tests.unit.test_site import texts
 
-PAGE = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
-
-
-def blocks(kind):
-    found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert found
-    return found
+PAGE = REPOSITORY / "docs" / "data.md"
 
 
 def test_its_programs_run_and_its_files_train(here, monkeypatch):
@@ -27,8 +21,8 @@ def test_its_programs_run_and_its_files_train(here, monkeypatch):
 
     monkeypatch.setenv("DSFRAME_DATA", "cache")
     names = {"__name__": "data"}
-    for block in blocks("python"):
-        exec(compile(block, "docs/data.md", "exec"), names)
+    for text in texts(PAGE, "python"):
+        exec(compile(text, "docs/data.md", "exec"), names)
     assert names["summary"].steps == 5
     for folder in ("texts", "books"):
         (here / folder).mkdir()
@@ -42,7 +36,7 @@ def test_its_programs_run_and_its_files_train(here, monkeypatch):
     LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained("llama")
     tokenizer(here / "llama")
     short = ["dsframe.engine=single", "dsframe.steps=2", "train_batch_size=2"]
-    for number, block in enumerate(blocks("json")):
-        config = load(json.loads(block), overrides=[*short, f"dsframe.run_dir=run{number}"])
+    for number, text in enumerate(texts(PAGE, "json")):
+        config = load(json.loads(text), overrides=[*short, f"dsframe.run_dir=run{number}"])
         assert config.problems == ()
         assert execute(config, quiet=True).steps == 2

@@ -53,16 +53,12 @@ def test_crops_and_mirror_images_are_equally_often():
 def test_wrong_images_are_refused():
     pixels, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
 
-    def make(pixels=pixels, labels=labels, mean=(0.5,)):
+    def make(labels=labels, mean=(0.5,)):
         return ImageSource(pixels, labels, classes=3, mean=mean, std=(1.0,))
 
     make()
     with pytest.raises(DataError, match=r"labels run from 0 to 3, but there are 3 classes \(0 to 2\)"):
         make(labels=torch.arange(4))
-    with pytest.raises(DataError, match=r"must be uint8 of shape .*; got torch.float32 \[4, 1, 8, 8\]"):
-        make(pixels=pixels.float())
-    with pytest.raises(DataError, match="4 images, but labels of shape"):
-        make(labels=labels[:3])
     with pytest.raises(DataError, match="1 channels, but 2 means"):
         make(mean=(0.5, 0.5))
 

@@ -63,7 +63,6 @@ def test_an_engine_from_outside_is_named_like_any_other(tmp_path):
     ("section", "message"),
     [
         ({"engine": "my-engin"}, 'did you mean "my-engine"?'),
-        ({"engine": "my-engine", "engine_options": {"round": 2}}, 'round: unknown key; did you mean "rounds"?'),
         ({"engine": "my-engine", "engine_options": {"rounds": 0}}, "dsframe.engine_options.rounds: 0 must be above 0"),
         ({"engine": "my-wrong"}, 'engine "my-wrong" of the package ours is int, not dsframe.engines.Entry'),
         ({"engine": "my-gone"}, 'engine "my-gone" of the package ours cannot be loaded: No module named \'nowhere\''),

@@ -84,24 +84,3 @@ def test_explain_one(capsys):
     assert code.example in text
     assert main(["explain", "[unknown-key]"]) == 0
     assert capsys.readouterr().out == text
-
-
-@pytest.mark.parametrize("name", ["5", "task"])
-def test_explain_an_exit_code(name, capsys):
-    assert main(["explain", name]) == 0
-    assert capsys.readouterr().out.startswith("exit code 5 (task)\n")
-
-
-def test_explain_suggests(capsys):
-    assert main(["explain", "unkown-key", "zzzzzz"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        'dsframe: error: no code "unkown-key"; did you mean "unknown-key"?',
-        'dsframe: error: no code "zzzzzz"; dsframe explain lists all codes',
-    ]
-
-
-def test_an_error_is_printed_with_label_and_code():
-    assert errors.TaskError("no model").printed == "error: no model [task]"
-    assert errors.StoppedError("saved").printed == "note: saved [stopped]"
-    problem = errors.Problem("error", "a.b", "is wrong", "write 1", "f.json", 2, 3, code="value")
-    assert errors.ConfigError([problem]).printed == "f.json:2:3: error: a.b: is wrong; write 1 [value]"

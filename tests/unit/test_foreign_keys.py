@@ -78,12 +78,3 @@ def test_what_is_assumed_is_checked_and_no_second_error():
     assert [problem.path.rpartition(".")[2] for problem in errors(document)] == [
         "num_train_epochs", "precision", "gradient_checkpointing"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("suffix", ["yaml", "yml", "toml"])
-def test_other_forms_are_refused_in_one_line(suffix, here, capsys):
-    from dsframe.tools import check
-
-    (path := here / f"ds.{suffix}").write_text("train_batch_size: 8\n")
-    assert check.main([str(path)]) == 2
-    assert f"error: {suffix.upper()} is not read; write JSON; docs/faq.md" in capsys.readouterr().out

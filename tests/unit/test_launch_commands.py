@@ -232,25 +232,6 @@ def test_finds_the_next_one_on_path(tmp_path, monkeypatch):
     assert command.supervise.next_on_path(COMMAND) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "deepspeed",
-            "deepspeed: DeepSpeed is not installed in this environment; pip install 'dsframe[deepspeed]'",
-        ),
-        (
-            "horovodrun",
-            "horovodrun: Horovod is not installed here. docs/coming_from/horovod.md says how to build it. Without it: "
-            "dsframe launch --engine ddp",
-        ),
-    ],
-)
-def test_without_the_library(name, message):
-    finished = run_program([sys.executable, "-S", COMMAND.parent / name, "train.py"], env={"PATH": ""}, check=False)
-    assert (finished.returncode, finished.stderr) == (127, f"{message}\n")
-
-
 # The runner starts the middle process, which starts two workers and waits for them, as in deepspeed/launcher.
 STAND_IN = """#!{python} -S
 import os, signal, subprocess, sys, time

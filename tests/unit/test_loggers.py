@@ -69,6 +69,15 @@ def test_by_default_a_run_logs_into_its_own_directory(tmp_path, monkeypatch):
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
 
 
+def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    config = load({"train_batch_size": 4, "wandb": {"enabled": True}})
+    (problem,) = loggers.missing(config)
+    assert (problem.severity, problem.path) == ("error", "wandb")
+    assert "pip install wandb" in problem.remedy
+
+
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeypatch, capsys):
     """The server of W&B is lost, TensorBoard's folder cannot be made."""
 
@@ -85,12 +94,3 @@ def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeyp
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("dsframe: tensorboard failed and gets no more metrics; the training continues")
     assert "(RuntimeError: API request to https://host:5000/api/2.0 failed with many lines)" in second
-
-
-def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
-    config = load({"train_batch_size": 4, "wandb": {"enabled": True}})
-    (problem,) = loggers.missing(config)
-    assert (problem.severity, problem.path) == ("error", "wandb")
-    assert "pip install wandb" in problem.remedy

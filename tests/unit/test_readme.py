@@ -1,6 +1,5 @@
 """The README's example and the page on callbacks run, links lead somewhere, generated pages are up to date."""
 
-import re
 import runpy
 
 import pytest
@@ -8,9 +7,7 @@ import pytest
 from tests.files import ds_config
 from tests.lines import HeldOut
 from tests.processes import REPOSITORY, python, run_ranks, torchrun
-
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-CALLBACKS = REPOSITORY / "docs" / "how_to" / "callbacks.md"
+from tests.unit.test_site import texts
 
 
 def test_generated_pages_are_up_to_date():
@@ -19,18 +16,15 @@ def test_generated_pages_are_up_to_date():
 
 
 def test_the_example_has_twelve_lines_and_trains(tmp_path):
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code
-    assert len([line for line in code[1].splitlines() if line.strip()]) == 12
-    (tmp_path / "circles.py").write_text(code[1])
+    code = texts(REPOSITORY / "README.md", "python")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) == 12
+    (tmp_path / "circles.py").write_text(code)
     command = torchrun(2, ["circles.py", "--config", "zero3.json", "--run-dir", "run", "--set", "dsframe.steps=20"])
     assert "20 steps in" in run_ranks(command, cwd=tmp_path, timeout_seconds=150).check().stderr
 
 
 def test_the_example_of_hooks_runs(tmp_path):
-    code = re.search(r"```python\n(.*?)```", CALLBACKS.read_text(encoding="utf-8"), re.DOTALL)
-    assert code
-    (tmp_path / "line.py").write_text(code[1])
+    (tmp_path / "line.py").write_text(texts(REPOSITORY / "docs" / "how_to" / "callbacks.md", "python")[0])
     output = run_ranks(python(["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
     assert "step 10 of 200: " in output
     assert "loss is not better in 2 evaluation(s); the best was " in output
@@ -39,10 +33,9 @@ def test_the_example_of_hooks_runs(tmp_path):
 def test_the_search_with_optuna_runs(here):
     """One process a trial, in this one."""
     pytest.importorskip("optuna")
-    code = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert code
+    code = texts(REPOSITORY / "docs" / "runs.md", "python")[0]
     file = ds_config(8, "SGD", 0.1, engine="single", steps=2, order="sequential")
     ran = {"task": HeldOut(), "file": file}
-    exec(compile(code[1], "runs.md", "exec"), ran)
+    exec(compile(code, "runs.md", "exec"), ran)
     assert len(ran["study"].trials) == 2
     assert {path.name for path in (here / "search").iterdir()} == {"0", "1"}

@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 from dsframe.cli import main
-from dsframe.tools.report.pictures import Chart, Line, figure
 from dsframe.tools.report.runs import names
 from tests.files import write_json
 
@@ -85,8 +84,3 @@ def test_without_matplotlib_there_are_tables(tmp_path, capsys, monkeypatch):
     assert "<svg" not in text
     assert "pip install &quot;dsframe[plots]&quot;" in text
     assert {row[0]: row[1:] for row in Reader(text).rows if row}["last training loss"] == ["1"]
-
-
-def test_steps_are_whole_numbers_on_the_axis():
-    (axes,) = figure(Chart("t", "y", [Line("a", [(3, 1.0), (6, 2.0)], 0)])).axes
-    assert all(float(tick).is_integer() for tick in axes.get_xticks())

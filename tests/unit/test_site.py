@@ -49,6 +49,13 @@ def blocks(page):
         yield Block(page, found[3], text, found[1] or "")
 
 
+def texts(page, language):
+    """What the page has in a language, block after block."""
+    found = [block.text for block in blocks(page) if block.language == language]
+    assert found
+    return found
+
+
 def of_kind(*languages):
     found = [
         block for page in PAGES if page.name not in GENERATED for block in blocks(page) if block.language in languages

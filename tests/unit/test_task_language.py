@@ -113,14 +113,6 @@ def test_several_files_are_joined_in_the_order_of_their_names(here):
     assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
 
 
-def test_the_standard_library_is_always_there():
-    files = text.stdlib_files()
-    assert len(files) > 300
-    assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
-    tokens = text.read_corpus("stdlib")
-    assert 8 << 20 <= len(tokens) < 9 << 20
-
-
 def test_the_synthetic_corpus_is_fixed():
     tokens = text.synthetic(1 << 20).tolist()
     assert len(tokens) == 1 << 20
@@ -128,20 +120,7 @@ def test_the_synthetic_corpus_is_fixed():
     assert set(tokens) == {32, *range(97, 123)}
 
 
-@pytest.mark.parametrize(
-    ("corpus", "message"),
-    [
-        ("{}/nothing*.txt", r"no such file \(searched from /"),
-        ("{}", r'a folder; name its files, for example "/.*/\*\*/\*.txt"'),
-        ("{}/empty", "empty: empty"),
-        (
-            "{}/short",
-            r"the text has \d+ bytes, too few for one window of 16 \(a twentieth of it is kept for validation",
-        ),
-    ],
-)
-def test_texts_that_cannot_be_used_are_refused(tmp_path, corpus, message):
-    (tmp_path / "empty").write_text("")
+def test_a_text_that_is_too_short_is_refused(tmp_path):
     (tmp_path / "short").write_text("x" * 100)
-    with pytest.raises(DataError, match=message):
-        task(corpus=corpus.format(tmp_path)).train_data()
+    with pytest.raises(DataError, match=r"the text has \d+ bytes, too few for one window of 16"):
+        task(corpus=str(tmp_path / "short")).train_data()

@@ -64,9 +64,7 @@ def test_a_tied_weight_is_one_parameter_of_both_layers():
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([lambda: 3], r"layer 0 of layers\(\) is a int, neither a module nor a function that makes one"),
         ([nn.ReLU, Tied(1, functional.linear)], "layer 1 is tied to layer 1; it has to be an earlier one"),
-        ([nn.ReLU, Tied(0, functional.linear)], "weight of layer 0, whose parameters are none"),
         (
             [partial(nn.Linear, 2, 2), Tied(0, functional.linear)],
             "whose parameters are weight, bias; make what is shared",

@@ -7,13 +7,7 @@ import time
 
 import pytest
 
-from dsframe import text
 from dsframe.run_dir.progress import Progress
-
-ERROR = (
-    "mist.json:3:3: error: zero_optimisation: unknown key, as one writes it in Britain, and nowhere else; "
-    'did you mean "zero_optimization"? [x]'
-)
 
 
 class Terminal(io.StringIO):
@@ -32,28 +26,6 @@ def surroundings(monkeypatch):
 
 def bare(line):
     return re.sub(r"\x1b\[[0-9;]*m", "", line)
-
-
-@pytest.mark.parametrize("columns", ["80", "120", "40"])
-def test_lines_wrap_at_words(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    for line in (ERROR, "  optimizer   " + "AdamW, lr 0.004, weight_decay 0.01; gradients clipped to 1 " * 3):
-        lines = bare(text.shown(line, Terminal())).split("\n")
-        assert len(lines) > 1
-        assert all(len(part) <= int(columns) for part in lines)
-        assert " ".join(" ".join(lines).split()) == " ".join(line.split())
-    assert lines[1].startswith(" " * 14), "below the value, not below the label"
-
-
-def test_labels_have_colours_on_terminals_alone(monkeypatch):
-    short = "a.json:1:1: warning: b [c]"
-    assert text.shown(short, Terminal()) == "a.json:1:1: \x1b[33mwarning:\x1b[0m b [c]"
-    assert text.shown("evaluation after step 3: loss 0.1", Terminal()).startswith("\x1b[1m")
-    assert text.shown(ERROR, io.StringIO()) == ERROR
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert "\x1b" not in text.shown(short, Terminal())
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

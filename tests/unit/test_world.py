@@ -237,10 +237,3 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
         settle_threads(World(), None)
-
-
-@pytest.mark.parametrize("text", ["abc", "0", "nan", "inf"])
-def test_a_limit_of_the_meeting_that_is_no_number_of_seconds(text, monkeypatch):
-    monkeypatch.setenv(process_group.LIMIT_VARIABLE, text)
-    with pytest.raises(WorldError, match=f"DSFRAME_MEETING_SECONDS='{text}' is not a number of seconds"):
-        process_group.meet(World(), "127.0.0.1", 1)
