@@ -39,7 +39,7 @@ _INPUTS = (
 
 _IN_BACKWARD = re.compile("modified by an inplace operation|backward through the graph a second time")
 """What autograd says of a model's own mistakes. No frame of the model is there any more."""
-_PASSES_ON = ("model/recomputation.py:checkpointed", "model/batch_norm.py:_forward", "data/sample_draws.py:")
+_PASSES_ON = ("model/recomputation.py:", "model/batch_norm.py:_forward", "data/sample_draws.py:")
 """What stands in the place of a function of the model's or torch's, and calls that."""
 _IN_16_BITS = re.compile("same dtype|scalar type|dtype mismatch", re.IGNORECASE)
 """What torch says of operands in two formats."""

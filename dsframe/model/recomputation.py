@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from types import CellType, CodeType
 from typing import Any
 
@@ -43,15 +43,67 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
 
     What a block changes is, for the time in which it computes again, as it was before the first pass, which alone counts: buffers
     (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, in globals and classes of the user's files,
-    generators of NumPy, of Python and of its own.
+    generators of NumPy, of Python and of its own. What else may move shows in other outputs: these are refused.
     """
     state = _UserState(module)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken = state.taken()
-        return taken.watched(), taken
+        if taken.looks:
+            function = _Compared(function, type(module).__name__)
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            early_stop=not taken.looks,
+            context_fn=lambda: (taken.watched(), taken),
+            **kwargs,
+        )
 
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return recomputed
+
+
+_SAMPLE = 4096
+"""Elements of an output that are compared."""
+_ROUNDING = 16
+"""Roundings by which the largest may differ: of sums in another order, on a GPU."""
+
+
+class _Compared:
+    """A function that raises TaskError where it returns other numbers than the first time."""
+
+    def __init__(self, function: Callable[..., Any], block: str) -> None:
+        self._function, self._block = function, block
+        self._first: list[Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._function(*args, **kwargs)
+        now = [
+            _sample(leaf) for leaf in tree_flatten(outputs)[0] if type(leaf) is Tensor and leaf.layout == torch.strided
+        ]
+        if self._first is None:
+            self._first = now
+        elif not all(map(_alike, self._first, now)):
+            raise TaskError(
+                f"a recomputed {self._block} returns other numbers when it computes again: it reads what a forward pass changes, "
+                "its own or the model's, and what cannot be put back; keep it in buffers of the block, and let the model change it "
+                "after a step (Hooks.on_step), or leave activation_checkpointing out"
+            )
+        return outputs
+
+
+def _sample(output: Tensor) -> Tensor:
+    numbers = output.detach().flatten()
+    return numbers[:: -(-len(numbers) // _SAMPLE) or 1].clone()
+
+
+def _alike(before: Tensor, now: Tensor) -> bool:
+    if not before.is_floating_point() or before.shape != now.shape:
+        return torch.equal(before, now)
+    most = before.nan_to_num().abs().max() if len(before) else 0
+    return torch.allclose(
+        before, now, rtol=0, atol=float(most) * _ROUNDING * torch.finfo(before.dtype).eps, equal_nan=True
+    )
 
 
 _LOOKS = 16
@@ -142,7 +194,7 @@ class _Taken:
     """
 
     def __init__(self, state: _UserState, held: list[_Held], spaces: list[Space], looks: bool, number: int) -> None:
-        self._state, self._changed, self._looks, self._number = state, held, looks, number
+        self._state, self._changed, self.looks, self._number = state, held, looks, number
         self._spaces = [(space, set(space.values())) for space in spaces]
         self._generators: Generators | None = Generators(state.generators, process=looks)
         self._inside = list[AbstractContextManager[None]]()
@@ -178,7 +230,7 @@ class _Taken:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """The second pass has copies, which it may change as the first pass changed what was there."""
-        generators = Generators(self._state.generators, process=self._looks) if self._generators else None
+        generators = Generators(self._state.generators, process=self.looks) if self._generators else None
         if self._generators:
             self._generators.put_back(process=True)
         now = [(held, held.space.values().get(held.key, ABSENT)) for held in self._changed]

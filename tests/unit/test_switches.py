@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -9,6 +10,7 @@ import itertools
 import random
 import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -384,6 +386,29 @@ def test_a_thread_that_draws_while_a_block_runs_is_no_reason_to_refuse():
     for number in range(60):
         block[0].calls = 20 if number == 31 else -1000  # it draws in pass 32 alone
         gradients(block, torch.ones(1, 3))
+
+
+class Elsewhere(nn.Linear):
+    """Reads a state that it does not keep as plain values, or that the model moves before the backward pass."""
+
+    def __init__(self, where):
+        super().__init__(3, 3)
+        self.where, self.kept, self.level = where, SimpleNamespace(calls=0), 1.0
+
+    def forward(self, rows):
+        if self.where == "an object":
+            self.kept.calls += 1
+        return super().forward(rows).tanh() * self.level / max(1, self.kept.calls)
+
+
+@pytest.mark.parametrize("where", ["an object", "the model", ""])
+def test_a_block_that_would_compute_other_numbers_again_is_refused(where):
+    block = switched(nn.Sequential(Elsewhere(where)), activation_checkpointing=["Elsewhere"])
+    output = block(torch.ones(1, 3))
+    block[0].level = 0.5 if where == "the model" else 1.0
+    refused = pytest.raises(TaskError, match="a recomputed Elsewhere returns other numbers when it computes again")
+    with refused if where else contextlib.nullcontext():
+        output.sum().backward()
 
 
 def test_channels_last_reaches_every_convolution_and_leaves_weights_alone():
