@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dsframe.errors import TaskError
+from dsframe.values import attributes_of
 
 _DEPTH = 3
 """Levels of attributes that are looked at for a tensor."""
@@ -118,7 +119,7 @@ def _hides(value: Any, depth: int) -> bool:
     elif isinstance(value, Mapping):
         inside = list(value.values())
     elif not type(value).__module__.startswith(_FOREIGN):
-        inside = list(attributes(value).values())
+        inside = list(attributes_of(value).values())
     return any(_hides(part, depth - 1) for part in inside)
 
 
@@ -159,7 +160,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return [
         (node, name)
         for node in _objects(value, _DEPTH)
-        for name, part in (enumerate(node) if isinstance(node, deque) else attributes(node).items())
+        for name, part in (enumerate(node) if isinstance(node, deque) else attributes_of(node).items())
         if isinstance(part, (Tensor, tuple, list, dict)) and _holds_tensors(part)
     ]
 
@@ -179,7 +180,7 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
             yield from _objects(part, depth)
         if isinstance(value, deque) and _holds_tensors(value):  # which torch's trees know, and FSDP does not
             yield value
-    elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes(value)):
+    elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes_of(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside
         if inside or _holds_tensors(list(held.values())):
@@ -189,19 +190,13 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
 _FOREIGN = ("torch.nn.", "torch.utils.", "torch._", "builtins")
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """Returns what an object holds, by name."""
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if not name.startswith("__")]
-    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
-
-
 def _flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    held = attributes(value)
+    held = attributes_of(value)
     return list(held.values()), tuple(held)
 
 
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-    held = attributes(value)
+    held = attributes_of(value)
     return [(pytree.GetAttrKey(name), part) for name, part in held.items()], tuple(held)
 
 

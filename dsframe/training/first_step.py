@@ -31,16 +31,16 @@ class FirstStep(Listener):
             if line := self._trial.judge_again():
                 progress.say(f"dsframe: this task's {line}")
             return
-        differ = differing(training.engine)
+        by_hooks, differ = ", ".join(sorted(self._trial.changed_by_hooks())), differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
         if line := self._trial.of_model.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this {line}")
         if line := self._trial.look_at_samples(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
-        if names := ", ".join(sorted(self._trial.changed_by_hooks())):
+        if by_hooks:
             progress.say(
-                f"dsframe: a hook changes {names} of the task, which no checkpoint has: a resumed run begins with another. "
+                f"dsframe: a hook changes {by_hooks}, which no checkpoint has: a resumed run begins with another. "
                 'Let models() return it too ("average_of" for a mean teacher), or write it in on_checkpoint and read it in on_start'
             )
         if names := ", ".join(sorted(training.engine.plan.optimizer.kept_outside)):
@@ -64,14 +64,10 @@ class FirstStep(Listener):
         """Raises TaskError for draws that were to belong to samples, and cannot."""
         built, trial, say = training.engine.built, self._trial, training.progress.say
         if trial.draws_others:
+            what = "model or loss draws with NumPy, Python's random or a generator of its own"
             if built.sample_draws:
-                raise TaskError(
-                    "per_sample_randomness: model or loss draws random numbers with NumPy, Python's random or a generator of its "
-                    f"own, which belong to no sample; {REMEDY}"
-                )
-            say(
-                f"dsframe: model or loss draws with NumPy, Python's random or a generator of its own, for no sample, {ON_RANKS}"
-            )
+                raise TaskError(f"per_sample_randomness: {what}: numbers that belong to no sample; {REMEDY}")
+            say(f"dsframe: {what} (which no checkpoint has), for no sample, {ON_RANKS}")
         known = any(dependence.on_processes for dependence in built.depends)
         if built.draws and built.draws.moved and not known:
             say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")

@@ -110,9 +110,11 @@ class LossTrial:
             self._held, self._before_hooks = None, self._held
 
     def changed_by_hooks(self) -> set[str]:
-        """After the hooks of the first step: weights of the task's own modules that hooks have changed, a teacher's for example."""
+        """After the hooks of the first step: attributes that they have changed, and weights of modules that the task holds."""
         held, self._before_hooks = self._before_hooks, None
-        return held.changed_weights().keys() - self._weights.keys() if held else set()
+        return self.of_model.changed_by_hooks() | (
+            held.changed_weights().keys() - self._weights.keys() if held else set()
+        )
 
     def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and

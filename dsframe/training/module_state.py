@@ -83,6 +83,11 @@ class ModuleState:
             if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
+    def changed_by_hooks(self) -> set[str]:
+        """Returns what has changed since the step had ended: attributes of task and model, and what their code keeps elsewhere."""
+        of_task = unmoved.changes(self._task_after, self._engine.plan.task)
+        return set[str]().union(*of_task, *(values.changed() for values in self._after or ())) - {"hooks"}
+
     def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
         return held.attributes(model, buffers=True), held.outside(self._engine)
 

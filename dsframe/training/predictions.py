@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dsframe.data.collate import LABELS, Collate, collated
 from dsframe.data.loader import DatasetSource
 from dsframe.errors import TaskError
-from dsframe.model.output_classes import attributes
 from dsframe.tasks.task import Task
+from dsframe.values import attributes_of
 
 
 def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
         return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
     if hasattr(value, "_asdict"):
         return dict(value._asdict())
-    return None if isinstance(value, (tuple, list, set)) else attributes(value) or None
+    return None if isinstance(value, (tuple, list, set)) else attributes_of(value) or None
 
 
 def _is_cache(name: str, part: Any, whole: Any) -> bool:

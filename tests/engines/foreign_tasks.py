@@ -1850,6 +1850,32 @@ class _Following(_Clipping):
         self.task.move()
 
 
+class _Annealing(_Clipping):
+    def on_step(self, run):
+        self.task.weight *= 0.5
+        self.task.net.scale *= 0.5
+
+
+class Annealed(Rows):
+    """A hook changes the weight of a term, which the task keeps, and a scale that the model keeps (Bowman et al. 2016)."""
+
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, rows):
+            return super().forward(rows) * self.scale
+
+    def __init__(self):
+        self.weight, self.hooks = 1.0, [_Annealing(self)]
+
+    def model(self):
+        self.net = Annealed.Scaled(8, 3)
+        return self.net
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) + self.weight * outputs.square().mean()
+
+
 class _Observer(nn.Module):
     """As those of torch.ao.quantization: sizes that the first batch sets, and a loading of its own."""
 

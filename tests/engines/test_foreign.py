@@ -542,6 +542,11 @@ def test_a_teacher_that_no_checkpoint_has_is_said(where, tmp_path):
     assert ("a hook changes" in line) == (where == "hook")
 
 
+def test_what_a_hook_changes_is_said(tmp_path):
+    finished = kept.train(tmp_path, file(("Annealed", {}), "single", steps=1), 1).check()
+    assert "a hook changes scale, weight, which no checkpoint has: a resumed run begins with another" in finished.stderr
+
+
 def test_a_loss_of_the_mean_gradient_is_said(tmp_path):
     finished = kept.train(tmp_path, file(("Balanced", {}), "ddp"), 2).check()
     assert (

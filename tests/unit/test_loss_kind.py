@@ -350,7 +350,9 @@ def pythons(outputs, targets):
     return mean(outputs, targets) * (1 + random.random())
 
 
-OTHERS = "model or loss draws with NumPy, Python's random or a generator of its own, for no sample"
+OTHERS = (
+    "model or loss draws with NumPy, Python's random or a generator of its own (which no checkpoint has), for no sample"
+)
 
 
 class OwnGenerator(nn.Linear):
@@ -409,7 +411,7 @@ def test_draws_of_a_loss_belong_to_samples():
         return dsframe.fit(Line(loss), said).loss
 
     assert trained(with_noise, 1) == pytest.approx(trained(with_noise, 4), rel=1e-6)
-    with pytest.raises(TaskError, match="a generator of its own, which belong to no sample"):
+    with pytest.raises(TaskError, match="a generator of its own: numbers that belong to no sample"):
         trained(numpys, 1)
     with pytest.raises(TaskError, match="the loss draws random numbers inside a function"):
         trained(lambda outputs, targets: mean(outputs[torch.randperm(len(outputs))], targets), 1)
