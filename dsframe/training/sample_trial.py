@@ -91,20 +91,20 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return ""
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
     losses, _ = trial.take()
-    own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
-    answers = all_gather_text(engine, json.dumps([own, sorted(trial.digests)]))
-    of_ranks, digests = zip(*(json.loads(text) for text in answers), strict=True)
-    if losses is None or not all(of_ranks) or any(each != digests[0] or len(each) > 1 for each in digests):
-        return ""
     near, whose = _tolerance(engine), type(plan.task).__name__
-    if buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
+    moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
+    own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
+    answers = all_gather_text(engine, json.dumps([own, sorted(trial.digests), moves]))
+    of_ranks, digests, moving = zip(*(json.loads(text) for text in answers), strict=True)
+    if losses is None or any(each != digests[0] or len(each) > 1 for each in digests):
+        return ""
+    if all(of_ranks) and buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
             "training. Let nothing in model or loss depend on the rank or the host"
         )
-    moves = any(_differ(values[:2], near) for values in losses.of.values())
-    if "moves" in all_gather_text(engine, "moves" if moves else ""):
+    if any(moving):
         text = "loss of the same samples changes with each call, by a state that is in no buffer and no attribute"
         if resumed:
             raise TaskError(
@@ -112,6 +112,8 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
                 "self.context.step in the task"
             )
         return f"{text}: this look has moved it, and no checkpoint has it"
+    if not all(of_ranks):
+        return ""
     known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
     return "" if known or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
 

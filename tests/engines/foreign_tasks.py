@@ -2104,18 +2104,23 @@ class WarmedUp(Rows):
 
 
 class Noisy(Rows):
-    """Noise of a generator that the module holds."""
+    """Noise of a generator that the module holds: itself, or in a list, where no look finds it."""
 
     class Layer(nn.Module):
-        def __init__(self):
+        def __init__(self, listed):
             super().__init__()
-            self.layer, self.noise = nn.Linear(8, 3), torch.Generator().manual_seed(3)
+            self.layer, noise = nn.Linear(8, 3), torch.Generator().manual_seed(3)
+            self.noise = [noise] if listed else noise
 
         def forward(self, rows):
-            return self.layer(rows) + torch.randn(len(rows), 3, generator=self.noise)
+            noise = self.noise[0] if isinstance(self.noise, list) else self.noise
+            return self.layer(rows) + torch.randn(len(rows), 3, generator=noise)
+
+    def __init__(self, *, listed=False):
+        self.listed = listed
 
     def model(self):
-        return Noisy.Layer()
+        return Noisy.Layer(self.listed)
 
 
 _GATES = {}

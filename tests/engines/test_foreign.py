@@ -433,6 +433,14 @@ def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case, tmp_path):
     assert "its loss depends on them" in finished.stderr
 
 
+def test_a_generator_that_no_look_finds_is_refused_at_a_resume(tmp_path):
+    text = "loss of the same samples changes with each call"
+    assert text in kept.train(tmp_path, file(("Noisy", {"listed": True}), "single", steps=2), 1).check().stderr
+    finished = kept.train(tmp_path, file(("Noisy", {"listed": True}), "single", steps=4), 1)
+    assert finished.returncode == 5
+    assert text in finished.stderr
+
+
 def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path):
     text = "its buffers depend on them (calls, norm.momentum)"
     assert text in kept.train(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
