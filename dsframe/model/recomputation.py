@@ -50,7 +50,7 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         taken = state.taken()
         if taken.looks:
-            function = _Compared(function, type(module).__name__)
+            function = _Compared(function, state.block)
         return checkpoint(
             function,
             *args,
@@ -125,6 +125,7 @@ class _UserState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._passes, self._draws, self._suspected = module, 0, False, 0
+        self.block = type(module).__name__  # before FSDP makes a class of it
         self.read = frozenset[str]()  # names: a value for a log is only written
         self.norms = dict[int, nn.Module]()  # by the id of their buffers; BatchNorm's kernels count no version
         self._places: list[tuple[Space, str]] | None = None
@@ -177,7 +178,7 @@ class _UserState:
             self._suspected = number
         elif 0 < number - self._suspected <= _LOOKS < self._suspected:
             raise TaskError(
-                f"a recomputed {type(self.module).__name__} draws with NumPy or random only in some steps, and would draw other "
+                f"a recomputed {self.block} draws with NumPy or random only in some steps, and would draw other "
                 "numbers when it computes again; draw in each forward pass, or leave activation_checkpointing out"
             )
         self._draws = True
@@ -215,7 +216,7 @@ class _Taken:
             self._state.changing.add((id(held.space.owner), held.key))
             if held.ended():
                 raise TaskError(
-                    f"a recomputed {type(self._state.module).__name__} changes its large {held.key} only in some steps, and what "
+                    f"a recomputed {self._state.block} changes its large {held.key} only in some steps, and what "
                     "it was is not known any more; change it in each forward pass, or leave activation_checkpointing out"
                 )
         for space, known in self._spaces:
