@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import math
 import os
 import secrets
 import zlib
@@ -74,34 +73,3 @@ def mapped(path: Path, size: int, offset: int = 0) -> Tensor:
         return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,), offset=offset))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-
-
-def read_idx(path: Path) -> Tensor:
-    """An array of bytes in the idx format of MNIST (magic number, the sizes, all big endian, then the data).
-
-    Memory mapped, where the file is not compressed.
-    """
-    content = read_bytes(path) if path.suffix == ".gz" else _first_bytes(path)
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: not an idx file of bytes (it starts with {content[:4].hex(' ') or 'nothing'})")
-    dimensions = content[3]
-    header = 4 + 4 * dimensions
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
-    size = math.prod(shape)
-    bytes_read = len(content) if path.suffix == ".gz" else path.stat().st_size
-    if bytes_read != header + size:
-        raise DataError(
-            f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {header + size:,} bytes, "
-            f"but it has {bytes_read:,}; delete it and fetch it again"
-        )
-    if path.suffix == ".gz":  # the copy makes the array writable, which torch asks for
-        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
-    return mapped(path, size, header).view(shape)
-
-
-def _first_bytes(path: Path, most: int = 4 + 4 * 255) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(most)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -13,7 +13,8 @@ from torch.utils.data import Subset
 
 from dsframe.data import folder
 from dsframe.data._torchvision import torchvision
-from dsframe.data.files import data_root, read_idx
+from dsframe.data.files import data_root
+from dsframe.data.idx import read_idx
 from dsframe.data.sampler import permutation
 from dsframe.data.source import ImageSource
 from dsframe.errors import DataError

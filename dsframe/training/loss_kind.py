@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster.exchange import all_gather_text
@@ -272,7 +273,41 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         parts = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
         losses, items = zip(whole, *parts, strict=True)
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
-    return sample_trial.agreed(kinds)
+    kind = sample_trial.agreed(kinds)
+    with suppress(Exception):  # a loss that has no gradient here
+        if kind in ("mean", "sum") and not _has_gradients_of(kind, task, outputs, targets, rows):
+            return "neither"
+    return kind
+
+
+class _Weights(TorchFunctionMode):
+    """Raises TaskError where a function uses weights: of a model that the loss calls, which is not to have a graph here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
+            raise TaskError("the loss uses weights")
+        return func(*args, **kwargs or {})
+
+
+def _has_gradients_of(kind: str, task: Task, outputs: Any, targets: Any, rows: int) -> bool:
+    """False where factors that are cut out of the graph are of all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
+    first = sample_trial.halvings(rows)[0]
+    whole, items = _gradients(task, outputs, targets, slice(0, rows))
+    for part in first, ~first:
+        gradients, count = _gradients(task, outputs, targets, torch.arange(rows)[part])
+        for every, own in zip(whole, gradients, strict=True):
+            near = max(1e-3, 4 * torch.finfo(own.dtype).eps) * float(every.abs().max())
+            if not torch.allclose(every[part], own * (count / items if kind == "mean" else 1), rtol=0, atol=near):
+                return False
+    return True
+
+
+def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
+    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
+    leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    with torch.enable_grad(), _Weights():
+        loss = loss_and_terms(task.loss(some, of))[0]
+    return torch.autograd.grad(loss, leaves, materialize_grads=True), float(task.loss_weight(of))
 
 
 def _loss_and_items(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[float, float]:

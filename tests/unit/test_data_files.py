@@ -13,7 +13,8 @@ import torch
 from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
 from dsframe.data._torchvision import torchvision
-from dsframe.data.files import read_idx, replacing
+from dsframe.data.files import replacing
+from dsframe.data.idx import read_idx
 from dsframe.errors import DataError
 
 
