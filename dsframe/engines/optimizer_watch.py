@@ -7,9 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsframe.errors import TaskError
+from dsframe.host import generators
 from dsframe.model.optimizers import OptimizerSpec
 from dsframe.values import copied, same
 
@@ -61,8 +63,11 @@ def _refuse_closure(spec: OptimizerSpec) -> None:
 
 
 def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], shards: bool) -> None:
-    """Adds to ``kept_outside`` the names of what the first step changes that no checkpoint has."""
+    """Adds to ``kept_outside`` the names of what the first step changes that no checkpoint has. The step raises TaskError where it
+    draws and there are several ranks."""
     before: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
+    device = next(weight.device for group in optimizer.param_groups for weight in group["params"])
     depth = 0
 
     def begin(*_: Any) -> None:
@@ -70,12 +75,18 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], 
         depth += 1  # a step that calls its class's is two
         if depth == 1:
             before.update(_values(optimizer))
+            drawn.update(generators.capture(device))
 
     def end(*_: Any) -> None:
         nonlocal depth
         depth -= 1
         if depth:
             return
+        if drawn != generators.capture(device) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TaskError(
+                f"{type(optimizer).__name__} draws random numbers in its step(), others on each rank: whole weights "
+                "would drift apart, and weights in shards would depend on the number of ranks; train on one process"
+            )
         for name, value in _values(optimizer).items():
             made = name not in before and isinstance(value, (int, float, torch.Tensor))
             if made or not same(before.get(name), value):

@@ -273,11 +273,14 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         parts = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
         losses, items = zip(whole, *parts, strict=True)
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
-    kind = sample_trial.agreed(kinds)
-    with suppress(Exception):  # a loss that has no gradient here
-        if kind in ("mean", "sum") and not _has_gradients_of(kind, task, outputs, targets, rows):
-            return "neither"
-    return kind
+    kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
+    try:  # on every rank, whatever kind it sees: a loss may communicate
+        of_parts = [
+            _gradients(task, outputs, targets, part) for part in (slice(0, rows), numbers[half], numbers[~half])
+        ]
+    except Exception:  # a loss that has no gradient here
+        return kind
+    return kind if kind not in ("mean", "sum") or _have_gradients_of(kind, half, *of_parts) else "neither"
 
 
 class _Weights(TorchFunctionMode):
@@ -289,20 +292,22 @@ class _Weights(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _has_gradients_of(kind: str, task: Task, outputs: Any, targets: Any, rows: int) -> bool:
+_Gradients = tuple[tuple[Tensor, ...], float]
+"""By the outputs, and the number of items that a mean is over."""
+
+
+def _have_gradients_of(kind: str, half: Tensor, whole: _Gradients, *parts: _Gradients) -> bool:
     """False where factors that are cut out of the graph are of all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
-    first = sample_trial.halvings(rows)[0]
-    whole, items = _gradients(task, outputs, targets, slice(0, rows))
-    for part in first, ~first:
-        gradients, count = _gradients(task, outputs, targets, torch.arange(rows)[part])
-        for every, own in zip(whole, gradients, strict=True):
+    for part, (gradients, items) in zip((half, ~half), parts, strict=True):
+        factor = items / whole[1] if kind == "mean" else 1.0
+        for every, own in zip(whole[0], gradients, strict=True):
             near = max(1e-3, 4 * torch.finfo(own.dtype).eps) * float(every.abs().max())
-            if not torch.allclose(every[part], own * (count / items if kind == "mean" else 1), rtol=0, atol=near):
+            if every.isfinite().all() and not torch.allclose(every[part], own * factor, rtol=0, atol=near):
                 return False
     return True
 
 
-def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
+def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> _Gradients:
     some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     with torch.enable_grad(), _Weights():

@@ -58,7 +58,6 @@ def drawing(outputs, targets):
     return mean(outputs + 3 * torch.randn_like(outputs), targets)
 
 
-
 def mean_of_rows(outputs, targets):
     return (outputs - targets).square().mean(1)
 
@@ -78,7 +77,10 @@ KINDS = {
         "neither",
     ),
     "zero": (lambda o, t: o.sum() * 0, ""),
-    "balanced by values": (lambda o, t: mean(o, t) + o.abs().mean() * (mean(o, t) / o.abs().mean()).detach(), "neither"),
+    "balanced by values": (
+        lambda o, t: mean(o, t) + o.abs().mean() * (mean(o, t) / o.abs().mean()).detach(),
+        "neither",
+    ),
     "weighted by values": (lambda o, t: (mean_of_rows(o, t) * mean_of_rows(o, t).detach()).mean(), "mean"),
     "its own scale": (lambda o, t: mean(o, t) / mean(o, t).item(), "neither"),
 }

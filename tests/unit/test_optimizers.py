@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dsframe
@@ -148,6 +149,26 @@ def test_an_optimizer_of_ones_own_trains_and_goes_on(here):
     shutil.rmtree("runs")
     dsframe.fit(Ramp(), own(5, lr=0.01, decay=0.9))
     assert dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9), resume="auto").loss == whole.loss
+
+
+class Langevin(torch.optim.SGD):
+    """Follows noise as well."""
+
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            weight.grad.add_(torch.randn_like(weight))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_that_draws_is_for_one_process(ranks, monkeypatch):
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.zeros(2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    made = optimizer_watch.build(optimizers.read(load(own(1, "Langevin", lr=0.1))), [weight])
+    with pytest.raises(TaskError, match=r"Langevin draws random .* train on one") if ranks > 1 else nullcontext():
+        made.step()
 
 
 class Factory(Ramp):
