@@ -53,11 +53,6 @@ def reason(error: BaseException, most: int | None = None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
-def printable(text: str) -> str:
-    """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
 def has_colours(stream: TextIO) -> bool:
     """True if what is written there is to have colours: a terminal, without NO_COLOR (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

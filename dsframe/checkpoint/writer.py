@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.byte_files import FileEntry, RangeWriter, Run, catch_io_error, write
-from dsframe.checkpoint.layout import Content, Layout, buffers_of, header, shards_of, whole
+from dsframe.checkpoint.byte_files import RangeWriter, Run, catch_io_error
+from dsframe.checkpoint.layout import Layout, buffers_of, shards_of, whole
 from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
 from dsframe.model.digests import raw
@@ -113,7 +113,9 @@ class Writer:
         step = content.numel() if direct else WINDOW_BYTES // dtype.itemsize
         for low in range(0, content.numel(), step or 1):
             part = content[low : low + step]
-            self._files.put(name, begin + low * dtype.itemsize, _bytes(part if direct else self._on_host(part, dtype)))
+            self._files.put(
+                name, begin + low * dtype.itemsize, bytes_of(part if direct else self._on_host(part, dtype))
+            )
 
     def _on_host(self, content: Tensor, dtype: torch.dtype) -> Tensor:
         if self._window is None:
@@ -124,7 +126,7 @@ class Writer:
         """Writes what was copied; all that this rank writes is on the disk when it returns. Raises OSError."""
         self._window = None
         for name, begin, content in self._kept:
-            self._files.put(name, begin, _bytes(content))
+            self._files.put(name, begin, bytes_of(content))
             sign_of_life()
         self._kept = []
         self._files.finish(sign_of_life)
@@ -134,18 +136,7 @@ class Writer:
         self._files.close()
 
 
-def _bytes(content: Tensor) -> memoryview:
+def bytes_of(content: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     data: memoryview = content.view(torch.uint8).numpy().data
     return data
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """A safetensors file, written from the tensors' own memory, views among them; it is on the disk when this returns.
-
-    ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype
-    that the format does not have.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    begin, _ = header([Content(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered], metadata)
-    contents = (_bytes(tensor.contiguous().flatten()) for _, tensor in ordered if tensor.numel())
-    return write(path, begin, *contents)

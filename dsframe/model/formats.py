@@ -89,8 +89,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def plain_buffers(model: nn.Module) -> None:
-    """Gives memory to each number of buffers that ``expand`` or a conjugation has made: torch writes to no others of the first
-    kind, at a resume for example, and libraries read the second kind's memory as it lies."""
+    """Copies the buffers that ``expand`` or a conjugation has made: torch refuses writes, or libraries read them as they lie."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided:

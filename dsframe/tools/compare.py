@@ -8,10 +8,10 @@ from pathlib import Path
 
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_metrics
-from dsframe.text import columns, printable
+from dsframe.text import columns
 from dsframe.tools.commands import command
 from dsframe.tools.report import runs
-from dsframe.tools.report.runs import Run
+from dsframe.tools.report.runs import Run, printable
 
 EPILOG = """\
 Whether model, data and file are the same comes first. Differences are to the first run. The last lines say

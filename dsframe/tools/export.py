@@ -145,7 +145,7 @@ def _write(
     import torch
 
     from dsframe.checkpoint import pretrained
-    from dsframe.checkpoint.writer import write_tensors
+    from dsframe.checkpoint.tensor_file import write_tensors
 
     if to == "huggingface":
         pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from dsframe.checkpoint.saver import Saver
 from dsframe.data.sample_draws import REMEDY
@@ -15,12 +16,15 @@ from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
 from dsframe.training.shared_buffers import but_statistics, differing
 
+_REMEDY = "a resumed run begins with another. Make it of self.context.step, or write it in on_checkpoint and read it in on_start"
+
 
 class FirstStep(Listener):
     """Judges the task's loss and the model's random numbers; rates count from here."""
 
     def __init__(self, trial: LossTrial, record: Record | None, saver: Saver) -> None:
         self._trial, self._record, self._saver = trial, record, saver
+        self._by_hooks = set[str]()
         self.ended = time.perf_counter()
         """When this process's first step had ended; before it, when the training began."""
 
@@ -31,17 +35,16 @@ class FirstStep(Listener):
             if line := self._trial.judge_again():
                 progress.say(f"dsframe: this task's {line}")
             return
-        by_hooks, differ = ", ".join(sorted(self._trial.changed_by_hooks())), differing(training.engine)
+        self._by_hooks, differ = self._trial.changed_by_hooks(), differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
         if line := self._trial.of_model.judge(differ, resumed=step > 1):
             progress.say(f"dsframe: this {line}")
         if line := self._trial.look_at_samples(differ, resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
-        if by_hooks:
+        if names := ", ".join(sorted(self._by_hooks)):
             progress.say(
-                f"dsframe: a hook changes {by_hooks}, which no checkpoint has: a resumed run begins with another. "
-                'Let models() return it too ("average_of" for a mean teacher), or write it in on_checkpoint and read it in on_start'
+                f"dsframe: a hook changes {names}, which no checkpoint has: {_REMEDY}. models() has mean teachers (average_of)"
             )
         if names := ", ".join(sorted(training.engine.plan.optimizer.kept_outside)):
             text = f"optimizer keeps {names} from one step to the next, and no checkpoint has it"
@@ -59,6 +62,11 @@ class FirstStep(Listener):
             self._record.started(phases.seconds())
         self._saver.prepare()
         progress.begin(step)
+
+    def on_checkpoint(self, training: Training, path: Path) -> None:
+        """Says what the checkpoint lacks."""
+        if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
+            training.progress.say(f"dsframe: {names} changed after the first step, and no checkpoint has it: {_REMEDY}")
 
     def _say_draws(self, training: Training) -> None:
         """Raises TaskError for draws that were to belong to samples, and cannot."""

@@ -292,22 +292,19 @@ class _Weights(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-_Gradients = tuple[tuple[Tensor, ...], float]
-"""By the outputs, and the number of items that a mean is over."""
-
-
-def _have_gradients_of(kind: str, half: Tensor, whole: _Gradients, *parts: _Gradients) -> bool:
+def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, ...], float]) -> bool:
     """False where factors that are cut out of the graph are of all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
-    for part, (gradients, items) in zip((half, ~half), parts, strict=True):
-        factor = items / whole[1] if kind == "mean" else 1.0
-        for every, own in zip(whole[0], gradients, strict=True):
+    whole, items = of_parts[0]
+    for part, (gradients, count) in zip((half, ~half), of_parts[1:], strict=True):
+        factor = count / items if kind == "mean" else 1.0
+        for every, own in zip(whole, gradients, strict=True):
             near = max(1e-3, 4 * torch.finfo(own.dtype).eps) * float(every.abs().max())
             if every.isfinite().all() and not torch.allclose(every[part], own * factor, rtol=0, atol=near):
                 return False
     return True
 
 
-def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> _Gradients:
+def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
     some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     with torch.enable_grad(), _Weights():

@@ -9,6 +9,7 @@ forward passes, the vectors of a spectral norm.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from dsframe.host import generators
 from dsframe.model import extra_state
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
+from dsframe.model.user_spaces import Space, attributes
+from dsframe.model.user_state import words_of
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import ELEMENTS, same
@@ -58,6 +61,7 @@ class ModuleState:
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
+        self._later: held.Values | None = None
 
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
@@ -85,8 +89,19 @@ class ModuleState:
 
     def changed_by_hooks(self) -> set[str]:
         """Returns what has changed since the step had ended: attributes of task and model, and what their code keeps elsewhere."""
-        of_task = unmoved.changes(self._task_after, self._engine.plan.task)
+        watch, task = self._engine.built.watch, self._engine.plan.task
+        of_task = unmoved.changes(self._task_after, task)
+        spaces = attributes(watch.model) if watch else []
+        if inspect.isfunction(loss := inspect.unwrap(type(task).loss)):
+            spaces.append(Space(vars(task), words_of(loss.__code__), "{}"))
+        self._later = held.Values(spaces, lambda value: isinstance(value, (int, float, str)))
         return set[str]().union(*of_task, *(values.changed() for values in self._after or ())) - {"hooks"}
+
+    def changed_later(self) -> set[str]:
+        """Returns what loss or model read and what has changed since the first step: numbers and texts, the first time."""
+        changed = self._later.changed() - self.of_task - self._changed if self._later else set[str]()
+        self._later = None if changed else self._later
+        return changed
 
     def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
         return held.attributes(model, buffers=True), held.outside(self._engine)

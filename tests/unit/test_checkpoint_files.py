@@ -23,7 +23,8 @@ from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.saver import write_small
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
-from dsframe.checkpoint.writer import Writer, write_tensors
+from dsframe.checkpoint.tensor_file import write_tensors
+from dsframe.checkpoint.writer import Writer
 from dsframe.cluster import exchange
 from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, same
 from dsframe.config import load

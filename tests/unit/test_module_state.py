@@ -182,6 +182,29 @@ def test_what_a_hook_sets_after_the_first_step_stays(tmp_path):
     assert task.scaled.factors == [1.0, 2.0, 3.0]
 
 
+class Later(SetByHook):
+    """A hook sets the factor once: after a step."""
+
+    def __init__(self, step, owner):
+        super().__init__()
+        self.step, self.owner, self.weight = step, owner, 1.0
+
+    def on_step(self, run):
+        if run.step == self.step:
+            vars(self.scaled if self.owner == "model" else self)["factor" if self.owner == "model" else "weight"] = 2.0
+
+    def loss(self, outputs, targets):
+        return self.weight * super().loss(outputs, targets)
+
+
+@pytest.mark.parametrize(("step", "owner", "said"), [(2, "model", "factor"), (3, "task", "weight"), (5, "task", "")])
+def test_what_a_hook_sets_later_is_said_when_it_is_saved(step, owner, said, tmp_path, capsys):
+    fit(tmp_path, Later(step, owner), 4)
+    printed = capsys.readouterr().err
+    assert printed.count("changed after the first step, and no checkpoint has it") == bool(said)
+    assert f"dsframe: {said} changed" in printed or not said
+
+
 class OtherInEvaluation(Scaled):
     def forward(self, rows):
         outputs = super().forward(rows)

@@ -10,10 +10,9 @@ from html import escape
 from pathlib import Path
 
 from dsframe.data.files import replacing
-from dsframe.text import printable
 from dsframe.tools.commands import command
 from dsframe.tools.report.pictures import MISSING, Chart, Line, available, ink, inline
-from dsframe.tools.report.runs import Run, names, read_run, rows, understood
+from dsframe.tools.report.runs import Run, names, printable, read_run, rows, understood
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}

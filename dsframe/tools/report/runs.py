@@ -11,9 +11,14 @@ from typing import Any
 
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
-from dsframe.text import keys, printable, reason
+from dsframe.text import keys, reason
 
 Value = float | str | None
+
+
+def printable(text: str) -> str:
+    """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""One safetensors file of whole tensors, as an export writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from dsframe.checkpoint.byte_files import FileEntry, write
+from dsframe.checkpoint.layout import Content, header
+from dsframe.checkpoint.writer import bytes_of
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+    """A safetensors file, written from the tensors' own memory, views among them; it is on the disk when this returns.
+
+    ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype
+    that the format does not have.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    begin, _ = header([Content(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered], metadata)
+    contents = (bytes_of(tensor.contiguous().flatten()) for _, tensor in ordered if tensor.numel())
+    return write(path, begin, *contents)
