@@ -199,7 +199,7 @@ class LossTrial:
     def _inspect_again(self, outputs: Any, targets: Any) -> None:
         kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
-            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) == "neither":
+            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets, differentiates=False) == "neither":
                 self._votes["neither"] += 1
         kept.put_back()
 
@@ -260,7 +260,7 @@ def _loss_of_some(task: Task, outputs: Any, targets: Any) -> float:
     return float(loss_and_terms(task.loss(*tree_map_only(Tensor, take, (outputs, targets))))[0])
 
 
-def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
+def _kind_of(task: Task, outputs: Any, targets: Any, *, differentiates: bool = True) -> str:
     """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
     rows = _rows_of(outputs, targets)
     if not rows:
@@ -270,17 +270,16 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     whole = _loss_and_items(task, outputs, targets, slice(0, rows))
     kinds = set()
     for first in sample_trial.halvings(rows):
-        parts = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
-        losses, items = zip(whole, *parts, strict=True)
+        halves = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
+        losses, items = zip(whole, *halves, strict=True)
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
     kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
+    parts = (slice(0, rows), numbers[half], numbers[~half]) if differentiates else ()
     try:  # on every rank, whatever kind it sees: a loss may communicate
-        of_parts = [
-            _gradients(task, outputs, targets, part) for part in (slice(0, rows), numbers[half], numbers[~half])
-        ]
+        seen = [_gradients(task, outputs, targets, part) for part in parts]
     except Exception:  # a loss that has no gradient here
         return kind
-    return kind if kind not in ("mean", "sum") or _have_gradients_of(kind, half, *of_parts) else "neither"
+    return "neither" if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
 
 
 class _Weights(TorchFunctionMode):

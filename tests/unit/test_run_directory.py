@@ -24,8 +24,9 @@ class Wanders(Line):
         self.does, self.calls = does, 0
 
     def loss(self, outputs, targets):
-        self.calls += torch.is_grad_enabled()
-        if self.calls == 3 and torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() and not self.context.evaluating  # not a look of dsframe's
+        self.calls += trains
+        if self.calls == 3 and trains:
             self.does()
         return super().loss(outputs, targets)
 
