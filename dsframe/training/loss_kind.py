@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ _REMEDY = (
 )
 _EARLY_LOOKS = 8
 """Of so many steps after the first one, each that logs is looked at; then the distance doubles."""
+_CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -199,7 +200,7 @@ class LossTrial:
     def _inspect_again(self, outputs: Any, targets: Any) -> None:
         kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
-            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets, differentiates=False) == "neither":
+            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) == "neither":
                 self._votes["neither"] += 1
         kept.put_back()
 
@@ -214,7 +215,8 @@ class LossTrial:
                 again = []
                 for _ in range(2):
                     kept.put_back()
-                    again.append(_loss_of_some(unmoved.twin(task), outputs, targets))
+                    part = slice(0, _rows_of(outputs, targets) or None)
+                    again.append(_loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
                 self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
                 kept.put_back()
                 kind = _kind_of(copied, outputs, targets)
@@ -254,27 +256,21 @@ def _rows_of(outputs: Any, targets: Any) -> int:
     return min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2
 
 
-def _loss_of_some(task: Task, outputs: Any, targets: Any) -> float:
-    rows = _rows_of(outputs, targets)
-    take = partial(_rows, slice(0, rows)) if rows else torch.clone
-    return float(loss_and_terms(task.loss(*tree_map_only(Tensor, take, (outputs, targets))))[0])
-
-
-def _kind_of(task: Task, outputs: Any, targets: Any, *, differentiates: bool = True) -> str:
+def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
     rows = _rows_of(outputs, targets)
     if not rows:
         task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
         return ""
     numbers = torch.arange(rows)
-    whole = _loss_and_items(task, outputs, targets, slice(0, rows))
+    whole = _loss_and_items(task, (outputs, targets), slice(0, rows), cuts := _Cuts())
     kinds = set()
     for first in sample_trial.halvings(rows):
-        halves = [_loss_and_items(task, outputs, targets, part) for part in (numbers[first], numbers[~first])]
+        halves = [_loss_and_items(task, (outputs, targets), part) for part in (numbers[first], numbers[~first])]
         losses, items = zip(whole, *halves, strict=True)
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
     kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
-    parts = (slice(0, rows), numbers[half], numbers[~half]) if differentiates else ()
+    parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.found else ()
     try:  # on every rank, whatever kind it sees: a loss may communicate
         seen = [_gradients(task, outputs, targets, part) for part in parts]
     except Exception:  # a loss that has no gradient here
@@ -282,11 +278,14 @@ def _kind_of(task: Task, outputs: Any, targets: Any, *, differentiates: bool = T
     return "neither" if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
 
 
-class _Weights(TorchFunctionMode):
-    """Raises TaskError where a function uses weights: of a model that the loss calls, which is not to have a graph here."""
+class _Cuts(TorchFunctionMode):
+    """Notes what cuts values out of the graph. With gradients it raises TaskError where a function uses weights of a model."""
+
+    found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
+        self.found |= getattr(func, "__name__", "") in _CUTS or func == _DATA
+        if torch.is_grad_enabled() and any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
             raise TaskError("the loss uses weights")
         return func(*args, **kwargs or {})
 
@@ -306,11 +305,13 @@ def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, .
 def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
     some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    with torch.enable_grad(), _Weights():
+    with torch.enable_grad(), _Cuts():
         loss = loss_and_terms(task.loss(some, of))[0]
     return torch.autograd.grad(loss, leaves, materialize_grads=True), float(task.loss_weight(of))
 
 
-def _loss_and_items(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[float, float]:
-    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
-    return float(loss_and_terms(task.loss(some, of))[0]), float(task.loss_weight(of))
+def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[float, float]:
+    some, of = tree_map_only(Tensor, partial(_rows, part), batch)
+    with cuts or nullcontext():
+        loss = task.loss(some, of)
+    return float(loss_and_terms(loss)[0]), float(task.loss_weight(of))

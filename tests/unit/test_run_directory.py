@@ -24,9 +24,8 @@ class Wanders(Line):
         self.does, self.calls = does, 0
 
     def loss(self, outputs, targets):
-        trains = torch.is_grad_enabled() and not self.context.evaluating  # not a look of dsframe's
-        self.calls += trains
-        if self.calls == 3 and trains:
+        self.calls += torch.is_grad_enabled()
+        if self.calls == 3 and torch.is_grad_enabled():
             self.does()
         return super().loss(outputs, targets)
 
