@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, any_rank, same
 from dsframe.errors import CheckpointError
-from dsframe.model.digests import raw
+from dsframe.model.digests import flat_copy
 from dsframe.model.state import (
     WEIGHT,
     EngineState,
@@ -164,7 +164,7 @@ def _agree_on_buffers(ranks: Ranks, buffers: Mapping[str, Tensor]) -> Entries:
     hasher, kinds = xxhash.xxh3_128(), []
     for name, buffer in buffers.items():
         kinds.append([name, buffer.shape, _text(buffer.dtype)])
-        hasher.update(raw(buffer).numpy().data)
+        hasher.update(flat_copy(buffer).view(torch.uint8).numpy().data)
     of_ranks = _gathered(ranks, json.dumps([kinds, hasher.hexdigest()]))
     return {
         (name, buffers_of(rank)): Entry(getattr(torch, dtype), tuple(shape), {(0, math.prod(shape)): [rank]})

@@ -17,6 +17,7 @@ the disk; then come the manifest, one rename, and ``latest`` (``background``, ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dsframe.checkpoint.byte_files import RangeWriter, Run, catch_io_error
 from dsframe.checkpoint.layout import Layout, buffers_of, shards_of, whole
 from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
-from dsframe.model.digests import raw
+from dsframe.model.digests import flat_copy
 from dsframe.model.state import EngineState, TensorShard
 
 WINDOW_BYTES = 32 << 20
@@ -87,9 +88,8 @@ class Writer:
         for name, begin in self.plan.headers.items() if self._rank == 0 else ():
             failure = failure or catch_io_error(partial(self._files.put, name, 0, begin))
         for name, buffer in state.buffers.items():
-            failure = self._take(
-                name, buffers_of(self._rank), whole(raw(buffer).view(buffer.dtype), buffer.dtype), failure
-            )
+            copied = replace(whole(buffer, buffer.dtype), read=partial(flat_copy, buffer))
+            failure = self._take(name, buffers_of(self._rank), copied, failure)
         for shard in shards_of(state):
             for key, tensor in shard.tensors.items():
                 failure = self._take(shard.name, key, tensor, failure)

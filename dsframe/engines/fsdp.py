@@ -35,7 +35,7 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import formats, output_classes
 from dsframe.model.build import LARGE, without_elements
-from dsframe.model.digests import raw
+from dsframe.model.digests import flat_copy
 from dsframe.model.gathered import LIBRARIES, Shards, whole
 from dsframe.model.micro_batch import Inputs, Measure
 from dsframe.model.plan import Plan
@@ -178,7 +178,7 @@ class FsdpEngine(ReplicaEngine):
         """**Collective.** Every rank keeps a shard of rank 0's model. Only what a rank has drawn otherwise is sent."""
         local_digests = []
         for tensor in tensors:
-            local_digests.append(xxhash.xxh3_128_hexdigest(raw(tensor).numpy().data))
+            local_digests.append(xxhash.xxh3_128_hexdigest(flat_copy(tensor).view(torch.uint8).numpy().data))
             if self._spill is not None:
                 self._spill.touched(tensor.nbytes)
         of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps(local_digests))]

@@ -24,9 +24,9 @@ def digest_of_one(parameter: Tensor) -> str:
     return f"{list(parameter.shape)} {state.hexdigest()}"
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """A copy of its bytes on the CPU. Of its own memory NumPy is to see nothing: torch never resizes what NumPy has seen."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+def flat_copy(tensor: Tensor) -> Tensor:
+    """A copy of its elements on the CPU. Of its own memory NumPy is to see nothing: torch never resizes what NumPy has seen."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
 def _pieces(tensor: Tensor, elements: int = 1 << 22) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.engine import Engine
 from dsframe.model import extra_state
-from dsframe.model.digests import raw
+from dsframe.model.digests import flat_copy
 from dsframe.model.persistent import put
 
 
@@ -71,7 +71,7 @@ def _of_ranks(engine: Engine, kept: Mapping[str, Tensor]) -> list[dict[str, tupl
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    return raw(buffer)
+    return flat_copy(buffer).view(torch.uint8)
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
