@@ -1,7 +1,8 @@
 """The contract of ``dsframe.engine.Engine`` as plain functions: each takes a ready engine and raises where it is not kept.
 
-``python -m tests.contract FILE ENGINE`` runs all of them in this process, as one rank of whatever launched it; the tests of
-``tests/engines/test_contract.py`` launch it under every engine. Every function is collective, as the engine's methods are.
+``python -m tests.contract FILE ENGINE ...`` runs all of them in this process, as one rank of whatever launched it, on one file
+after another; the tests of ``tests/engines/test_contract.py`` launch it under every engine. Every function is collective, as the
+engine's methods are.
 """
 
 import sys
@@ -229,11 +230,12 @@ def make(file, name):
 
 
 if __name__ == "__main__":
-    made = make(sys.argv[-2], sys.argv[-1])
-    for check in CHECKS:
-        check(made)
-    speaks = made.plan.world.is_main
-    made.close()
-    if speaks:
-        print(f"kept: {len(CHECKS)} rules by {made.description}")
+    for file, name in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        made = make(file, name)
+        for check in CHECKS:
+            check(made)
+        speaks = made.plan.world.is_main
+        made.close()
+        if speaks:
+            print(f"kept: {len(CHECKS)} rules by {made.description}")
     leave_at_once(0)

@@ -32,7 +32,8 @@ from dsframe.checkpoint import store
 from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests.files import write_json
-from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun
+from tests.kept import run as in_kept_ranks
+from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun, warm
 
 STEPS = 30
 EARLY = 10
@@ -228,22 +229,26 @@ def document(task, case, accumulation=2):
             "steps": STEPS,
             "log_every_steps": 1,
             "eval_micro_batch_size": 200,
+            "eval_samples": 64,
             "threads_per_rank": 1,
             **case.file.get("dsframe", {}),
         },
     }
 
 
-def train(task, case, accumulation=2, launcher=None):
-    """A real run from its first to its last step, under the case's own launcher or another."""
+def train(task, case, accumulation=2, *, in_suite=False):
+    """A real run from its first to its last step, under the case's own launcher; ``in_suite``: in ranks that are there already."""
     with tempfile.TemporaryDirectory(prefix="dsframe-equivalence-") as directory:
         file, run_dir = Path(directory, "file.json"), Path(directory, "run")
         write_json(file, document(task, case, accumulation))
-        # The suite's launcher leaves most of the evaluation out, which nothing here looks at.
-        module = "tests.engines.briefly" if launcher else "dsframe.train"
-        arguments = ["-m", module, "--config", str(file), "--run-dir", str(run_dir)]
-        command = (launcher or case.launcher)(case.processes, arguments)
-        run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in file.read_text() else 590).check()
+        words = ["--config", str(file), "--run-dir", str(run_dir)]
+        compiles = "nvme" in file.read_text()  # an op, perhaps
+        if in_suite and not compiles:
+            in_kept_ranks(Path(directory), words, case.processes).check()
+        else:
+            launch = warm if in_suite else case.launcher
+            command = launch(case.processes, ["-m", "dsframe.train", *words])
+            run_ranks(command, timeout_seconds=COMPILING_SECONDS if compiles else 590).check()
         curve = [loss for _, loss in sorted(losses(run_dir).items())]
         return Run(curve, export.read(store.locate(run_dir)[0]))
 
@@ -254,9 +259,9 @@ def floor_of(runs):
     return tuple(max(column) for column in zip(*pairs, strict=True))
 
 
-def reference(task, kernels="fp32", launcher=None):
+def reference(task, kernels="fp32", *, in_suite=False):
     """One process with accumulation 2, and the noise floor of all cuts."""
-    runs = [train(task, REFERENCES[kernels], cut, launcher) for cut in CUTS]
+    runs = [train(task, REFERENCES[kernels], cut, in_suite=in_suite) for cut in CUTS]
     return Reference(runs[1], floor_of(runs))
 
 

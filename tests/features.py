@@ -30,7 +30,7 @@ from tests import equivalence
 from tests.engines.parts import GROUPS, SGD, SMOOTH
 from tests.equivalence import EARLY, STEPS, Run, floor_of, pipeline, zero
 from tests.files import write_json
-from tests.processes import run_ranks, warm
+from tests.kept import run as in_kept_ranks
 from tests.text_files import LLAMA
 
 BATCH = 24
@@ -191,9 +191,9 @@ def train(feature, *ways):
         for number, way in enumerate(ways, start=1):
             file, before, run_dir = Path(directory, "file.json"), run_dir, Path(directory, f"run-{number}")
             write_json(file, document(feature, way, STEPS * number // len(ways)))
-            arguments = ["-m", "dsframe.train", "--config", str(file), "--run-dir", str(run_dir)]
-            arguments += ["--resume", str(before)] if number > 1 else []
-            run_ranks(warm(way.ranks, arguments), timeout_seconds=300).check()
+            words = ["--config", str(file), "--run-dir", str(run_dir)]
+            words += ["--resume", str(before)] if number > 1 else []
+            in_kept_ranks(Path(directory), words, way.ranks).check()
             for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
                 if "loss" in line and "learning_rate" in line:
                     losses[line["step"]] = line["loss"]

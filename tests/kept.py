@@ -1,6 +1,7 @@
 """Ranks that are kept, for tests that train often: file after file in the processes of one job.
 
     finished = kept.train(folder, document, 2).check()
+    finished = kept.run(folder, ["--config", "zero1.json", "--resume", path], 2).check()        # words of dsframe.train
 
 The first training of a process takes as long as the next four, so the ranks stay until the tests end. The module of the file's
 task is imported anew for each training. What a process that ends, its exit code or its launcher has to show is for ``run_ranks``.
@@ -10,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import json
 import os
 import select
 import socket
@@ -19,13 +21,13 @@ import tempfile
 import time
 import traceback
 import uuid
-from pathlib import Path
 
 from dsframe.errors import DsframeError
-from tests.files import read_json, write_json
+from tests.files import write_json
 from tests.processes import Finished, end, environment, marked, stacks_of, warm
 
-TIMEOUT_SECONDS = 150.0
+TIMEOUT_SECONDS = 280.0
+LARGEST_REQUEST = 1 << 16
 PEERS_SECONDS = 2.0
 """For the other ranks, where one has ended with an error: those that still wait for it then are ended."""
 
@@ -37,8 +39,8 @@ def serve(door):
     """Trains in each folder that it is told of, until there are no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(door)
-        while folder := line.recv(4096):
-            line.send(str(_fit(Path(folder.decode()))).encode())
+        while order := line.recv(LARGEST_REQUEST):
+            line.send(str(_fit(*json.loads(order))).encode())
             gc.collect()  # the threads of its process groups
             gc.freeze()  # DeepSpeed keeps its models: each later collection would look through all of them
     from dsframe.train import leave_at_once
@@ -46,10 +48,11 @@ def serve(door):
     leave_at_once(0)
 
 
-def _fit(folder):
-    """The exit code that a program had."""
+def _fit(folder, words):
+    """The exit code that a program had. ``words``: of its command line."""
     from dsframe.config import load
     from dsframe.run import execute
+    from dsframe.train import parse
 
     os.chdir(folder)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -57,9 +60,10 @@ def _fit(folder):
         os.dup2(file, number)
         os.close(file)
     try:
-        config = load(read_json(Path("file.json")))
+        options = parse(words)
+        config = load(options.config, options.set)
         sys.modules.pop(config.settings.task.name.partition(":")[0], None)
-        execute(config, resume="auto")
+        execute(config, resume=options.resume)
     except DsframeError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"dsframe: {error.printed}", file=sys.stderr)
@@ -99,11 +103,11 @@ class Ranks:
             )
             self._lines = [door.accept()[0] for _ in range(count)]
 
-    def train(self, folder):
+    def train(self, folder, words):
         """The first exit code that is not 0. Afterwards the ranks are usable if each of them has ended its training."""
         self.usable = False
         for line in self._lines:
-            line.send(str(folder).encode())
+            line.send(json.dumps([str(folder), words]).encode())
         waiting, first, limit = set(self._lines), 0, time.monotonic() + TIMEOUT_SECONDS
         while waiting and (ready := select.select(waiting, [], [], max(0.0, limit - time.monotonic()))[0]):
             for line in ready:
@@ -137,6 +141,11 @@ def _ranks_end_with_the_tests():
 def train(folder, document, count):
     """Goes on from the training before in this folder, if there was one."""
     write_json(folder / "file.json", document)
+    return run(folder, ["--config", "file.json", "--resume", "auto"], count)
+
+
+def run(folder, words, count):
+    """What ``python -m dsframe.train WORDS`` trains in this folder."""
     outputs = folder / "stdout", folder / "stderr"
     for output in outputs:
         output.write_text("")
@@ -144,12 +153,12 @@ def train(folder, document, count):
     ranks = _kept.get(count) or _kept.setdefault(count, Ranks(count))
     _ranks_end_with_the_tests()
     try:
-        code = ranks.train(folder)
+        code = ranks.train(folder, words)
     finally:
         if not ranks.usable:
             _kept.pop(count).close()
     said = (output.read_text(encoding="utf-8", errors="replace") for output in outputs)
-    return Finished(("kept.train", str(folder)), code, *said, time.monotonic() - started)
+    return Finished(("kept.run", *words), code, *said, time.monotonic() - started)
 
 
 def close():

@@ -39,8 +39,10 @@ LATE = (
     "deepspeed.utils.pin_memory",
     "horovod.runner.common.util.hosts",
     "encodings.idna",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
 )
-"""What torch, DeepSpeed and Horovod import when an optimizer, an engine or a process group is made."""
+"""What torch, DeepSpeed, Horovod and tasks import when an optimizer, an engine, a process group or a model is made."""
 
 
 # The asker. It imports little.
@@ -85,7 +87,11 @@ def import_everything():
     import pkgutil
 
     import dsframe
+    from dsframe.data import _torchvision
+    from dsframe.errors import TaskError
 
+    with contextlib.suppress(TaskError):
+        _torchvision.torchvision()  # before transformers, which imports it
     for name in LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

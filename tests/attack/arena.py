@@ -14,7 +14,7 @@ from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
 from dsframe.tools.compare import losses
 from tests.files import ds_config, write_json
-from tests.processes import free_port, python, run_ranks
+from tests.processes import free_port, python, run_ranks, warm
 
 STEPS, EVERY = 24, 4
 
@@ -94,7 +94,9 @@ def started(enter, training, address="127.0.0.1"):
 @functools.cache
 def _expected(ranks, settings):
     with tempfile.TemporaryDirectory() as name:
-        train(Path(name), ranks=ranks, **json.loads(settings)).check()
+        write(Path(name), ranks=ranks, **json.loads(settings))
+        words = ["-m", "dsframe.train", "--config", "attack.json", "--run-dir", "run"]
+        run_ranks(warm(ranks, words), cwd=name, env={"STEP_SECONDS": "0"}, timeout_seconds=120).check()
         return losses(Path(name, "run"))
 
 

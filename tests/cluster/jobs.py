@@ -1,6 +1,7 @@
 """One small training, for hosts that share this machine."""
 
 from dsframe.run_dir.record import read_metrics
+from tests import kept
 from tests.files import ds_config, write_json
 
 STEPS = 10
@@ -26,3 +27,9 @@ def write(folder, **settings):
 def losses(run_dir):
     """By step."""
     return [record["loss"] for record in read_metrics(run_dir) if "loss" in record]
+
+
+def alone(folder):
+    """The losses of the training in this folder on one process."""
+    kept.run(folder, ["--config", "small.json", "--run-dir", "alone", "--engine", "single"], 1).check()
+    return losses(folder / "alone")

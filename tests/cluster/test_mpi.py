@@ -1,6 +1,5 @@
-"""Horovod over MPI: under mpirun, under horovodrun, and on two hosts."""
+"""Horovod over MPI on two hosts, under mpirun and under horovodrun; on one: tests/engines/test_launchers.py."""
 
-import os
 import subprocess
 import sys
 
@@ -9,11 +8,9 @@ import pytest
 from dsframe.run_dir.record import read_summary
 from tests.cluster import jobs
 from tests.cluster.network import Network, missing
-from tests.processes import python, run_ranks
+from tests.processes import run_ranks
 
 TRAIN = ["-m", "dsframe.train", "--config", "small.json", "--engine", "horovod", "--run-dir"]
-AS_ROOT = ["--allow-run-as-root"] * (os.getuid() == 0)
-MPIRUN = ["mpirun", "-np", "2", *AS_ROOT, "--oversubscribe", "--bind-to", "none"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,22 +21,6 @@ def mpi():
         pytest.skip("this Horovod has no MPI: install openmpi-bin and libopenmpi-dev, then make setup")
 
 
-def test_under_mpirun_and_horovodrun(tmp_path):
-    jobs.write(tmp_path)
-    for launcher in (MPIRUN, ["horovodrun", "--mpi", "-np", "2"]):
-        command = [*launcher, "python", *TRAIN, launcher[0]]
-        run_ranks(command, cwd=tmp_path, timeout_seconds=120).check()
-    run_ranks(python([*TRAIN, "alone"]), cwd=tmp_path, timeout_seconds=120).check()
-    for name in ("mpirun", "horovodrun"):
-        summary = read_summary(tmp_path / name)
-        assert (summary["launcher"], summary["world_size"], summary["description"]) == (
-            name,
-            2,
-            "Horovod (MPI, mean, a round every 5 ms)",
-        )
-        assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
-
-
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_on_two_hosts(tmp_path):
     jobs.write(tmp_path)
@@ -48,7 +29,9 @@ def test_on_two_hosts(tmp_path):
     with Network(tmp_path / "network") as network:
         for command in (launch, ["horovodrun", "--mpi", "-np", "2", *hosts, "python", *TRAIN, "horovodrun"]):
             run_ranks(network.on("node1", command), cwd=tmp_path, timeout_seconds=120).check()
-    run_ranks(python([*TRAIN, "alone"]), cwd=tmp_path, timeout_seconds=120).check()
-    for name in ("launch", "horovodrun"):
-        assert read_summary(tmp_path / name)["description"] == "Horovod (MPI, mean, a round every 5 ms)"
-        assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
+    expected = jobs.alone(tmp_path)
+    for name, launcher in (("launch", "mpirun"), ("horovodrun", "horovodrun")):
+        summary = read_summary(tmp_path / name)
+        assert summary["description"] == "Horovod (MPI, mean, a round every 5 ms)"
+        assert (summary["launcher"], summary["world_size"]) == (launcher, 2)
+        assert jobs.losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)

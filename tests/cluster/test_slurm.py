@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster import jobs, network, slurm
 from tests.cluster.slurm import Slurm
-from tests.processes import REPOSITORY, end, environment, python, run_ranks
+from tests.processes import REPOSITORY, end, environment, run_ranks, warm
 
 pytestmark = pytest.mark.skipif(bool(network.missing() or slurm.missing()), reason=network.missing() or slurm.missing())
 
@@ -69,10 +69,7 @@ def test_one_node(cluster, tmp_path):
     written = (tmp_path / f"dsframe-{job}.out").read_text()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), written
     assert "2 x cpu under srun, 2 thread(s) each" in written, "of --cpus-per-task, not of the login node"
-    run_ranks(
-        python(["-m", "dsframe.train", *TRAINING[:-1], "alone", "--engine", "single"]), cwd=tmp_path, timeout_seconds=90
-    )
-    assert jobs.losses(tmp_path / "run") == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
+    assert jobs.losses(tmp_path / "run") == pytest.approx(jobs.alone(tmp_path), abs=1e-5)
 
 
 def preempted(cluster, job, words, folder):
@@ -117,5 +114,5 @@ def test_interrupted_on_two_nodes(interrupt, cluster, tmp_path):
     assert found, written
     assert int(found[1]) < steps - 50, "from what the signal saved, or the last checkpoint before"
     alone = ["-m", "dsframe.train", *TRAINING[:-1], "alone", "--engine", "single"]
-    run_ranks(python(alone), cwd=tmp_path, env={"STEP_SECONDS": "0"}, timeout_seconds=90).check()
+    run_ranks(warm(1, alone), cwd=tmp_path, env={"STEP_SECONDS": "0"}, timeout_seconds=90).check()
     assert jobs.losses(tmp_path / "run")[-1] == pytest.approx(jobs.losses(tmp_path / "alone")[-1], abs=1e-5)

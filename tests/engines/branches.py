@@ -1,25 +1,17 @@
-"""Models of which not every parameter takes part in every loss, on one engine after another, in one process group.
-
-    torchrun --nproc-per-node 2 -m tests.engines.branches FOLDER CASE ...        a case: ENGINE[:STAGE]
-
-leaves the losses and the last weights of each training in FOLDER/CASE.json. tests/engines/test_branches.py compares them.
-"""
+"""Models of which not every parameter takes part in every loss."""
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe.cluster import world
-from dsframe.model.micro_batch import MicroBatch
-from tests.engines import several
-from tests.engines.several import prepare
+from tests.files import ds_config
 
 STEPS, ROWS, WIDTH = 8, 8, 6
 
 
 class Network(nn.Module):
-    """Layers ``left`` and ``right`` of one size, of which the inputs or the rank decide, and one that nobody calls."""
+    """Layers ``left`` and ``right`` of one size, of which the inputs decide, and one that nobody calls."""
 
     def __init__(self, way):
         super().__init__()
@@ -35,8 +27,6 @@ class Network(nn.Module):
             for kind, layer in ((lefts, self.left), (rights, self.right)):
                 if kind.any():
                     hidden = torch.where(kind, layer(hidden), hidden)
-        elif self.way == "ranks":
-            hidden = (self.left, self.right)[world.here().rank](hidden)
         else:
             hidden = self.right(self.left(hidden))
         return self.last(hidden)
@@ -57,44 +47,21 @@ class Branches(dsframe.Task):
         return TensorDataset(inputs, torch.sin(inputs[:, :1]))
 
 
-def file(case, way, accumulation):
+def file(case, way, accumulation, run_dir):
+    """``case``: ENGINE[:STAGE]"""
     engine, _, stage = case.partition(":")
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": int(stage or 0),
-            "reduce_bucket_size": 60,
-        },  # several buckets, of 42 elements a layer
-        "dsframe": {
-            "engine": engine,
-            "task": {"name": "tests.engines.branches:Branches", "options": {"way": way}},
+    return ds_config(
+        ROWS,
+        {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01}},
+        sections={
+            "gradient_accumulation_steps": accumulation,
+            "zero_allow_untested_optimizer": True,
+            # several buckets, of 42 elements a layer
+            "zero_optimization": {"stage": int(stage or 0), "reduce_bucket_size": 60},
         },
-    }
-
-
-def train(case, way, accumulation):
-    """Losses of the global batch, and each parameter's last weights."""
-    make, loader = prepare(file(case, way, accumulation), case.partition(":")[0])
-    engine = make()
-    try:
-        losses = []
-        for step in range(STEPS):
-            loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss.reshape(1).double()
-            losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
-        weights = {one.name: one.weight.double().flatten().tolist() for one in engine.state().parameters}
-        return {"losses": losses, "weights": weights}
-    finally:
-        engine.close()
-
-
-def each_way(case):
-    """Where ranks of ZeRO-3 call different layers, they are told so."""
-    ways = ["idle", "rows", "ranks"][: 1 if case == "deepspeed:3" else 3 if world.here().size > 1 else 2]
-    return {f"{way}, accumulation {n}": train(case, way, n) for way in ways for n in (1, 2)}
-
-
-if __name__ == "__main__":
-    several.report(each_way, [])
+        engine=engine,
+        task={"name": "tests.engines.branches:Branches", "options": {"way": way}},
+        steps=STEPS,
+        log_every_steps=1,
+        run_dir=run_dir,
+    )

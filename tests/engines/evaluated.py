@@ -246,36 +246,7 @@ class Mixed(Task):
         return found
 
 
-class Looped(Task):
-    """A model that is called once for each row: ranks whose last batches differ in length call it another number of times."""
-
-    def model(self):
-        return RowByRow()
-
-    def loss(self, outputs, targets):
-        return F.cross_entropy(outputs, targets)
-
-    def train_data(self):
-        draw = numbers(6)
-        return TensorSource(torch.randn(SAMPLES, 4, generator=draw), torch.randint(3, (SAMPLES,), generator=draw))
-
-    eval_data = train_data
-
-    def by_hand(self, model):
-        inputs, targets = self.train_data().batch(torch.arange(SAMPLES), 0)
-        return {"loss": float(F.cross_entropy(model(inputs), targets))}
-
-
-class RowByRow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 3)
-
-    def forward(self, rows):
-        return torch.stack([self.net(row) for row in rows])
-
-
-TASKS = {one.__name__: one for one in (Boxes, Words, Mixed, Looped)}
+TASKS = {one.__name__: one for one in (Boxes, Words, Mixed)}
 
 
 def by_hand(name):

@@ -20,32 +20,28 @@ GROUPS = {
 }
 CPU = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
-    "ddp": ("ddp", {}, {}),
-    "fsdp": ("fsdp", {}, {}),
-    "zero0": ("deepspeed", zero(0), {}),
-    "zero0 bf16": ("deepspeed", {**zero(0), **BF16}, {}),
-    "zero1": ("deepspeed", zero(1), {}),
-    "zero1 bf16": ("deepspeed", {**zero(1), **BF16}, {}),
-    "zero2": ("deepspeed", zero(2), {}),
-    "zero2 cpu": ("deepspeed", zero(2, **CPU), {}),
-    "zero3": ("deepspeed", zero(3, stage3_param_persistence_threshold=0), {}),
-    "zero3 cpu": ("deepspeed", zero(3, **CPU), {}),
-    "tensor parallel zero0": ("deepspeed", {**CUT, **zero(0)}, {}),
-    "tensor parallel zero3": ("deepspeed", {**CUT, **zero(3)}, {}),
-    "pipeline": ("deepspeed", STAGES, {}),
-    "pipeline zero1": ("deepspeed", {**STAGES, **zero(1)}, {}),
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "zero0 bf16": ("deepspeed", {**zero(0), **BF16}),
+    "zero1": ("deepspeed", zero(1)),
+    "zero1 bf16": ("deepspeed", {**zero(1), **BF16}),
+    "zero2 cpu": ("deepspeed", zero(2, **CPU)),
+    "zero3": ("deepspeed", zero(3, stage3_param_persistence_threshold=0)),
+    "zero3 cpu": ("deepspeed", zero(3, **CPU)),
+    "tensor parallel zero3": ("deepspeed", {**CUT, **zero(3)}),
+    "pipeline zero1": ("deepspeed", {**STAGES, **zero(1)}),
 }
 ADAPTER = {"ema": {"decay": 0.9}, "adapter": {"r": 4, "lora_alpha": 16}}
-ADAPTED = ("ddp", "fsdp", "zero0", "zero1 bf16", "zero2", "zero3", "zero3 cpu")
+ADAPTED = ("ddp", "fsdp", "zero0 bf16", "zero1 bf16", "zero2 cpu", "zero3")
 CASES |= {f"adapter {case}": CASES[case] for case in ADAPTED}
-CASES |= {f"adapter nf4 {case}": CASES[case] for case in ("ddp", "zero2")}
-CASES["adapter fsdp bf16"] = ("fsdp", BF16, {})
-CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}, {})
+CASES |= {f"adapter nf4 {case}": CASES[case] for case in ("ddp", "zero2 cpu")}
+CASES["adapter fsdp bf16"] = ("fsdp", BF16)
+CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16})
 
 
 def of(case):
-    engine, changes, model = CASES[case]
-    settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
+    engine, changes = CASES[case]
+    settings = {"task": TASKS["gpt"], **(ADAPTER if "adapter" in case else GROUPS)}
     if "nf4" in case:
         settings["adapter"] = {**settings["adapter"], "base_format": "nf4"}
     return measure("gpt", engine, {**changes, "dsframe": settings})

@@ -1,6 +1,6 @@
 """Initial weights of several models, on one engine after another, in one process group.
 
-    torchrun --nproc-per-node 2 -m tests.engines.initial FOLDER CASE ...        a case: ENGINE[:STAGE|pipeline]
+    torchrun --nproc-per-node 2 -m tests.engines.initial FOLDER CASE ...        a case: ENGINE[:STAGE]
 
 leaves a digest of each parameter and buffer in FOLDER/CASE.json. tests/engines/test_initial.py compares them.
 """
@@ -58,22 +58,15 @@ class OwnTask(dsframe.Task):
         return TensorDataset(words, words)
 
 
-TASKS = {
-    "gpt": {
-        "name": "language", "layers": 2, "heads": 4, "width": WIDTH, "context": 16, "corpus": "synthetic", "samples": 8,
-    },
-    "resnet": {"model": "resnet18", "dataset": "synthetic", "image_size": 32, "samples": 8},
-    "llama": {
-        "name": "causal-language-model", "context": 16, "corpus": "synthetic", "samples": 8,
-        "model": {
-            "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 1024, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS,
-        },
-    },
-    "own": {"name": "tests.engines.initial:OwnTask"},
-}  # fmt: skip
-LAYERED = ("gpt", "gpt in bf16")
-"""Models that a pipeline can cut."""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+}
 FOLDER = "llama-folder"
 """The Llama as a folder in FOLDER, in bf16, in several files."""
 
@@ -81,10 +74,7 @@ FOLDER = "llama-folder"
 def file(case, task, short):
     engine, _, how = case.partition(":")
     found = ds_config(4, "AdamW", 1e-3, engine=engine, task=task, seed=7)
-    if how == "pipeline":
-        found["pipeline"] = {"stages": 2}
-        found["zero_optimization"] = {"stage": 1}
-    elif how:
+    if how:
         found["zero_optimization"] = {"stage": int(how)}
     return found | ({"bf16": {"enabled": True}} if short else {})
 
@@ -119,10 +109,14 @@ def digest(tensor):
 
 
 def each_model(case):
-    llama = {**TASKS["llama"], "model": str(Path(FOLDER).resolve())}
-    models = {name: (task, False) for name, task in TASKS.items()}
-    models |= {"gpt in bf16": (TASKS["gpt"], True), FOLDER: (llama, False), f"{FOLDER} in bf16": (llama, True)}
-    return {name: digests(case, *models[name]) for name in (LAYERED if case.endswith("pipeline") else models)}
+    own = {"name": "tests.engines.initial:OwnTask"}
+    text = {"context": 16, "corpus": "synthetic", "samples": 8}
+    llama = {"name": "causal-language-model", "model": str(Path(FOLDER).resolve()), **text}
+    return {
+        f"{name}{' in bf16' if short else ''}": digests(case, task, short)
+        for name, task in (("own", own), ("llama", llama))
+        for short in (False, True)
+    }
 
 
 if __name__ == "__main__":

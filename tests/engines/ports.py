@@ -1,8 +1,5 @@
 """Small scripts as people write them, each twice: as a task, and as the plain loop that it was moved from.
 
-    torchrun --nproc-per-node 2 -m tests.engines.ports ENGINE FOLDER
-
-trains every task on the engine, in one process group, and leaves the losses of every step in FOLDER/ENGINE.json.
 tests/engines/test_ports.py compares them. The scripts are of the kinds that pytorch/examples, nanoGPT, Accelerate,
 DeepSpeedExamples and Horovod's examples show.
 """
@@ -10,27 +7,20 @@ DeepSpeedExamples and Horovod's examples show.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass, field
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils._pytree import tree_map
 
 import dsframe
-from dsframe.cluster import world
 from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group
-from tests.files import read_rows, write_json
+from dsframe.tools.compare import losses as losses_of
+from tests import kept
 
 BATCH, SAMPLES, STEPS = 8, 96, 40
 
@@ -92,27 +82,6 @@ class NanoGpt(Port):
         return TensorSource(tokens[:, :-1], tokens[:, 1:])
 
 
-class MaskedWords(NanoGpt):
-    """A loss over the masked tokens alone, which every row has another number of; norms and biases do not decay (Accelerate:
-    mlm)."""
-
-    def parameter_groups(self, model):
-        return ()
-
-    def loss(self, outputs, targets):
-        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
-
-    def loss_weight(self, targets):
-        return (targets != -100).sum()
-
-    def train_data(self):
-        tokens, masked = (
-            classes(31, SAMPLES, 12),
-            torch.rand(SAMPLES, 12, generator=torch.Generator().manual_seed(3)) < 0.3,
-        )
-        return TensorSource(tokens.masked_fill(masked, 31), tokens.masked_fill(~masked, -100))
-
-
 class _Vae(nn.Module):
     def __init__(self):
         super().__init__()
@@ -139,18 +108,6 @@ class Vae(Port):
     def train_data(self):
         rows = torch.rand(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
         return TensorSource(rows, rows)
-
-
-class Series(Port):
-    """Sine waves, in float64 (pytorch/examples: time_sequence_prediction)."""
-
-    def model(self):
-        return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-    def train_data(self):
-        starts = numbers(SAMPLES, 1).double()
-        waves = torch.sin(starts * 3 + torch.arange(11, dtype=torch.float64) / 2)
-        return TensorSource(waves[:, :-1], waves[:, -1:])
 
 
 class _Carrying(nn.Module):
@@ -183,22 +140,6 @@ class Carried(Port):
         return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
 
 
-class Metric(Port):
-    """Distances between all rows of the global batch (metric learning)."""
-
-    def model(self):
-        return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
-
-    def loss(self, outputs, targets):
-        outputs, targets = self.all_rows(outputs), self.all_rows(targets)
-        far = torch.cdist(outputs, outputs)
-        same = targets[:, None] == targets
-        return torch.where(same, far.square(), functional.relu(1.0 - far).square()).mean()
-
-    def train_data(self):
-        return TensorSource(numbers(SAMPLES, 12), classes(3, SAMPLES))
-
-
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -217,21 +158,10 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
     """Whether it draws in training: on two ranks then with per_sample_randomness."""
-    float64: bool = False
-    """Whether it is in float64, which DeepSpeed does not keep."""
     alone: bool = False
     """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
     bound: float = 0.0
     """Of the losses beside the plain loop's, on one process."""
-
-    def runs_on(self, engine):
-        """Whether two ranks of this engine train it."""
-        excluded = {"deepspeed"} if self.float64 else set()
-        return not (self.alone or engine in excluded)
-
-
-def _file(kind, rate, **params):
-    return {"optimizer": {"type": kind, "params": {"lr": rate, **params}}}
 
 
 def _schedule(kind, **params):
@@ -244,10 +174,6 @@ def _nanogpt(step):
     if step > 30:
         return 0.1
     return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (step - 6) / 24)) * 0.9
-
-
-def _sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def _adamw(model):
@@ -264,7 +190,7 @@ def _matrices_decay(model):
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 CASES = {
     "nanogpt": Case(
@@ -275,9 +201,7 @@ CASES = {
         clip=1.0,
         bound=1e-7,
     ),
-    "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
-    "series": Case(Series, _adamw, ADAMW, float64=True),
     "carried": Case(
         Carried,
         _adamw,
@@ -286,7 +210,6 @@ CASES = {
         settings={"order": "sequential", "eval_every_steps": 4},
         alone=True,
     ),
-    "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9)),
 }
 
 
@@ -312,22 +235,15 @@ def plain(case):
     order = Sampler(SAMPLES, BATCH, 0, order=(lambda epoch, samples: torch.arange(samples)) if in_turn else None)
     data, losses = task.train_data(), []
     for step in range(STEPS):
-        parts = [data.batch(rows, epoch) for epoch, rows in order.global_batch(step)]
-        inputs, targets = tree_map(lambda *rows: torch.cat(rows), *parts) if len(parts) > 1 else parts[0]
-
-        def loss(inputs=inputs, targets=targets):
-            optimizer.zero_grad()
-            if isinstance(inputs, Mapping):
-                outputs = model(**inputs)
-            else:
-                outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-            found = task.loss(outputs, targets)
-            found.backward()
-            if case.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-            return found
-
-        losses.append(float(optimizer.step(loss).detach()))
+        ((epoch, rows),) = order.global_batch(step)
+        inputs, targets = data.batch(rows, epoch)
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
         if rate:
             rate.step()
         if plateau and (step + 1) % case.plateau == 0:
@@ -335,40 +251,19 @@ def plain(case):
     return losses
 
 
-Found = dict[str, Any]
-
-
-def moved(name, engine, folder, micro=BATCH, *, by_sample=False):
-    """**Collective.** The losses of every step and the last evaluation, as the record has them; empty on ranks other than 0."""
-    case, run_dir = CASES[name], folder / f"{name}-{engine}-{micro}{'-by-sample' * by_sample}".replace(" ", "-")
+def moved(name, engine, folder, ranks=1, *, by_sample=False):
+    """The loss of every step by dsframe. ``by_sample``: what it draws is of the sample, not of the rank."""
+    case, run_dir = CASES[name], folder / f"{name}-{engine}{'-by-sample' * by_sample}"
     settings = {
-        "engine": engine, "steps": STEPS, "log_every_steps": 1, "run_dir": str(run_dir), "checkpoints": {"at_end": False},
-        "per_sample_randomness": by_sample, "hang_timeout_seconds": 0, **case.settings,
-    }  # fmt: skip
-    sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": micro}
+        "task": {"name": f"tests.engines.ports:{case.task.__name__}"},
+        "engine": engine,
+        "steps": STEPS,
+        "log_every_steps": 1,
+        "run_dir": str(run_dir),
+        "per_sample_randomness": by_sample,
+        **case.settings,
+    }
     zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True} if engine == "deepspeed" else {}
-    file = {**sizes, "gradient_clipping": case.clip, **case.file, **zero, "dsframe": settings}
-    with redirect_stderr(StringIO()):
-        dsframe.fit(case.task(), file)
-    if not world.here().is_main:
-        return {}
-    lines = read_rows(run_dir / "metrics.jsonl")
-    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
-    return {"losses": [line["loss"] for line in lines if "loss" in line], "evaluation": (evaluations or [{}])[-1]}
-
-
-def main(engine, folder):
-    """**Collective.** Every task on ``engine``."""
-    found = {}
-    with one_process_group():
-        for name, case in CASES.items():
-            if case.runs_on(engine):
-                found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
-    if world.here().is_main:
-        write_json(folder / f"{engine}.json", found)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
-    if sys.argv[1] != "horovod":  # which under MPI has to be taken down as a program ends
-        leave_at_once(0)
+    file = {"train_batch_size": BATCH, "gradient_clipping": case.clip, **case.file, **zero, "dsframe": settings}
+    kept.train(folder, file, ranks).check()
+    return list(losses_of(run_dir).values())

@@ -22,7 +22,6 @@ ADAM = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
 }
 SGD = {**ADAM, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
-BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 STAGES = {"pipeline": {"stages": 2}}
 EVERY_2 = {"dsframe": {"engine_options": {"every_steps": 2}}}
@@ -35,8 +34,6 @@ CASES = {
     "server": ("reference-parameter-server", ADAM),
     "async server": (ASYNC, ADAM),
     "model parallel": ("reference-model-parallel", ADAM | STAGES),
-    "ddp bf16": ("ddp", ADAM | BF16),
-    "server bf16": ("reference-parameter-server", ADAM | BF16),
     "ddp sgd": ("ddp", SGD),
     "averaging sgd": (AVERAGING, SGD),
     "averaging": (AVERAGING, ADAM),

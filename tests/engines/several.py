@@ -52,9 +52,11 @@ def one_process_group():
     process_group.close_process_group()
 
 
-def prepare(file, name):
-    """What makes the engine of this name on the file's own task (**collective**), and this rank's share of the task's data."""
-    config, here = load(file), world.here()
+def prepare(file, name, here=None):
+    """What makes the engine of this name on the file's own task (**collective**), and this rank's share of the task's data.
+
+    ``here``: of an engine that is not of these ranks."""
+    config, here = load(file), here or world.here()
     replicas = engines.TABLE[name].replicas
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
     task = tasks.build(config.settings.task, config.settings.seed)

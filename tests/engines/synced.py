@@ -1,22 +1,11 @@
-"""A network with BatchNorm over the global batch, on one engine after another, in one process group.
-
-torchrun --nproc-per-node 2 -m tests.engines.synced REPORT.json CASE ...        a case: ENGINE[:STAGE]
-"""
-
-import atexit
-import sys
-from pathlib import Path
+"""A network with BatchNorm over the global batch."""
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe.cluster import world
-from dsframe.model.micro_batch import MicroBatch
-from dsframe.train import leave_at_once
-from tests.engines.several import one_process_group, prepare
-from tests.files import ds_config, write_json
+from tests.files import ds_config
 
 
 class BatchNormAct(nn.BatchNorm1d):
@@ -41,7 +30,8 @@ class Picture(dsframe.Task):
         return TensorDataset(inputs, torch.sin(inputs.mean((2, 3))))
 
 
-def file(case, synced):
+def file(case, run_dir="run", *, synced=True):
+    """``case``: ENGINE[:STAGE]"""
     engine, _, stage = case.partition(":")
     return ds_config(
         12,
@@ -53,37 +43,7 @@ def file(case, synced):
         engine=engine,
         model={"sync_batch_norm": synced},
         task={"name": "tests.engines.synced:Picture"},
+        steps=8,
+        log_every_steps=1,
+        run_dir=run_dir,
     )
-
-
-def train(case, synced=True):
-    """Losses of the global batch; the last weights and buffers; what the run would announce."""
-    make, loader = prepare(file(case, synced), case.partition(":")[0])
-    engine = make()
-    try:
-        losses = []
-        for step in range(8):
-            loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss.reshape(1).double()
-            losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
-        state = engine.state()
-        found = {name: buffer.double().flatten().tolist() for name, buffer in state.buffers.items()}
-        found |= {one.name: one.weight.double().flatten().tolist() for one in state.parameters}
-        return {"losses": losses, "state": found, "depends": [one.text for one in engine.built.depends]}
-    finally:
-        engine.close()
-
-
-def main(path, cases):
-    report = {}
-    with one_process_group():
-        for case in cases:
-            report[case] = train(case)
-        report["own"] = train(cases[0], synced=False)
-    if world.here().is_main:
-        write_json(Path(path), report)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
-    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
-    leave_at_once(0)

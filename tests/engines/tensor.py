@@ -9,16 +9,10 @@ and the one of several ranks once more from its own.
 import torch
 import torch.distributed as dist
 
-from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
-from dsframe.cluster.process_group import device_of
-from dsframe.config import Facts, load
-from dsframe.data import Loader
 from dsframe.engines.deepspeed.imports import groups
-from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.model.plan import Plan
 from tests.engines import several
 from tests.engines.snapshot import Snapshot
 
@@ -77,31 +71,16 @@ def build(kind, changes, engine, model=None, **settings):
     shared = ("pipeline", "tensor_parallel")
     changes = {key: value for key, value in changes.items() if engine != "single" or key not in shared}
     sharing = changes.get("pipeline", {}).get("stages", 1) * changes.get("tensor_parallel", {}).get("autotp_size", 1)
-    config = load(
-        {
-            "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "dsframe": {"engine": engine, "task": TASKS[kind], "model": model or {}, **settings},
-            **changes,
-        }
-    )
-    config = config.resolve(Facts(world.size, 9, replicas=engines.TABLE[engine].replicas))
-    task, optimizer, batch = tasks.build(config.settings.task, 0), optimizers.read(config), config.batch(world.size)
-    assert batch.train_batch_size == 16
-    device = device_of(world)
-    loader = Loader(
-        task.train_data(),
-        seed=0,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation_steps=2,
-        rank=batch.data_rank(world.rank),
-        ranks=batch.data_parallel_size,
-        device=device,
-    )
-    plan = Plan(config, world, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
-    return engines.load(engine, config)(plan), loader
+    file = {
+        "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "dsframe": {"engine": engine, "task": TASKS[kind], "model": model or {}, **settings},
+        **changes,
+    }
+    make, loader = several.prepare(file, engine, world)
+    return make(), loader
 
 
 def steps(made, first, last):

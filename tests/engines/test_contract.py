@@ -64,14 +64,12 @@ CASES = {
         },
     ),
     "horovod": ("horovod", 2, {}),
-    "horovod bf16": ("horovod", 2, BF16),
     "horovod fp16 sgd compressed": (
         "horovod",
         2,
         {**FP16, **SGD, "dsframe": {"horovod": {"compression": "fp16"}}},
     ),
     "ddp": ("ddp", 2, {}),
-    "ddp fp16": ("ddp", 2, FP16),
     "ddp autocast fp16": ("ddp", 2, AUTOCAST_FP16),
     "fsdp": ("fsdp", 2, {}),
     "fsdp fp16, hybrid": (
@@ -84,24 +82,22 @@ CASES = {
     ),
     "single": ("single", 1, {}),
     "reference dataparallel": ("reference-dataparallel", 1, {}),
-    "single bf16": ("single", 1, BF16),
 }
 
 
-LONG = {"horovod bf16", "ddp fp16", "single bf16"}
-"""Replicas in a format that another of them has."""
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])
-def test_contract(case, tmp_path):
-    engine, processes, changes = CASES[case]
-    file = tmp_path / "config.json"
-    write_json(file, {**FILE, **changes})
-    command = warm(processes, ["-m", "tests.contract", str(file), engine])
-    said = run_ranks(command, timeout_seconds=150).check().stdout
-    assert f"kept: {len(CHECKS)} rules" in said
-    kept, anew = map(int, re.findall(r"^gathered in an evaluation: (\d+) bytes, (\d+) where", said, re.MULTILINE)[0])
-    assert anew > 4 * kept > 0 if case.startswith(("zero3", "fsdp")) else kept == anew
+@pytest.mark.parametrize("ranks", sorted({ranks for _, ranks, _ in CASES.values()}))
+def test_contract(ranks, tmp_path):
+    """One job for each number of ranks."""
+    cases = [case for case in CASES if CASES[case][1] == ranks]
+    words = []
+    for number, case in enumerate(cases):
+        engine, _, changes = CASES[case]
+        words += [str(write_json(tmp_path / f"{number}.json", {**FILE, **changes})), engine]
+    said = run_ranks(warm(ranks, ["-m", "tests.contract", *words]), timeout_seconds=400).check().stdout
+    assert said.count(f"kept: {len(CHECKS)} rules") == len(cases)
+    gathered = re.findall(r"^gathered in an evaluation: (\d+) bytes, (\d+) where", said, re.MULTILINE)
+    for case, (kept, anew) in zip(cases, gathered, strict=True):
+        assert int(anew) > 4 * int(kept) > 0 if case.startswith(("zero3", "fsdp")) else kept == anew, case
 
 
 def test_no_engine_is_left_out():

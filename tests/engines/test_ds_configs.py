@@ -10,6 +10,7 @@ from dsframe.config import find, load
 from dsframe.model import schedules
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
+from tests import kept
 from tests.processes import COMPILING_SECONDS, REPOSITORY, run_ranks, warm
 
 FILES = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if ".schema." not in path.name)
@@ -25,20 +26,17 @@ NOT_HERE = ("cifar10_resnet18.json", "mnist_cnn.json")
 )
 def test_it_trains(name, tmp_path):
     engine = "ddp" if name in NOT_HERE else load(name).settings.engine
-    options = [
-        "-m",
-        "tests.engines.briefly",
-        "--config",
-        name,
-        "--run-dir",
-        str(tmp_path),
-        "--set",
-        f"dsframe.steps={STEPS}",
-    ]
-    options += ["--set", "dsframe.task.samples=512"]
-    options += ["--set", "dsframe.task.dataset=synthetic", "--engine", "ddp"] if name in NOT_HERE else []
-    command = warm(1 if engine == "single" else 2, options)
-    finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in name else 590).check()
+    words = ["--config", name, "--run-dir", str(tmp_path)]
+    changes = [f"steps={STEPS}", "task.samples=512", "eval_samples=64"]
+    if name in NOT_HERE:
+        changes += ["task.dataset=synthetic", "engine=ddp"]
+    words += [word for change in changes for word in ("--set", f"dsframe.{change}")]
+    ranks = 1 if engine == "single" else 2
+    if "nvme" in name:  # whose op may be compiled first
+        command = warm(ranks, ["-m", "dsframe.train", *words])
+        finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS).check()
+    else:
+        finished = kept.run(tmp_path, words, ranks).check()
     assert len(losses(tmp_path)) == STEPS
     summary = read_summary(tmp_path)
     assert math.isfinite(summary["loss"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests import equivalence, features
 from tests.equivalence import CASES, EARLY_BOUND
-from tests.processes import COMPILING_SECONDS, warm
+from tests.processes import COMPILING_SECONDS
 
 
 def row(index, name):
@@ -24,13 +24,13 @@ def row(index, name):
 
 
 ROWS = [row(index, name) for index, (name, case) in enumerate(CASES.items()) if case.processes <= 2]
-reference = functools.cache(functools.partial(equivalence.reference, launcher=warm))
+reference = functools.cache(functools.partial(equivalence.reference, in_suite=True))
 
 
 @pytest.mark.parametrize(("name", "task"), ROWS)
 def test_same_training(name, task):
     case = CASES[name]
-    run, floor = equivalence.train(task, case, launcher=warm), reference(task, case.kernels)
+    run, floor = equivalence.train(task, case, in_suite=True), reference(task, case.kernels)
     assert not equivalence.broken_bounds(run, floor, case.kernels)
     assert run.losses[-1] < 0.8 * run.losses[0], "it has learned something: equal losses of nothing prove nothing"
 
@@ -44,9 +44,8 @@ def test_another_layout_is_the_same_training():
 
 def test_the_command_trains_a_case(monkeypatch, capsys):
     """``make equivalence`` in short: a row of the table, with the references that the tests above have."""
-    train = equivalence.train
     monkeypatch.setattr(equivalence, "reference", reference)
-    monkeypatch.setattr(equivalence, "train", lambda task, case, cut=2, _=None: train(task, case, cut, warm))
+    monkeypatch.setattr(equivalence, "train", functools.partial(equivalence.train, in_suite=True))
     assert equivalence.main(["--of", "gpt", "--case", "zero3+cpu alone"]) == 0
     assert re.search(r"\nzero3\+cpu alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
 

@@ -9,9 +9,10 @@ import transformers
 
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.export import main as export
+from tests import kept
 from tests.engines import exported
 from tests.files import ds_config, read_json, write_json
-from tests.processes import python, run_ranks, warm
+from tests.processes import python, run_ranks
 
 ENGINES = {"single": 1, "ddp": 2, "deepspeed": 2}
 KEPT = {("deepspeed", "adapter"), ("ddp", "vision"), ("single", "untied")}
@@ -39,8 +40,7 @@ def test_every_export_is_the_model_that_was_trained(engine, kind, tmp_path, monk
         **{"task": task, "steps": 6, "threads_per_rank": 1, **({"adapter": adapter} if adapter else {})},
     )
     write_json(Path("file.json"), file)
-    command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
-    run_ranks(warm(ENGINES[engine], command), cwd=tmp_path, timeout_seconds=150).check()
+    kept.run(tmp_path, ["--config", "file.json", "--engine", engine, "--run-dir", "run"], ENGINES[engine]).check()
     merge = ["--merge"] if adapter else []
     Path("out").mkdir()
     for to in ("huggingface", "safetensors", "torch"):

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from dsframe.run_dir.record import read_summary
+from tests import kept
 from tests.processes import horovodrun, run_ranks, torchrun, warm
 from tests.unit.test_inference import SAMPLES, Plane
 
@@ -26,7 +27,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inference")
     words = ["--config", "zero3.json", "--engine", "ddp", "--run-dir", str(folder / "run")]
     words += ["--set", f"dsframe.task={TASK}", "--set", "dsframe.steps=5", "--set", "train_batch_size=16"]
-    run_ranks(warm(2, ["-m", "dsframe.train", *words]), timeout_seconds=120).check()
+    kept.run(folder, words, 2).check()
     return folder / "run"
 
 

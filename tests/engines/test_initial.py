@@ -1,16 +1,17 @@
-"""Initial weights are the same on every engine, to the bit: drawn in memory, in files, or read from a model folder."""
+"""Initial weights are the same on every engine, to the bit: drawn in memory, in files, or read from a model folder.
+
+Those of pipelines: tests/engines/test_groups.py."""
 
 import pytest
 import torch
 
 from dsframe.tasks import _transformers
-from tests.engines.initial import FOLDER, LAYERED, TASKS
+from tests.engines.initial import FOLDER, LLAMA
 from tests.processes import reported
 
 JOBS = {
     "torch and ZeRO": ["ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4))],
     "horovod": ["horovod"],
-    "pipeline": ["deepspeed:pipeline"],
 }
 
 
@@ -18,7 +19,7 @@ JOBS = {
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("initial")
     torch.manual_seed(5)
-    config = _transformers.configure("AutoModelForCausalLM", TASKS["llama"]["model"], {})
+    config = _transformers.configure("AutoModelForCausalLM", LLAMA, {})
     model = _transformers.build("AutoModelForCausalLM", config, None)
     model.to(torch.bfloat16).save_pretrained(place / FOLDER, max_shard_size="1MB")
     assert len(list((place / FOLDER).glob("*.safetensors"))) > 2
@@ -33,6 +34,6 @@ def expected(folder):
 @pytest.mark.parametrize("name", JOBS)
 def test_initial_weights_are_those_of_one_process(name, folder, expected):
     for case, models in reported("initial", folder, 2, JOBS[name]).items():
-        assert models.keys() == (set(LAYERED) if name == "pipeline" else expected.keys()), case
+        assert models.keys() == expected.keys(), case
         for model, digests in models.items():
             assert digests == expected[model], (case, model)

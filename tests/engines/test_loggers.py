@@ -19,7 +19,6 @@ STEPS, BATCH = 4, 8
 SECRET = "the-key-of-an-account"
 PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
 CASES = {
-    "zero2": ("deepspeed", {"zero_optimization": {"stage": 2}}),
     "pipeline": ("deepspeed", {**PIPELINE, "gradient_clipping": 0.0}),
     "horovod": ("horovod", {}),
 }
@@ -56,7 +55,7 @@ def file(folder, engine, more):
     return path
 
 
-@pytest.mark.parametrize("case", [pytest.param("zero2", marks=pytest.mark.long), "pipeline", "horovod"])
+@pytest.mark.parametrize("case", CASES)
 def test_every_logger_has_what_the_record_has(case, tmp_path):
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engines.test_forms import forms
-from tests.engines.test_round_trips import configuration, round_trip, zero
+from tests.engines.test_round_trips import configuration, round_trips, zero
 from tests.processes import COMPILING_SECONDS
 
 
@@ -15,7 +15,8 @@ def on_nvme(folder):
 
 @pytest.mark.timeout(COMPILING_SECONDS + 60)
 def test_state_on_nvme_goes_out_and_in_again(tmp_path):
-    report = round_trip("deepspeed", on_nvme(tmp_path), tmp_path, width=800, timeout_seconds=COMPILING_SECONDS)
+    files = {"nvme": configuration("deepspeed", on_nvme(tmp_path), 800)}
+    report = round_trips(tmp_path, 2, files, COMPILING_SECONDS)["nvme"]
     assert report["repeated"] == report["after"]
     assert report["from_the_start"] == report["first"]
     assert report["read_back"] == 0.0

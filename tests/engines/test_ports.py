@@ -3,9 +3,7 @@
 import pytest
 
 import dsframe
-from tests.engines.ports import BATCH, CASES, STEPS, Carried, moved, plain
-from tests.files import read_json
-from tests.processes import run_ranks, warm
+from tests.engines.ports import BATCH, CASES, Carried, moved, plain
 
 BOUND = 1e-5
 
@@ -15,26 +13,11 @@ def farthest(one, other):
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
 
 
-def off(one, other):
-    """Losses, and evaluations if there are any."""
-    assert len(one["losses"]) == len(other["losses"]) == STEPS
-    assert one["evaluation"].keys() == other["evaluation"].keys()
-    figures = [[*found["losses"], *found["evaluation"].values()] for found in (one, other)]
-    return farthest(*figures)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_is_the_plain_loop(name, tmp_path):
     losses = plain(CASES[name])
-    assert farthest(moved(name, "single", tmp_path)["losses"], losses) <= CASES[name].bound
+    assert farthest(moved(name, "single", tmp_path), losses) <= CASES[name].bound
     assert losses[-1] != losses[0]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What two ranks are measured by."""
-    folder = tmp_path_factory.mktemp("alone")
-    return {name: moved(name, "single", folder, by_sample=case.draws) for name, case in CASES.items() if not case.alone}
 
 
 def test_what_a_model_carries_is_in_checkpoints(tmp_path, monkeypatch):
@@ -48,11 +31,14 @@ def test_what_a_model_carries_is_in_checkpoints(tmp_path, monkeypatch):
     assert parts.loss == whole.loss
 
 
+@pytest.fixture(scope="module", params=[name for name, case in CASES.items() if not case.alone])
+def alone(request, tmp_path_factory):
+    """A script, and what two ranks are measured by."""
+    name = request.param
+    return name, moved(name, "single", tmp_path_factory.mktemp("alone"), by_sample=CASES[name].draws)
+
+
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed", "fsdp", "horovod"])
 def test_two_ranks_are_one_process(engine, alone, tmp_path):
-    command = ["-m", "tests.engines.ports", engine, str(tmp_path)]
-    run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=300).check()
-    found = read_json(tmp_path / f"{engine}.json")
-    distances = {name: off(found[name], alone[name]) for name in found}
-    assert found.keys() == {name for name, case in CASES.items() if case.runs_on(engine)}
-    assert {name: distance for name, distance in distances.items() if distance > BOUND} == {}, distances
+    name, losses = alone
+    assert farthest(moved(name, engine, tmp_path, 2, by_sample=CASES[name].draws), losses) <= BOUND

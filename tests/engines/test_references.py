@@ -25,7 +25,6 @@ def largest(left, right):
         ("ring", "ddp", 1e-6),
         ("server", "ddp", 1e-6),
         ("model parallel", "ddp", 1e-6),
-        ("server bf16", "ddp bf16", 5e-4),
         ("averaging sgd", "ddp sgd", 1e-6),
     ],
 )
@@ -73,7 +72,6 @@ def test_the_server_alone_keeps_the_optimizers_state(report):
         ("ring", 0.0),
         ("server", 0.0),
         ("model parallel", 0.0),
-        ("server bf16", 0.0),
         ("averaging sgd", 1e-6),
     ],
 )

@@ -1,13 +1,11 @@
 """A run that goes on: from every engine to every other within rounding, on the same engine to the last bit."""
 
-from unittest import mock
-
 import pytest
 
 from tests import portability
 from tests.engines.test_round_trips import also_long, configuration
 from tests.files import write_json
-from tests.processes import REPOSITORY, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 PAIRS = [
     ("zero3@2", "horovod@2"),
@@ -35,17 +33,7 @@ LONG_PAIRS = [
 ]
 
 NOISE = 2e-5
-"""Measured over the whole matrix: at most 4e-7. Sums in another order, 20 steps on."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_evaluations(tmp_path_factory):
-    """Of a twentieth of a small text: of the synthetic one they would take as long as the trainings."""
-    text = tmp_path_factory.mktemp("text") / "text"
-    text.write_bytes(2 * (REPOSITORY / "LICENSE").read_bytes())
-    short = {name: task | {"corpus": str(text)} for name, task in portability.MODELS.items()}
-    with mock.patch.object(portability, "MODELS", short):
-        yield
+"""Measured over the whole matrix: at most 4e-7. Sums in another order, 20 steps on; here 10."""
 
 
 @pytest.fixture(scope="module")

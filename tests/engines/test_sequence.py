@@ -13,10 +13,9 @@ from dsframe.config import load
 from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import MicroBatch
-from tests import equivalence
+from tests import equivalence, kept
 from tests.equivalence import SINGLE, Case, switched, zero
-from tests.files import ds_config, read_rows, write_json
-from tests.processes import run_ranks, warm
+from tests.files import ds_config, read_rows
 from tests.text_files import LLAMA
 
 
@@ -24,10 +23,9 @@ def records(folder, case, file=None, section=None):
     """metrics.jsonl of four steps and an evaluation, whose last batch is not full."""
     file = {**equivalence.document("gpt", case), **(file or {})}
     file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7, **(section or {})}
-    path, run_dir = folder / f"{case.engine}.json", folder / case.engine
-    write_json(path, file)
-    arguments = ["-m", "dsframe.train", "--config", str(path), "--run-dir", str(run_dir)]
-    run_ranks(warm(case.processes, arguments), timeout_seconds=200).check()
+    run_dir = folder / case.engine
+    file["dsframe"]["run_dir"] = str(run_dir)
+    kept.train(folder, file, case.processes).check()
     return read_rows(run_dir / "metrics.jsonl")
 
 

@@ -47,8 +47,7 @@ class FaultyTask(Task):
 
     def loss(self, outputs, targets):
         errors = (outputs - targets).square()
-        other = {"vector": errors, "nothing": None, "number": 1.0, "detached": errors.mean().detach()}
-        return other.get(os.environ["FAULT"], errors.mean())
+        return errors if os.environ["FAULT"] == "vector" else errors.mean()
 
     def metrics(self, outputs, targets):
         fails("metrics")

@@ -45,14 +45,11 @@ UNUSED = "a gradient of branches.0.weight on rank 0; a gradient of branches.1.we
 CASES = [
     pytest.param("gathered", "ranks", 1, BRANCHES, marks=LONG),
     pytest.param("gathered", "sizes", 4, LARGE, id="gathered sizes"),
-    pytest.param("gathered", "skips", 4, SKIPPED, marks=LONG),
     pytest.param("gathered", "evaluation", 6, BRANCHES, marks=LONG),
-    pytest.param("kept", "ranks", 4, BRANCHES, marks=LONG),
     pytest.param("kept", "sizes", 1, LARGE, marks=LONG),
     pytest.param("kept", "unused", 1, UNUSED, id="kept unused"),
     pytest.param("fsdp", "ranks", 4, BRANCHES, marks=LONG),
     pytest.param("fsdp", "skips", 4, SKIPPED, id="fsdp skips"),
-    pytest.param("fsdp", "sizes", 1, LARGE, marks=LONG),
     pytest.param("fsdp", "evaluation", 6, BRANCHES, marks=LONG),
 ]
 

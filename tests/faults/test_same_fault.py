@@ -23,9 +23,6 @@ FAULTS = {
     "hook": "the task's code raised ValueError: a mistake in hook",
     "after_step": "the task's code raised ValueError: a mistake in after_step",
     "vector": "FaultyTask.loss: returned a tensor of shape [ROWS, 1], not a scalar; return its mean",
-    "nothing": "FaultyTask.loss: returned NoneType, not a tensor; return the mean loss of the micro-batch.",
-    "number": "FaultyTask.loss: returned float, not a tensor; return the mean loss of the micro-batch",
-    "detached": "FaultyTask.loss: returned a tensor without a gradient, so nothing would be trained;",
 }
 SHORT = {("forward", "zero3"), ("vector", "ddp"), ("after_step", "zero3"), ("metrics", "ddp")}
 """The others in the night."""

@@ -40,19 +40,13 @@ def in_phase(owner, name, phase):
 def record(folder):
     """Notes phases, and writes everything when the process ends."""
     from dsframe import job
-    from dsframe.data.loader import EvaluationLoader, as_source
     from dsframe.engines.deepspeed.imports import deepspeed
     from dsframe.trainer import Trainer
     from dsframe.training.checkpoints import Checkpoints
     from dsframe.training.evaluations import Evaluations
     from dsframe.training.finite import FiniteCheck
     from dsframe.training.step_log import StepLog
-    from tests.engines.briefly import First
 
-    full = EvaluationLoader.__init__
-    EvaluationLoader.__init__ = lambda self, data, *, seed, **more: full(
-        self, First(as_source(data, seed)), seed=seed, **more
-    )
     switch_on.phase = "set-up"
     in_phase(deepspeed, "initialize", lambda *_: "set-up")
     in_phase(job, "make_engine", lambda *_: "set-up")

@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from tests import versions
 from tests.processes import REPOSITORY, run_ranks
 
@@ -45,13 +47,28 @@ def another_python():
     return sys.executable
 
 
-def test_make_train_in_a_fresh_clone_on_another_python(tmp_path):
-    """Set-up, both engines, the comparison; the second time there is nothing to set up. Without compiling another Horovod."""
+@pytest.fixture
+def clone(tmp_path):
     subprocess.run(["git", "clone", "-q", REPOSITORY, tmp_path / "clone"], check=True, timeout=60)
+    return tmp_path / "clone"
+
+
+def test_make_train_trains_one_file_with_two_engines(clone):
+    """Without its set-up, which `make setup-test` has done for these tests; each engine by its launcher, then the comparison."""
+    (clone / ".venv").symlink_to(REPOSITORY / ".venv")
+    finished = fresh_shell(
+        "launch/two-engines --set dsframe.steps=5 --set dsframe.eval_samples=64", clone, sys.executable, 300
+    ).check()
+    assert re.search(r"\n(horovod|ddp): the same training as deepspeed", finished.output), finished
+
+
+@pytest.mark.long
+def test_make_train_in_a_fresh_clone_on_another_python(clone):
+    """Set-up, both engines, the comparison; the second time there is nothing to set up. Without compiling another Horovod."""
     python = another_python()
-    finished = fresh_shell(typed()[0], tmp_path / "clone", python, 900, DSFRAME_HOROVOD="0").check()
+    finished = fresh_shell(typed()[0], clone, python, 900, DSFRAME_HOROVOD="0").check()
     assert "two-engines: Horovod is not installed" in finished.output
     assert "ddp: the same training as deepspeed" in finished.output
     lines = "make setup; source launch/activate; command -v deepspeed"
-    again = fresh_shell(lines, tmp_path / "clone", python, 60, DSFRAME_HOROVOD="0").check()
-    assert again.output.strip() == f"{tmp_path}/clone/launch/bin/deepspeed"
+    again = fresh_shell(lines, clone, python, 60, DSFRAME_HOROVOD="0").check()
+    assert again.output.strip() == f"{clone}/launch/bin/deepspeed"
