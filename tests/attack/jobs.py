@@ -76,7 +76,7 @@ def kill_restarted(folder, chance, engine):
 
     launch = ("--restarts", "3", "--restart-wait", "0.1")
     train(folder, ranks=2, launch=launch, during=strike, seconds=240, **settings, **often).check()
-    whole(folder, 2, launch=launch, seconds=240, **settings)
+    whole(folder, 2, **settings)
     evaluations = ", with evaluations" if evaluates else ""
     return f"{engine}{evaluations}, rank {rank} of 2 killed {'in the save ' + met[0] if met else 'in no save'}: same losses"
 
