@@ -44,7 +44,7 @@ class FirstStep(Listener):
             progress.say(f"dsframe: this task's {line}")
         if names := ", ".join(sorted(self._by_hooks)):
             progress.say(
-                f"dsframe: a hook changes {names}, which no checkpoint has: {_REMEDY}. models() has mean teachers (average_of)"
+                f'dsframe: a hook changes {names}, which no checkpoint has: {_REMEDY}. For a mean teacher: "average_of" in models()'
             )
         if names := ", ".join(sorted(training.engine.plan.optimizer.kept_outside)):
             text = f"optimizer keeps {names} from one step to the next, and no checkpoint has it"

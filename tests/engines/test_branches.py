@@ -30,11 +30,12 @@ def train(tmp_path_factory):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("way", ["idle", "rows"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    # At ZeRO-3, ranks that call different layers are told so: tests/faults/test_calls.py.
+    [(case, way) for case in CASES for way in ("idle", "rows") if (case, way) != ("deepspeed:3", "rows")],
+)
 def test_a_parameter_that_takes_no_part_has_a_zero_gradient(case, way, accumulation, train):
-    if case == "deepspeed:3" and way != "idle":
-        pytest.skip("ranks that call different layers are told so: tests/faults/test_calls.py")
     found, weights = train(case, way, accumulation)
     expected, wanted = train("single", way, 1, 1)
     assert found == pytest.approx(expected, rel=0, abs=BOUND)

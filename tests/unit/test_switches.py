@@ -25,6 +25,7 @@ from dsframe.tasks import layers
 from dsframe.tasks.language import gpt
 from dsframe.tasks.vision import cnn
 from tests.files import ds_config
+from tests.unit.test_values import Scales, Settings
 
 CPU = torch.device("cpu")
 
@@ -305,21 +306,6 @@ class Reading(nn.Linear):
         self.shown = rows.softmax(-1)
         gain = self.settings.gain * (self.weight in self.trained) * len(self.scales) * len(self.ring)
         return super().forward(rows).tanh() * gain / len(self.frozen.history) * self.shared[1].clone() * self.total
-
-
-class Settings(dict):
-    def __init__(self, **values):
-        super().__init__(values)
-
-    def __getattr__(self, name):
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-
-class Scales(list):
-    def __init__(self, count):
-        super().__init__(range(count))
 
 
 @dataclasses.dataclass(frozen=True)
