@@ -6,6 +6,7 @@ horovodrun -np 2 python -m tests.engines.again TIMES
 
 import atexit
 import sys
+import threading
 
 import torch
 
@@ -59,6 +60,9 @@ if __name__ == "__main__":
         name, _, level = wanted.partition(":")
         losses.append(train(number, name, level))
     assert max(losses) - min(losses) < 1e-5, losses
+    for server in (thread for thread in threading.enumerate() if "serve_forever" in thread.name):
+        server.join(timeout=5)
+        assert not server.is_alive(), "a training leaves Horovod's rendezvous server"
     if here().is_main:
         print(f"{len(losses)} trainings, one loss")
     atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from http.server import HTTPServer
 from typing import Any
 from weakref import WeakSet
 
@@ -68,8 +69,7 @@ class HorovodEngine(ReplicaEngine):
         # A model's own collectives are torch's.
         world = _with_address(plan.world)
         self._joins = not process_group.open_process_group(world, plan.device, plan.collective_limit)
-        if not self._joins:
-            _initialise(plan.world)
+        self._server = None if self._joins else _initialise(plan.world)
         self._op = plan.config.deepspeed.gradient_allreduce_op
         super().__init__(plan)
 
@@ -148,6 +148,9 @@ class HorovodEngine(ReplicaEngine):
         hvd.barrier()
         _leave()
         process_group.close_process_group()
+        if self._server:  # when all have left
+            self._server.shutdown()
+            self._server.server_close()
 
 
 def _refuse_gpus_without_nccl(device: torch.device) -> None:
@@ -196,8 +199,8 @@ def _with_address(world: World) -> World:
     return world
 
 
-def _initialise(world: World) -> None:
-    """**Collective.** ``hvd.init()``; where this build does not know the launcher with a rendezvous server on rank 0.
+def _initialise(world: World) -> HTTPServer | None:
+    """**Collective.** ``hvd.init()``; where this build does not know the launcher with a rendezvous server on rank 0, returned.
 
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
@@ -206,14 +209,14 @@ def _initialise(world: World) -> None:
     # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
     by_horovodrun = world.launcher == "horovodrun" and not next(_starts)
     known = by_horovodrun or (world.launcher == "mpirun" and hvd.mpi_built())
-    if world.size > 1 and not known:
-        _serve(world)
+    server = _serve(world) if world.size > 1 and not known else None
     hvd.init()
     phases.done("process group")
     if hvd.size() != world.size:
         size = hvd.size()
         _leave()
         raise EngineError(f"Horovod sees {size} processes, but the launcher {world.launcher} started {world.size}")
+    return server
 
 
 def _leave() -> None:
@@ -222,8 +225,8 @@ def _leave() -> None:
         hvd.shutdown()
 
 
-def _serve(world: World) -> None:
-    """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where."""
+def _serve(world: World) -> HTTPServer | None:
+    """**Collective.** Starts Horovod's rendezvous server on rank 0, which it is returned to, and tells everybody where."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -231,7 +234,7 @@ def _serve(world: World) -> None:
     host = "localhost" if world.size == world.local_size else socket.gethostname()
     names: list[str] = [""] * world.size
     dist.all_gather_object(names, host)
-    port = [0]
+    port, server = [0], None
     if world.is_main:
         hosts = ",".join(f"{name}:{slots}" for name, slots in Counter(names).items())
         # What its RendezvousServer does, but for the address: that one listens on every interface.
@@ -256,3 +259,4 @@ def _serve(world: World) -> None:
     )
     if interface := "lo" if world.size == world.local_size else interface_to(address):
         os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
+    return server
