@@ -15,6 +15,7 @@ from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.read.suggest import closest, longer
 from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.file import File, children, places
+from dsframe.config.schema.settings import TASKS, CustomTask
 
 _COMMON = frozenset(
     {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "properties", "title", "seed", "d",
@@ -89,6 +90,10 @@ class _Repair:
             self.findings.error(here, message, remedy, code="removed")
         elif name in SYNONYMS:
             self.unknown(here, *SYNONYMS[name])
+        elif owner in TASKS.values() and inside(self.raw, (*here[:-1], "name")) not in (None, *TASKS):
+            pass  # what is wrong is the name, which is said
+        elif owner in TASKS.values() and (tasks := [show(task) for task in TASKS if key in TASKS[task].model_fields]):
+            self.unknown(here, "not a key of this task", f'"name": {" or ".join(tasks)} has it')
         elif self.foreign(owner, here):
             self.translate(here, value)
         else:
@@ -97,7 +102,8 @@ class _Repair:
     def foreign(self, owner: type[Section], here: Path) -> bool:
         """True for a key of another trainer, at the top level or in a section of ours that has nothing like it."""
         key = str(here[-1])
-        ours = here[:-1] in ((), ("dsframe",)) or (here[0] == "dsframe" and not closest(key, owner.model_fields))
+        within = here[0] == "dsframe" and owner is not CustomTask
+        ours = here[:-1] in ((), ("dsframe",)) or (within and not closest(key, owner.model_fields))
         return ours and foreign.answers(key) and dotted(here) not in MEANT
 
     def translate(self, here: Path, value: Any) -> None:
