@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import TaskError
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 
 _BY_ELEMENT = frozenset("detach lift_fresh alias copy_ fill_ zero_ zeros_like masked_fill_ clone _to_copy".split())  # noqa: SIM905
 """torch's functions that treat each number by itself and do not have its tag for it."""
@@ -18,7 +18,7 @@ _BY_ELEMENT = frozenset("detach lift_fresh alias copy_ fill_ zero_ zeros_like ma
 
 def overridden(task: Task) -> bool:
     """True if the task writes to weights after updates."""
-    return type(task).after_step is not Task.after_step
+    return gives(task, "after_step")
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.task import Sum, Task, loss_and_terms, sums
+from dsframe.tasks.task import Sum, Task, gives, loss_and_terms, sums
 
 Make = Callable[[Plan], ModelEngine]
 
@@ -57,7 +57,7 @@ def make(engine: Make, plan: Plan) -> Engine:
 def names(task: Task) -> list[str]:
     """Returns the names of the task's models, none where it has one without a name. Raises TaskError where losses are of others."""
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
-    if models and type(task).model is not Task.model:
+    if models and gives(task, "model"):
         raise TaskError(f"{whose} has model() and models(); remove one of them")
     for name, made in task.models().items():
         if isinstance(made, AverageOf) and (made.model not in losses or name in losses):
@@ -342,7 +342,7 @@ class PartsEngine(Engine):
         """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
         metrics = self._first.eval_step(batch, measure)
         task = self.plan.task
-        if type(task).metrics_of_models is Task.metrics_of_models:
+        if not gives(task, "metrics_of_models"):
             return metrics
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.no_grad():

@@ -21,7 +21,7 @@ from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import switches
 from dsframe.model.built import FROZEN, ParameterGroups
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -65,7 +65,7 @@ class _Wanted:
 def are_asked(config: Config, task: Task) -> bool:
     """True if :func:`settle_groups` may find groups."""
     settings = config.settings
-    task_has_groups = type(task).parameter_groups is not Task.parameter_groups
+    task_has_groups = gives(task, "parameter_groups")
     return (
         bool(settings.parameter_groups)
         or settings.no_decay != "none"

@@ -23,7 +23,7 @@ import torch
 from dsframe.config.features import own_adam
 from dsframe.config.schema.optimizer import OF_TASK, Optimizer, muon_rates
 from dsframe.errors import ConfigError, EngineError, Problem, TaskError
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -147,7 +147,7 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
     """``spec``, with the task's method where the file's type is "task". Raises TaskError where it has none."""
     if spec.kind != OF_TASK:
         return spec
-    if type(task).optimizer is Task.optimizer:
+    if not gives(task, "optimizer"):
         raise TaskError(
             f'optimizer.type is "{OF_TASK}", and {type(task).__name__} has no optimizer(groups, **params); define it'
         )

@@ -66,7 +66,11 @@ class Generators:
 
     def changed(self) -> bool:
         """Returns whether one has moved since."""
-        return self.process_changed() or any(state_of(value) != _comparable(before) for value, before in self._held)
+        return self.process_changed() or self.held_changed()
+
+    def held_changed(self) -> bool:
+        """Returns whether one that is held has moved since."""
+        return any(state_of(value) != _comparable(before) for value, before in self._held)
 
     def put_back(self, *, process: bool = False) -> None:
         """Puts those back that are held, in the same objects. ``process``: those of NumPy and Python, too."""

@@ -343,7 +343,7 @@ class Task:
         :meth:`loss_weight` it is over as many items as outputs and targets have rows, where these are as many, else samples."""
         returned, terms = loss_and_terms(self.loss(outputs, targets))
         loss = tensor_of(returned, f"{type(self).__name__}.loss")
-        weighted = type(self).loss_weight is not Task.loss_weight
+        weighted = gives(self, "loss_weight")
         items = torch.as_tensor(
             self.loss_weight(targets) if weighted else _items(outputs, targets, self.context.eval_samples),
             device=loss.device,
@@ -440,7 +440,7 @@ class Task:
     @property
     def prepares(self) -> bool:
         """True if :meth:`prepare` has something to do: ranks then meet before they read."""
-        return type(self).prepare is not Task.prepare
+        return gives(self, "prepare")
 
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)`` pairs or of dicts
@@ -498,6 +498,11 @@ class _OfParts(Task):
 
     def eval_data(self) -> Any:
         return self._held_out
+
+
+def gives(task: Task, name: str) -> bool:
+    """True of a method that the task has of its own, in its class or in an attribute."""
+    return name in vars(task) or getattr(type(task), name) is not getattr(Task, name)
 
 
 def _items(outputs: Any, targets: Any, samples: int) -> int:

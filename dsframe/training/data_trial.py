@@ -21,7 +21,7 @@ from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 from dsframe.host import generators
 from dsframe.model.user_state import functions_of, is_generator, state_of, words_of
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 from dsframe.training.loaders import sets
 from dsframe.values import FEW
 
@@ -56,7 +56,7 @@ def examined(task: Task, seed: int, data: tuple[Any, Any], say: Callable[[str], 
 def _refuse_changing_order(task: Task, samples: int) -> None:
     """Raises DataError where ``Task.order`` gives an epoch another order when it is asked again, or draws from what it does not
     seed."""
-    if type(task).order is Task.order or not samples:
+    if not gives(task, "order") or not samples:
         return
     orders = []
     with generators.kept():

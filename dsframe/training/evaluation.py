@@ -27,7 +27,7 @@ from dsframe.model.metric_objects import FailedMetricError
 from dsframe.model.micro_batch import Measure
 from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
-from dsframe.tasks.task import Sum, Task, sums
+from dsframe.tasks.task import Sum, Task, gives, sums
 from dsframe.text import reason
 from dsframe.training import unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
@@ -52,12 +52,12 @@ class Evaluation:
         self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
         self._on_batch = on_batch
         self._said: set[str] = set()
-        self._has_loss = type(engine.plan.task).loss is not Task.loss
+        self._has_loss = gives(engine.plan.task, "loss")
         self._no_loss = ""
         """Why this rank could not compute the loss."""
         self._kept: list[bytes] = []
         """What the task keeps of each batch for metrics of all."""
-        self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
+        self._keeps = gives(engine.plan.task, "metrics_of_all")
         self._before: Task | None = None
         """The task as it was before a set, if it may make numbers of what the batches of this rank have left in it."""
         self._joins: bool | None = None if engine.built.watch else False
@@ -152,7 +152,7 @@ class Evaluation:
         self._kept.clear()
         task, context = self._engine.plan.task, self._engine.plan.task.context
         context.local_rows = False
-        if type(task).finalize is not Task.finalize and self._engine.plan.world.size > 1:
+        if gives(task, "finalize") and self._engine.plan.world.size > 1:
             self._before = unmoved.twin(task)
         local_totals = self._batches(name, batches, measure, stops, self._join)
         if local_totals is None:

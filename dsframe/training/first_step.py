@@ -71,6 +71,11 @@ class FirstStep(Listener):
     def _say_draws(self, training: Training) -> None:
         """Raises TaskError for draws that were to belong to samples, and cannot."""
         built, trial, say = training.engine.built, self._trial, training.progress.say
+        if trial.draws_own and training.step > 1:
+            raise TaskError(
+                "model or loss draws with a generator that the model or the task holds: a resumed run begins with its first "
+                "numbers again. Draw with torch's own generator, which checkpoints have"
+            )
         if trial.draws_others:
             what = "model or loss draws with NumPy, Python's random or a generator of its own"
             if built.sample_draws:

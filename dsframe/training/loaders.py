@@ -13,8 +13,8 @@ from dsframe.config.resolve.batch import Batch
 from dsframe.config.value import Config
 from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.sampler import sequential
-from dsframe.errors import TaskError
-from dsframe.tasks.task import Task
+from dsframe.errors import DataError, TaskError
+from dsframe.tasks.task import Task, gives
 
 
 def loaders(
@@ -36,8 +36,11 @@ def loaders(
     )
     evaluation = {}
     for name, held_out in sets(task, data[1]).items():
+        source = as_source(held_out, seed, task.eval_collate or task.collate)
+        if name and not len(source):
+            raise DataError(f'the evaluation data set "{name}" is empty')
         evaluation[name] = EvaluationLoader(
-            as_source(held_out, seed, task.eval_collate or task.collate),
+            source,
             seed=seed,
             micro_batch_size=config.settings.eval_micro_batch_size or batch.micro_batch_size,
             rank=rank,
@@ -64,7 +67,7 @@ def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
 
 def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
     """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
-    of_task = task.order if type(task).order is not Task.order else None
+    of_task = task.order if gives(task, "order") else None
     if config.settings.order == "shuffled":
         return of_task
     if of_task:

@@ -73,8 +73,9 @@ class LossTrial:
         """The same, after the first step."""
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
-        self.draws_others = False
-        """True if NumPy's or Python's generator, or one of the task's own, has moved on this rank in the step."""
+        self.draws_others = self.draws_own = False
+        """True if NumPy's or Python's generator, or one that task or model hold, has moved on this rank in the step; one
+        of these."""
         self.of_model = ModuleState(engine)
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
@@ -107,6 +108,7 @@ class LossTrial:
         if self._held is not None and self._others is not None:
             self.of_model.step_ended()
             self.draws_others = self._others.changed()
+            self.draws_own = self._others.held_changed()
             self._weights = self._held.changed_weights()
             self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
             self._held, self._before_hooks = None, self._held

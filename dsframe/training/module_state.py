@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,10 +21,11 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
+from dsframe.host.source_files import is_users
 from dsframe.model import extra_state
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
-from dsframe.model.user_spaces import Space, attributes
+from dsframe.model.user_spaces import Space
 from dsframe.model.user_state import words_of
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.shared_buffers import but_statistics
@@ -61,14 +62,15 @@ class ModuleState:
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
-        self._later: held.Values | None = None
+        self._later: tuple[held.Values, ...] = ()
+        self._built = dict[str, Any]()
 
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
         watch = self._engine.built.watch
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
-            self._batch, self._before = (batch.inputs, batch.targets), self._values(watch.model)
+            self._batch, self._before = (batch.inputs, batch.targets), self._values()
             self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
@@ -79,7 +81,8 @@ class ModuleState:
         self._task_after = unmoved.twin(task)
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
-            self._after = self._values(watch.model)
+            self._after = self._values()
+            self._built = _built(self._modules())
             self._extra_after = extra_state.pack(watch.model)
             self._changed |= {
                 name for name, packed in self._extra_after.items() if not same(packed, self._extra_before.get(name))
@@ -88,23 +91,36 @@ class ModuleState:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def changed_by_hooks(self) -> set[str]:
-        """Returns what has changed since the step had ended: attributes of task and model, and what their code keeps elsewhere."""
-        watch, task = self._engine.built.watch, self._engine.plan.task
+        """Returns what has changed since the step had ended: attributes of task and model, what their code keeps elsewhere, and
+        modules, with their modes and the user's hooks."""
+        task = self._engine.plan.task
+        loss = inspect.unwrap(type(task).loss)
+        words = words_of(loss.__code__) if inspect.isfunction(loss) else frozenset[str]()
+        of_loss = held.Values([Space(vars(task), words, "{}")], lambda value: isinstance(value, (int, float, str)))
         of_task = unmoved.changes(self._task_after, task)
-        spaces = attributes(watch.model) if watch else []
-        if inspect.isfunction(loss := inspect.unwrap(type(task).loss)):
-            spaces.append(Space(vars(task), words_of(loss.__code__), "{}"))
-        self._later = held.Values(spaces, lambda value: isinstance(value, (int, float, str)))
-        return set[str]().union(*of_task, *(values.changed() for values in self._after or ())) - {"hooks"}
+        changed = set[str]().union(*of_task, *(values.changed() for values in self._after or ()))
+        before, self._built = self._built, _built(self._modules())
+        self._later = (*self._values(), of_loss)
+        return (changed | _differing(before, self._built)) - {"hooks"}
 
     def changed_later(self) -> set[str]:
-        """Returns what loss or model read and what has changed since the first step: numbers and texts, the first time."""
-        changed = self._later.changed() - self.of_task - self._changed if self._later else set[str]()
-        self._later = None if changed else self._later
+        """Returns what loss or model read and what has changed since the first step, the first time."""
+        if not self._later:
+            return set()
+        changed = _differing(self._built, _built(self._modules())).union(*(values.changed() for values in self._later))
+        changed -= self.of_task | self._changed | self._outside
+        self._later = () if changed else self._later
         return changed
 
-    def _values(self, model: nn.Module) -> tuple[held.Values, held.Values]:
-        return held.attributes(model, buffers=True), held.outside(self._engine)
+    def _modules(self) -> nn.Module:
+        """The model and the modules that the task holds, by the names that they have there."""
+        watch, every = self._engine.built.watch, nn.Module()
+        of_task = {name: value for name, value in vars(self._engine.plan.task).items() if isinstance(value, nn.Module)}
+        every._modules.update({"": watch.model} if watch else {}, **of_task)
+        return every
+
+    def _values(self) -> tuple[held.Values, held.Values]:
+        return held.attributes(self._modules(), buffers=True), held.outside(self._engine)
 
     def judge(self, differ: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Returns what is to be said, or nothing. ``differ``: the buffers and extra states that differ between
@@ -217,7 +233,7 @@ class ModuleState:
                             attributes[name] = values[name]
                     losses.add(self._batch, samples=1)
                     contents.append(buffers.contents())
-                    left = left or self._values(watch.model)[whose == "program"]
+                    left = left or self._values()[whose == "program"]
                     changed.append(left.changed())
         except (EngineError, WorldError):
             raise
@@ -237,6 +253,22 @@ class ModuleState:
         saved = persistent_buffers(watch.model)  # others are attributes, that the loss has been asked about
         moved = (name for name in saved.keys() & first if not same(first[name], second.get(name)))
         return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO, carried
+
+
+def _built(every: nn.Module) -> dict[str, Any]:
+    """What modules are, beside their values: which object, its mode, the user's hooks, its own ``forward``."""
+    found = dict[str, Any]()
+    for name, module in [*every.named_modules()][1:]:
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        codes = ((hook, getattr(inspect.unwrap(hook), "__code__", None)) for hook in hooks)
+        users = [hook for hook, code in codes if code and is_users(code.co_filename)]
+        own = (module, vars(module).get("forward"))
+        found |= {name or "model": own, f"{name}.training": module.training, f"hooks of {name or 'model'}": users}
+    return found
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
 def _few(names: list[str]) -> str:

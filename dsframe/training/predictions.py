@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.data.collate import LABELS, Collate, collated
 from dsframe.data.loader import DatasetSource
 from dsframe.errors import TaskError
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 from dsframe.values import attributes_of
 
 
@@ -36,7 +36,7 @@ def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None and isinstance(targets, Tensor) and targets.ndim > 1:
         mask = targets != -100
-    if type(task).predictions is not Task.predictions or not isinstance(mask, Tensor) or bool(mask.all()):
+    if gives(task, "predictions") or not isinstance(mask, Tensor) or bool(mask.all()):
         return False
     return any(isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape[:2] for leaf in tree_leaves(outputs))
 

@@ -30,7 +30,7 @@ from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
 from dsframe.model import derivatives
 from dsframe.model.weight_watch import WeightWatch
-from dsframe.tasks.task import Sum, Task, loss_and_terms
+from dsframe.tasks.task import Sum, Task, gives, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import held, unmoved
 
@@ -261,7 +261,7 @@ class Losses:
         """**Collective.** Adds the losses of ``batch``, which has so many ``samples``. Leaves no trace in the task."""
         engine, task = self._engine, self._task
         of_several = engine.built.losses
-        weighted = type(task).loss_weight is not Task.loss_weight
+        weighted = gives(task, "loss_weight")
         self.items.append(float(task.loss_weight(batch[1])) if weighted else samples)
         with self._gradients():
             if of_several is None:

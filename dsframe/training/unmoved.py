@@ -86,9 +86,10 @@ class Buffers:
 
 @contextmanager
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
-    """Puts back the random generators, buffers and attributes of the modules of ``model``, and what user code keeps elsewhere."""
+    """Puts back the random generators, buffers, attributes and modes of the modules of ``model``, and what user code keeps
+    elsewhere."""
     changing = (held.attributes(model), held.outside(engine), held.Generators(engine), Buffers(model.named_modules()))
-    extra = extra_state.pack(model)
+    extra, modes = extra_state.pack(model), {module: module.training for module in model.modules()}
     with generators.kept(engine.plan.device):
         try:
             yield
@@ -96,6 +97,8 @@ def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
             for values in changing:
                 values.put_back()
             extra_state.load(model, extra)
+            for module, mode in modes.items():
+                module.training = mode  # a hook may have a part in evaluation mode
 
 
 class HeldBuffers:

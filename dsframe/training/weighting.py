@@ -14,7 +14,7 @@ from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model.micro_batch import Inputs, MicroBatch
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 
 
 def refuse(task: Task, batch: Batch) -> None:
@@ -33,7 +33,7 @@ def refuse(task: Task, batch: Batch) -> None:
 
 
 def _has_weight(task: Task) -> bool:
-    return type(task).loss_weight is not Task.loss_weight
+    return gives(task, "loss_weight")
 
 
 class LossWeights:

@@ -12,7 +12,7 @@ import dsframe
 from dsframe import cli
 from dsframe.checkpoint import store
 from dsframe.data import TensorSource
-from dsframe.errors import CheckpointError, TaskError
+from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.inference import load_model
 from dsframe.results import best_step
 from tests.files import ds_config, read_rows
@@ -139,3 +139,12 @@ def test_several_sets_have_names(folder):
         TaskError, match=r"keep_best: no metric 'precision' .* it has val/loss, val/precision, clean/loss"
     ):
         dsframe.fit(Sets(), file())
+
+
+def test_an_empty_one_of_several_sets_is_named(folder):
+    class Empty(Told):
+        def eval_data(self):
+            return {"val": self.train_data(), "clean": TensorSource(torch.zeros(0, 2), torch.zeros(0, 1))}
+
+    with pytest.raises(DataError, match='the evaluation data set "clean" is empty'):
+        dsframe.fit(Empty(), file())

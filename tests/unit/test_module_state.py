@@ -205,6 +205,78 @@ def test_what_a_hook_sets_later_is_said_when_it_is_saved(step, owner, said, tmp_
     assert f"dsframe: {said} changed" in printed or not said
 
 
+class Parts(nn.Module):
+    """What no weight and no saved buffer is: parts without weights, modes, hooks, values that forward reads."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.act = nn.Linear(8, 3), nn.BatchNorm1d(3), nn.LeakyReLU()
+        self.register_buffer("prior", torch.ones(3), persistent=False)
+        self.shift, self.modes = torch.zeros(3), []
+
+    def forward(self, rows):
+        self.modes += [self.norm.training] * self.training
+        return self.scale * self.act(self.norm(self.body(rows))) * self.prior + self.shift
+
+
+class Turned(Remembers, dsframe.Hooks):
+    """A hook changes one of these, or the criterion, at a step."""
+
+    def __init__(self, change, step):
+        self.hooks, self.change, self.step = [self], change, step
+        self.criterion, self.net = nn.CrossEntropyLoss(), Parts()
+
+    def model(self):
+        return self.net
+
+    def loss(self, outputs, targets):
+        return self.criterion(outputs, targets)
+
+    def on_step(self, run):
+        if run.step == self.step:
+            CHANGES[self.change](self)
+
+
+CHANGES = {
+    "act": lambda task: setattr(task.net, "act", nn.GELU()),
+    "act.negative_slope": lambda task: setattr(task.net.act, "negative_slope", 0.5),
+    "hooks of act": lambda task: task.net.act.register_forward_hook(lambda module, inputs, outputs: outputs / 2),
+    "body": lambda task: setattr(task.net.body, "forward", lambda rows: rows[:, :3]),
+    "norm.training": lambda task: task.net.norm.eval(),
+    "prior": lambda task: task.net.prior.mul_(2),
+    "shift": lambda task: task.net.shift.add_(1),
+    "criterion": lambda task: setattr(task, "criterion", nn.CrossEntropyLoss(label_smoothing=0.2)),
+    "criterion.label_smoothing": lambda task: setattr(task.criterion, "label_smoothing", 0.2),
+    "Parts.scale": lambda task: setattr(Parts, "scale", 2.0),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_hook_changes_beside_weights_is_said(change, step, tmp_path, capsys, monkeypatch):
+    """A resumed run had the old one, silently: 1e-1 in its losses."""
+    monkeypatch.setattr(Parts, "scale", 1.0)
+    fit(tmp_path, Turned(change, step), 3)
+    printed = capsys.readouterr().err
+    assert (f"a hook changes {change}, which no checkpoint has" if step == 1 else f"{change} changed after") in printed
+
+
+def test_nothing_is_said_of_hooks_that_change_nothing(tmp_path, capsys):
+    fit(tmp_path, Turned("act", 9), 3, {"eval_every_steps": 1})
+    printed = capsys.readouterr().err
+    assert "changed after" not in printed
+    assert "a hook changes" not in printed
+
+
+def test_a_mode_that_a_hook_sets_after_the_first_step_stays(tmp_path):
+    """The look at that step put it back into training mode: 2e-1 in the next loss."""
+    task = Turned("norm.training", 1)
+    fit(tmp_path, task, 3)
+    assert task.net.modes == [True, False, False]
+
+
 class OtherInEvaluation(Scaled):
     def forward(self, rows):
         outputs = super().forward(rows)

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import dsframe
 from dsframe.config.schema.settings import CustomTask
 from dsframe.errors import TaskError
 from dsframe.tasks import Sum, Task, build
 from dsframe.tasks.task import sums
+from tests.files import ds_config
+from tests.lines import Line
 
 MODULE = """
     import torch
@@ -163,3 +166,33 @@ def test_a_total_may_be_a_number(total):
 def test_metrics_that_are_no_sums_are_refused(found, said):
     with pytest.raises(TaskError, match=rf"^Counting\.metrics: {said}; give .*dsframe\.Sum\(total, count\)"):
         sums(found, "Counting.metrics")
+
+
+def clamped(task, name, weight):
+    weight.clamp_(-0.01, 0.01)
+
+
+def backwards(task, epoch, samples):
+    return torch.arange(samples).flip(0)
+
+
+def halved(task, targets):
+    return 0.5 * len(targets) if targets.sum() > 0 else len(targets)
+
+
+METHODS = {"after_step": clamped, "order": backwards, "loss_weight": halved}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_in_an_attribute_is_the_tasks_too(name):
+    """They were left out, silently, but for loss() and model()."""
+
+    def trained(task):
+        own = {"engine": "single", "steps": 3, "run_dir": "run"}
+        file = ds_config(8, "SGD", 0.1, **own) | {"gradient_accumulation_steps": 2}
+        return dsframe.fit(task, file, resume="never").loss
+
+    set_on_it = Line()
+    vars(set_on_it)[name] = METHODS[name].__get__(set_on_it)
+    losses = [trained(task) for task in (type("Line", (Line,), {name: METHODS[name]})(), set_on_it, Line())]
+    assert losses[0] == losses[1] != losses[2]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.errors import TaskError
 from dsframe.model.build import LARGE
 from dsframe.model.persistent import persistent_buffers
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, gives
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = "put it into a layer, or train without a pipeline"
@@ -21,7 +21,7 @@ _REMEDY = "put it into a layer, or train without a pipeline"
 
 def refuse_own_model(task: Task) -> None:
     """Raises TaskError where ``model()`` of a task with ``layers()`` is more than these, or another: other engines train that."""
-    if type(task).model is not Task.model and not _returns_layers(task):
+    if gives(task, "model") and not _returns_layers(task):
         raise TaskError(
             f"{type(task).__name__} has layers() and a model() of its own; a pipeline would train the layers, and all other "
             "engines the model; leave one of them out"
