@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -239,7 +240,21 @@ def described(model: nn.Module) -> dict[str, str]:
     return {
         "digest of str(model)": xxh3_64_hexdigest(printed.encode()),
         "trained parameters": f"{len(trained):,} of {len(named):,}, digest {xxh3_64_hexdigest(' '.join(trained).encode())}",
+        "digest of values that no checkpoint has": xxh3_64_hexdigest(" ".join(_sizes_of_others(model)).encode()),
     }
+
+
+def _sizes_of_others(model: nn.Module) -> Iterator[str]:
+    """Yields the size of each tensor and array in a buffer that is not saved or in an attribute, in few digits: other processors
+    compute sines in other last digits."""
+    for name, module in model.named_modules():
+        transient = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+        for key, value in {**transient, **vars(module)}.items():
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                value = torch.from_numpy(np.ascontiguousarray(value))
+            if type(value) is Tensor and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
+                wide = torch.complex128 if value.is_complex() else torch.float64
+                yield f"{name}.{key} {list(value.shape)} {float(value.detach().to(wide).abs().sum()):.3g}"
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:

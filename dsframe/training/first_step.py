@@ -66,7 +66,7 @@ class FirstStep(Listener):
     def on_checkpoint(self, training: Training, path: Path) -> None:
         """Says what the checkpoint lacks."""
         if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
-            training.progress.say(f"dsframe: {names} changed after the first step, and no checkpoint has it: {_REMEDY}")
+            training.progress.say(f"dsframe: {names} changed in training, and no checkpoint has it: {_REMEDY}")
 
     def _say_draws(self, training: Training) -> None:
         """Raises TaskError for draws that were to belong to samples, and cannot."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,12 +19,16 @@ from dsframe.model.user_spaces import ABSENT, Space
 from dsframe.model.user_state import generators_of
 from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
 
+_SMALL = 1 << 20
+"""Bytes."""
+
 
 class Values:
     """Plain values of some name spaces, as they were when this was made."""
 
-    def __init__(self, spaces: Iterable[Space], is_plain: Callable[[Any], bool]) -> None:
-        self._spaces, self._is_plain = list(spaces), is_plain
+    def __init__(self, spaces: Iterable[Space], is_plain: Callable[[Any], bool], most: float = math.inf) -> None:
+        """``most``: bytes of a value that is looked at."""
+        self._spaces, self._is_plain, self._most = list(spaces), is_plain, most
         self._held = [{key: (value, copied(value)) for key, value in self._plain(space)} for space in self._spaces]
 
     def changed(self) -> set[str]:
@@ -34,6 +40,10 @@ class Values:
                 if type(before) is not type(value) or not same(before, value):
                     names.add(space.label.format(key).removeprefix("."))
         return names
+
+    def small(self) -> Values:
+        """Returns the small ones as they are now, to be held for long."""
+        return Values(self._spaces, self._is_plain, _SMALL)
 
     def put_back(self) -> None:
         """Puts them back, in the same objects."""
@@ -54,10 +64,17 @@ class Values:
             value = values[key]
             if isinstance(value, tuple) or type(value) in CONTAINERS:
                 entries = value.values() if isinstance(value, dict) else value
-                if len(value) > FEW or all(map(self._is_plain, tree_leaves(list(entries)))):
+                leaves = tree_leaves(list(entries)) if len(value) <= FEW else []
+                if all(map(self._is_plain, leaves)) and self._fit(leaves or [value]):
                     yield key, value
-            elif self._is_plain(value) or (space.holds_buffers and isinstance(value, Tensor)):
+            elif (self._is_plain(value) or (space.holds_buffers and isinstance(value, Tensor))) and self._fit([value]):
                 yield key, value
+
+    def _fit(self, values: list[Any]) -> bool:
+        return (
+            self._most == math.inf
+            or sum(getattr(value, "nbytes", 0) or sys.getsizeof(value) for value in values) <= self._most
+        )
 
 
 def attributes(model: nn.Module, *, buffers: bool = False) -> Values:

@@ -64,6 +64,8 @@ class ModuleState:
         """Attributes of the task that its loss has changed on this rank."""
         self._later: tuple[held.Values, ...] = ()
         self._built = dict[str, Any]()
+        self._rebuilt = set[str]()
+        """What modules are, of the last look, and which of it the first step has changed."""
 
     def begin(self, batch: MicroBatch) -> None:
         """Before the first micro-batch."""
@@ -71,6 +73,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values()
+            self._built = _built(self._modules())
             self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
@@ -82,7 +85,8 @@ class ModuleState:
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._after = self._values()
-            self._built = _built(self._modules())
+            before, self._built = self._built, _built(self._modules())
+            self._rebuilt = _differing(before, self._built) & before.keys()
             self._extra_after = extra_state.pack(watch.model)
             self._changed |= {
                 name for name, packed in self._extra_after.items() if not same(packed, self._extra_before.get(name))
@@ -100,14 +104,15 @@ class ModuleState:
         of_task = unmoved.changes(self._task_after, task)
         changed = set[str]().union(*of_task, *(values.changed() for values in self._after or ()))
         before, self._built = self._built, _built(self._modules())
-        self._later = (*self._values(), of_loss)
+        self._later = (*(values.small() for values in self._after or ()), of_loss)
         return (changed | _differing(before, self._built)) - {"hooks"}
 
     def changed_later(self) -> set[str]:
-        """Returns what loss or model read and what has changed since the first step, the first time."""
+        """Returns what loss or model read and what has changed since the first step, and parts that it replaced: the first time."""
         if not self._later:
             return set()
         changed = _differing(self._built, _built(self._modules())).union(*(values.changed() for values in self._later))
+        changed |= self._rebuilt
         changed -= self.of_task | self._changed | self._outside
         self._later = () if changed else self._later
         return changed

@@ -201,7 +201,7 @@ class Later(SetByHook):
 def test_what_a_hook_sets_later_is_said_when_it_is_saved(step, owner, said, tmp_path, capsys):
     fit(tmp_path, Later(step, owner), 4)
     printed = capsys.readouterr().err
-    assert printed.count("changed after the first step, and no checkpoint has it") == bool(said)
+    assert printed.count("changed in training, and no checkpoint has it") == bool(said)
     assert f"dsframe: {said} changed" in printed or not said
 
 
@@ -260,13 +260,34 @@ def test_what_a_hook_changes_beside_weights_is_said(change, step, tmp_path, caps
     monkeypatch.setattr(Parts, "scale", 1.0)
     fit(tmp_path, Turned(change, step), 3)
     printed = capsys.readouterr().err
-    assert (f"a hook changes {change}, which no checkpoint has" if step == 1 else f"{change} changed after") in printed
+    assert (
+        f"a hook changes {change}, which no checkpoint has" if step == 1 else f"{change} changed in training"
+    ) in printed
+
+
+class Adding(Remembers):
+    """Its first loss adds a hook to a module."""
+
+    def model(self):
+        self.net, self.added = Parts(), False
+        return self.net
+
+    def loss(self, outputs, targets):
+        if not self.added and torch.is_grad_enabled():
+            self.added = True
+            CHANGES["hooks of act"](self)
+        return super().loss(outputs, targets)
+
+
+def test_parts_that_the_first_step_replaces_are_said(tmp_path, capsys):
+    fit(tmp_path, Adding(), 2)
+    assert "hooks of act changed in training, and no checkpoint has it" in capsys.readouterr().err
 
 
 def test_nothing_is_said_of_hooks_that_change_nothing(tmp_path, capsys):
     fit(tmp_path, Turned("act", 9), 3, {"eval_every_steps": 1})
     printed = capsys.readouterr().err
-    assert "changed after" not in printed
+    assert "changed in training" not in printed
     assert "a hook changes" not in printed
 
 

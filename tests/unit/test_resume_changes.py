@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,7 +54,11 @@ MANIFEST = {
         "ema": {"decay": 0.9, "every_steps": 1},
         "model": {"sync_batch_norm": False, "keep_in_fp32": []},
         "communication": {"communication": "none", "compression": "none"},
-        "modules": {"digest of str(model)": "aa", "trained parameters": "4 of 4, digest bb"},
+        "modules": {
+            "digest of str(model)": "aa",
+            "trained parameters": "4 of 4, digest bb",
+            "digest of values that no checkpoint has": "cc",
+        },
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
     "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
@@ -307,6 +312,11 @@ class Shaped(dsframe.Task):
         layers = [nn.Linear(8, 16), nn.ReLU() if self.kind == "relu" else nn.Tanh(), nn.Linear(16, 3)]
         if self.kind == "frozen":
             layers[0].requires_grad_(False)
+        drawn = np.random.default_rng().normal(size=8)  # no seed fixes it
+        if self.kind == "buffer":
+            layers[0].register_buffer("drawn", torch.from_numpy(drawn), persistent=False)
+        if self.kind in ("attribute", "array"):
+            layers[0].drawn = torch.from_numpy(drawn) if self.kind == "attribute" else drawn
         return nn.Sequential(*layers)
 
     def loss(self, outputs, targets):
@@ -364,6 +374,10 @@ SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
         ),
         ({"task": Shaped("frozen")}, {}, 'modules.trained parameters was "2 of 4, digest '),
         ({}, {"task": Shaped("relu")}, 'modules.digest of str(model) was "'),
+        *(
+            ({"task": Shaped(kind)}, {"task": Shaped(kind)}, "modules.digest of values that no checkpoint has was ")
+            for kind in ("buffer", "attribute", "array")
+        ),
         ({"top": LATE, "steps": 1}, {"top": LATE | SLOW}, "learning rate was 0.01, is 0.001: the new schedule"),
     ],
 )
