@@ -115,7 +115,9 @@ def train(run: Run, world: World) -> Summary:
     run.host.lock.take(job.plan.directory, world, job.say)
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
+    read = dict(vars(run.task))
     engine, facts = make_engine(job, watchdog)
+    _refuse_late(run, read)
     mine = _manifest(job, engine, watchdog)
     facts |= _identity(job, engine, mine)
     saver, start = _resume(job, engine, watchdog, mine)
@@ -195,6 +197,16 @@ def _refuse_several(run: Run) -> None:
         raise TaskError(
             f"dsframe.optimizers: {type(run.task).__name__} has no models(), so there are none to name; remove it"
         )
+
+
+def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
+    """Raises TaskError where ``model()`` has set what was ``read`` before."""
+    now = vars(run.task)
+    late = [name for name in ("collate", "eval_collate", "workers") if now.get(name) is not read.get(name)]
+    late += ["hooks"] * (len(run.hooks) != len(run.config.settings.hooks) + len(run.task.hooks))
+    if late:
+        whose, names = type(run.task).__name__, ", ".join(late)
+        raise TaskError(f"{whose}.model sets {names}, which was read before; set it in __init__")
 
 
 def _announce(job: Job) -> None:

@@ -137,9 +137,7 @@ class WeightWatch(TorchFunctionMode):
 
     def end(self, step: int) -> None:
         """**Collective.** After a step, and before the next one's update. Raises EngineError, TaskError."""
-        trained = [parameter.requires_grad for parameter in self._parameters.values()]
-        if trained != self._trained:
-            self._refuse_frozen(trained, f"in step {step}")
+        self._refuse_changed(f"in step {step}")
         if not self._watching:
             return
         self._refuse_added(f"in step {step}")
@@ -205,6 +203,7 @@ class WeightWatch(TorchFunctionMode):
         with self, register_module_forward_pre_hook(self._called):
             yield
         if always:
+            self._refuse_changed("in a hook")
             self._refuse_added("in a hook")
             self._refuse_converted("in a hook")
             self._note_writes(self._writes, "in a hook")
@@ -470,6 +469,11 @@ class WeightWatch(TorchFunctionMode):
                 "Write to them in the task's after_step(name, weight), or choose an engine that updates the model's own "
                 "weights, in fp32"
             )
+
+    def _refuse_changed(self, when: str) -> None:
+        trained = [parameter.requires_grad for parameter in self._parameters.values()]
+        if trained != self._trained:
+            self._refuse_frozen(trained, when)
 
     def _refuse_frozen(self, trained: Sequence[bool], when: str) -> None:
         names = [name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now]

@@ -29,7 +29,7 @@ from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, gives, sums
 from dsframe.text import reason
-from dsframe.training import unmoved, whole_set
+from dsframe.training import held, unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
@@ -111,6 +111,7 @@ class Evaluation:
         device = self._engine.plan.device
         kept = generators.capture(device)
         watch = self._engine.built.watch
+        moved = (held.attributes(watch.model), held.outside(self._engine)) if watch else ()
         metrics: dict[str, float] = {}
         complete = True
         with (
@@ -134,6 +135,8 @@ class Evaluation:
             refuse_unknown(self._engine.plan, metrics)
         self._look_at_draws(kept)
         generators.restore(kept, device)
+        for values in moved:
+            values.put_back()
 
     def each(self, name: str, take: Take) -> None:
         """**Collective.** Gives ``take`` each batch of a set that counts, with its outputs and targets, in the place of metrics."""

@@ -915,6 +915,23 @@ class Overridden(Rows):
         return nn.Sequential(nn.Linear(8, 8), _Listed(8, 3))
 
 
+class _Freezing(_Clipping):
+    def on_step(self, run):
+        if run.step == 2:
+            self.task.net[0].requires_grad_(False)
+
+
+class Phases(Rows):
+    """A hook freezes a layer after the last step before a save; or model() sets the hooks, which were read before."""
+
+    def __init__(self, *, late=False):
+        self.hooks = [] if late else [_Freezing(self)]
+
+    def model(self):
+        self.hooks = self.hooks or [_Freezing(self)]
+        return super().model()
+
+
 class _Resetting(_Clipping):
     calls = 0
 

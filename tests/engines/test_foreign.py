@@ -451,6 +451,21 @@ def test_a_generator_that_no_checkpoint_has_is_refused_at_a_resume(listed, said,
     assert refused in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("setup", "late", "said"),
+    [
+        ("single", False, "0.weight, 0.bias frozen or unfrozen in a hook"),
+        ("zero2", False, "0.weight, 0.bias frozen or unfrozen in a hook"),
+        ("single", True, "Phases.model sets hooks, which was read before"),
+    ],
+)
+def test_what_a_hook_freezes_before_a_save_is_refused(setup, late, said, tmp_path):
+    """The checkpoint could not be written, or a resumed run trained it (ZeRO-2); the hooks of model() were never called."""
+    finished = kept.train(tmp_path, file(("Phases", {"late": late}), setup, steps=2), SETUPS[setup][0])
+    assert finished.returncode == 5
+    assert said in finished.stderr
+
+
 def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path):
     text = "its buffers depend on them (calls, norm.momentum)"
     assert text in kept.train(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr

@@ -298,6 +298,32 @@ def test_a_mode_that_a_hook_sets_after_the_first_step_stays(tmp_path):
     assert task.net.modes == [True, False, False]
 
 
+class Judging(Scaled):
+    """Keeps the factor of each evaluation."""
+
+    def forward(self, rows):
+        self.factor += not self.training
+        self.factors.append(self.factor)
+        return self.layer(rows)
+
+
+class Judged(SetByHook):
+    """Its first batch is evaluated before the training."""
+
+    def __init__(self):
+        self.scaled = Judging()
+
+    def eval_data(self):
+        return self.train_data()
+
+
+def test_the_evaluation_before_the_training_moves_no_attribute(tmp_path):
+    """It did, and the training went on with what it left: 5e-3 in the first loss."""
+    task = Judged()
+    fit(tmp_path, task, 1, {"eval_every_steps": 9})
+    assert task.scaled.factors[0] == 1.0
+
+
 class OtherInEvaluation(Scaled):
     def forward(self, rows):
         outputs = super().forward(rows)
