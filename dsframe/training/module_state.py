@@ -105,7 +105,7 @@ class ModuleState:
         changed = set[str]().union(*of_task, *(values.changed() for values in self._after or ()))
         before, self._built = self._built, _built(self._modules())
         self._later = (*(values.small() for values in self._after or ()), of_loss)
-        return (changed | _differing(before, self._built)) - {"hooks"}
+        return (changed | (_differing(before, self._built) if before else set())) - {"hooks"}
 
     def changed_later(self) -> set[str]:
         """Returns what loss or model read and what has changed since the first step, and parts that it replaced: the first time."""
