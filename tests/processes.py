@@ -261,6 +261,18 @@ def python(arguments):
     return ["python", *arguments]
 
 
+def forked(launch, processes, arguments, **options):
+    """The command line of a run under this launcher, whose ranks are forked as those of `warm`: for what ranks say and how
+    they end by themselves, in the environment that the launcher gives them."""
+    if HAS_GPUS:
+        return launch(processes, arguments, **options)
+    python_, *asks = warm(1, arguments)
+    if launch is horovodrun:
+        return ["horovodrun", "-np", str(processes), python_, *asks]
+    quiet = ["--quiet", "--no_local_rank"] if launch is deepspeed else []
+    return launch(processes, [*quiet, *asks[1:]], **options)
+
+
 def warm(processes, arguments, *, standin=False):
     """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several.
 
@@ -359,9 +371,9 @@ def marked(mark):
     """Every living process that carries `mark` in its environment, or is of a warm job that does, except this one."""
     found = []
     # A forked rank shows its server's environment.
-    session = int(_read(WARM / mark)) if (WARM / mark).exists() else None
+    sessions = {int(path.suffix[1:]) for path in WARM.glob(f"{mark}.*")}
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _session(process) == session):
+        if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _session(process) in sessions):
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)

@@ -110,8 +110,7 @@ def run_job(line, folder):
     request = json.loads(content)
     os.setsid()
     mark = request["environment"]["DSFRAME_TEST_ID"]
-    (folder / f"{mark}.new").write_text(str(os.getpid()))  # by which tests/processes.py knows this job's processes
-    (folder / f"{mark}.new").replace(folder / mark)
+    (folder / f"{mark}.{os.getpid()}").touch()  # by which tests/processes.py knows this job's processes
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(file, number)
     count, *arguments = request["arguments"]

@@ -91,12 +91,17 @@ def started(enter, training, address="127.0.0.1"):
     return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
 
 
+def undisturbed(folder, *arguments, ranks=1, **settings):
+    """The training of `train` where nothing is done to it: without pauses, in ranks that are forked."""
+    write(folder, ranks=ranks, **settings)
+    command = warm(ranks, ["-m", "dsframe.train", "--config", "attack.json", "--run-dir", "run", *arguments])
+    return run_ranks(command, cwd=folder, env={"STEP_SECONDS": "0"}, timeout_seconds=120)
+
+
 @functools.cache
 def _expected(ranks, settings):
     with tempfile.TemporaryDirectory() as name:
-        write(Path(name), ranks=ranks, **json.loads(settings))
-        words = ["-m", "dsframe.train", "--config", "attack.json", "--run-dir", "run"]
-        run_ranks(warm(ranks, words), cwd=name, env={"STEP_SECONDS": "0"}, timeout_seconds=120).check()
+        undisturbed(Path(name), ranks=ranks, **json.loads(settings)).check()
         return losses(Path(name, "run"))
 
 
@@ -124,7 +129,7 @@ def told(finished, *codes):
 def goes_on(folder, ranks=1, **settings):
     """What was saved is there: going on from it is the undisturbed training."""
     saved = [path.name for path in Store(folder / "run" / "checkpoints").newest_first()]
-    finished = train(folder, "--resume", "auto", ranks=ranks, **settings)
+    finished = undisturbed(folder, "--resume", "auto", ranks=ranks, **settings)
     held(finished.returncode == 0, f"does not go on after {saved}", finished)
     whole(folder, ranks, **settings)
 

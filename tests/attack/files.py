@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 
-from tests.attack.arena import held, kept, train
+from tests.attack.arena import held, kept, undisturbed
 from tests.attack.disks import mounted
-from tests.processes import python, run_ranks
+from tests.processes import run_ranks, warm
 
 NASTY = (
     "<script>alert(1)</script>", "</script><svg onload=alert(1)>", "\x1b[2J\x1b]0;title\x07", "\u202etxt.exe", "../" * 20 + "etc/x",
@@ -19,7 +19,7 @@ FILES = ("run.json", "config.json", "metrics.jsonl", "summary.json")
 @functools.cache
 def a_run():
     folder = kept()
-    train(folder).check()
+    undisturbed(folder).check()
     return folder / "run"
 
 
@@ -74,7 +74,7 @@ def _spoil(path, outside, chance):
 
 
 def _asked(folder, *words):
-    finished = run_ranks(python(["-m", "dsframe.cli", *words]), cwd=folder, timeout_seconds=60)
+    finished = run_ranks(warm(1, ["-m", "dsframe.cli", *words]), cwd=folder, timeout_seconds=60)
     held("Traceback" not in finished.output, "a traceback instead of a line", finished)
     held(all(letter.isprintable() or letter in "\n" for letter in finished.output), "control characters", finished)
     return finished

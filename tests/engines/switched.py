@@ -1,11 +1,13 @@
 """What test_switches.py runs on two ranks: engines with and without each switch, one after another.
 
-    python -m tests.engines.switched REPORT.json
+    python -m tests.engines.switched REPORT.json [VARIANT ...]
 
+All variants are compiled without kernels of their own, which take half a minute; those that are named, with them.
 Rank 0 writes, by name of the variant: the losses of three steps, the collectives of a fourth, and how far the weights are from
 those of the same engine without the switch.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -78,7 +80,7 @@ def file(variant):
     return ds_config(12, "AdamW", 1e-3, sections=variant, **settings)
 
 
-def main(report):
+def main(report, *chosen):
     settle_threads(worlds.here(), 1)
     import torch
 
@@ -87,10 +89,13 @@ def main(report):
     from tests.engines.snapshot import Snapshot
 
     torch.set_num_threads(1)
+    if not chosen:
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
     found = {}
     plain = {}
     with one_process_group():
-        for name, variant in VARIANTS.items():
+        for name in chosen or VARIANTS:
+            variant = VARIANTS[name]
             make, loader = prepare(file(variant), variant["engine"])
             engine = make()
             losses = [float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss) for step in range(3)]
@@ -119,4 +124,4 @@ def main(report):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -6,6 +6,9 @@ Each case: six steps of both, their states compared; three more of both; then ea
 and the one of several ranks once more from its own.
 """
 
+import functools
+import json
+
 import torch
 import torch.distributed as dist
 
@@ -68,8 +71,6 @@ CASES = {
 def build(kind, changes, engine, model=None, **settings):
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
-    shared = ("pipeline", "tensor_parallel")
-    changes = {key: value for key, value in changes.items() if engine != "single" or key not in shared}
     sharing = changes.get("pipeline", {}).get("stages", 1) * changes.get("tensor_parallel", {}).get("autotp_size", 1)
     file = {
         "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),
@@ -134,21 +135,35 @@ def averaged(made):
     return right, loss
 
 
+@functools.cache
+def one_process(kind, told):
+    """The engine of one process, which several cases are compared with, and what it trained. ``told``: JSON."""
+    changes, settings = json.loads(told)
+    made = build(kind, changes, "single", **settings)
+    before, losses, kept = Snapshot(made[0].state()), list(steps(made, 0, 6)), Snapshot(made[0].state())
+    means = averaged(made) if made[0].plan.config.settings.ema else None
+    return made, before, losses, kept, evaluated(made), means, list(steps(made, 6, 9))
+
+
+SHARDED = ("pipeline", "tensor_parallel", "zero_optimization")
+
+
 def measure(kind, engine, changes, **settings):
     """``settings``: in the section "dsframe"."""
     if dist.is_initialized():  # those of the case before
         groups._release_process_group_references()
-    alone, cut = (build(kind, changes, one, **settings) for one in ("single", engine))
+    whole = {key: value for key, value in changes.items() if key not in SHARDED}
+    alone, before, losses, kept_alone, loss, means, on = one_process(kind, json.dumps([whole, settings]))
+    cut = build(kind, changes, engine, **settings)
     report = {"description": cut[0].description}
-    report["before"] = apart(Snapshot(cut[0].state()), Snapshot(alone[0].state()))
-    report["alone"], report["cut"] = list(steps(alone, 0, 6)), list(steps(cut, 0, 6))
-    kept_alone, kept_cut = Snapshot(alone[0].state()), Snapshot(cut[0].state())
+    report["before"] = apart(Snapshot(cut[0].state()), before)
+    report["alone"], report["cut"] = losses, list(steps(cut, 0, 6))
+    kept_cut = Snapshot(cut[0].state())
     report["state"] = apart(kept_cut, kept_alone)
-    report["evaluated"] = [evaluated(alone), evaluated(cut)]
-    if cut[0].plan.config.settings.ema:
-        report["averaged"] = [averaged(alone), averaged(cut)]
-    on_alone, on_cut = list(steps(alone, 6, 9)), list(steps(cut, 6, 9))
-    report["on"] = on_alone
+    report["evaluated"] = [loss, evaluated(cut)]
+    if means:
+        report["averaged"] = [means, averaged(cut)]
+    report["on"], on_cut = on, list(steps(cut, 6, 9))
     cut[0].load_state(kept_alone)
     report["read_back"] = apart(Snapshot(cut[0].state()), kept_alone)
     report["on from the single"] = list(steps(cut, 6, 9))

@@ -42,8 +42,8 @@ have no form that takes less than minutes.
 """
 
 
-LONG = ("benchmarks.compare", "benchmarks.tokenise", "benchmarks.evaluation", "benchmarks.soak", "benchmarks.data_path")
-"""Half a minute each, even so: in the night."""
+LONG = {f"benchmarks.{name}" for name in ("compare", "tokenise", "evaluation", "soak", "data_path", "startup", "overhead")}
+"""A quarter of a minute or a half each, even so: in the night."""
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError
 from dsframe.tools import doctor, doctor_train
-from tests import standin
+from tests import kept, standin
 from tests.files import read_json
 from tests.standin import build
 
@@ -39,9 +39,20 @@ def assert_well(found):
 
 def test_it_goes_through_its_list(tmp_path, monkeypatch, capsys):
     """Two engines of one launcher: trained, and one continued from the other's checkpoint."""
+    started = []
+
+    def train(file, processes, directory, words, seconds):
+        """As ``dsframe launch`` would, which the test below has."""
+        directory.mkdir()
+        started.append((words[:2], processes))
+        words = ["--config", str(file), "--run-dir", str(directory), *words[2:]]
+        return kept.run(directory, words, processes).returncode
+
+    monkeypatch.setattr(doctor_train.subprocess_runs, "train", train)
     monkeypatch.setattr(doctor_train.launchers, "installed", lambda name: name == "torchrun")
     found = report(tmp_path / "out", monkeypatch, "--engines", "ddp,fsdp")
     rows = assert_well(found)
+    assert started == [(["--launcher", "python"], 1), *[(["--launcher", "torchrun"], 2)] * 3]
     assert {"ddp", "fsdp", "fsdp after ddp"} < set(rows)
     assert all(not math.isclose(rows[name]["seconds"], 0) for name in ("ddp", "fsdp"))
     printed = capsys.readouterr().out
@@ -79,7 +90,8 @@ def test_what_fails_is_in_the_verdict(tmp_path, monkeypatch, capsys):
     row = doctor_train.train(machine, doctor_train.Setup("single", "single", "python"), 1)
     assert (row.state, row.remark) == ("failed", "other losses")
     machine.expected, machine.norm = {}, 1e9
-    twice = doctor_train.train(machine, doctor_train.Setup("twice", "single", "python"), 1)
+    twice = doctor_train.Row("twice")
+    doctor_train._judge(machine, twice, machine.directory("single"), 0, first=1)
     assert twice.state == "failed"
     assert twice.remark.startswith("first gradient has norm ")
     monkeypatch.setattr(doctor_train, "LIMIT_SECONDS", 0.2)

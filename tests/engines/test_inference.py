@@ -1,5 +1,6 @@
 """One checkpoint evaluated and predicted with on every engine and on 1, 2 and 3 processes: the same figures and rows."""
 
+import functools
 import json
 import signal
 import time
@@ -8,7 +9,7 @@ import pytest
 
 from dsframe.run_dir.record import read_summary
 from tests import kept
-from tests.processes import horovodrun, run_ranks, torchrun, warm
+from tests.processes import forked, horovodrun, run_ranks, warm
 from tests.unit.test_inference import SAMPLES, Plane
 
 TASK = '{"name": "tests.unit.test_inference:Plane"}'
@@ -48,7 +49,7 @@ def test_evaluations_are_those_of_the_run(trained):
     for launcher, processes, *engine in (
         (warm, 2, "--engine", "deepspeed"),
         (warm, 3, "--engine", "fsdp"),
-        (horovodrun, 2, "--engine", "horovod"),
+        (functools.partial(forked, horovodrun), 2, "--engine", "horovod"),
         (warm, 2, "--engine", "deepspeed", "--set", 'pipeline={"stages": 2}', "--set", "zero_optimization.stage=1"),
     ):
         found = metrics(on(launcher, int(processes), str(trained), *map(str, engine)))
@@ -89,7 +90,7 @@ def test_a_killed_prediction_leaves_nothing_that_looks_complete(trained, tmp_pat
 
     slow = ("--set", 'dsframe.task={"name": "tests.engines.test_inference:Slow"}')
     words = ["predict", str(trained), "--out", str(out), "--engine", "ddp", *slow]
-    finished = on(torchrun, 2, *words, while_running=kill)
+    finished = on(warm, 2, *words, while_running=kill)
     assert finished.returncode != 0
     assert not out.exists()
     on(warm, 2, *words[:-2]).check()

@@ -31,7 +31,9 @@ class BrokenTask(Task):
         return TensorDataset(torch.ones(512, 4), torch.ones(512, 1))
 
     def loss(self, outputs, targets):
-        self.calls += torch.is_grad_enabled()  # the look at the kind of loss does not count
+        if not torch.is_grad_enabled():  # a look at the kind of loss
+            return nn.functional.mse_loss(outputs, targets)
+        self.calls += 1
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
         if self.calls == 5 and (self._rank() == "1" or os.environ["FAULT"] == "all"):
             if os.environ["FAULT"] in ("raise", "all"):

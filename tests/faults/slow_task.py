@@ -14,7 +14,7 @@ from dsframe.run_dir.outcome import reporter
 class SlowTask(Task):
     """Trains a line; the order of its samples shows in the losses.
 
-    A step takes ``STEP_SECONDS``, from the third one on: around the first one, dsframe looks at the loss some times more.
+    A step takes ``STEP_SECONDS``. The looks at the loss, some 40 around the first step, take no time.
     """
 
     def model(self):
@@ -25,8 +25,8 @@ class SlowTask(Task):
         return TensorDataset(points, points.sum(1, keepdim=True))
 
     def loss(self, outputs, targets):
-        seconds = float(os.environ.get("STEP_SECONDS", "0.05"))
-        time.sleep(seconds if reporter().step > 1 else min(seconds, 0.05))
+        if torch.is_grad_enabled():
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
         return nn.functional.mse_loss(outputs, targets)
 
 

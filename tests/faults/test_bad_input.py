@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from tests.faults.environments import environment_without
-from tests.processes import deepspeed, horovodrun, python, run_ranks, torchrun
+from tests.processes import deepspeed, forked, horovodrun, python, run_ranks, torchrun
 
 TRAIN = ["-m", "dsframe.train", "--set", "dsframe.steps=2"]
 SYNTHETIC = ["--set", "dsframe.task.dataset=synthetic", "--set", "dsframe.task.samples=256"]
@@ -32,7 +32,7 @@ def test_a_wrong_file_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("launch", [horovodrun, *(pytest.param(one, marks=LONG) for one in (deepspeed, torchrun))])
 def test_world_size_that_does_not_divide_the_batch_is_said_once(tmp_path, launch):
-    command = launch(3, [*TRAIN, "--config", "zero1.json"])
+    command = forked(launch, 3, [*TRAIN, "--config", "zero1.json"])
     finished = run_ranks(command, cwd=tmp_path, timeout_seconds=120)
     message = (
         "train_batch_size: 128 is not divisible by 3 (data-parallel ranks); the nearest legal batch sizes are 126 or 129; "
@@ -56,7 +56,7 @@ def test_data_folder_missing(tmp_path):
 def test_a_port_that_another_job_has(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        command = deepspeed(2, [*TRAIN, "--config", "zero1.json"], port=port)
+        command = forked(deepspeed, 2, [*TRAIN, "--config", "zero1.json"], port=port)
         finished = run_ranks(command, cwd=tmp_path, timeout_seconds=90)
     message = f"dsframe: error: port {port} on 127.0.0.1 is in use, perhaps by another job; choose another: "
     assert finished.output.count(message) == 1, str(finished)

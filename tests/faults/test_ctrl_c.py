@@ -30,8 +30,10 @@ def interrupted(words, folder, *, times, step_seconds):
         for line in process.stdout:
             lines.append(line.rstrip())
             if line.startswith("step   2/"):
-                for _ in range(times):
-                    time.sleep(1.0)  # into the next step
+                time.sleep(0.2)  # into the next step
+                process.send_signal(signal.SIGINT)
+                if times > 1:
+                    time.sleep(1.0)
                     process.send_signal(signal.SIGINT)
     return process.returncode, lines
 

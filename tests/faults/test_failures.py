@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dsframe.errors import TaskError
-from tests.processes import deepspeed, horovodrun, run_ranks, torchrun
+from tests.processes import deepspeed, forked, horovodrun, run_ranks, torchrun
 
 LAUNCHERS = {
     "deepspeed": (deepspeed, "deepspeed"),
@@ -29,18 +29,19 @@ LONG = pytest.mark.long
 
 @pytest.fixture
 def run(request, tmp_path):
-    """Trains the broken task on two ranks, under the launcher and on the engine that belong together."""
+    """Trains the broken task on two ranks, under the launcher and on the engine that belong together.
+
+    Ranks are started as users start them where something is done to them or to the launcher, and forked where not.
+    """
     launch, engine = LAUNCHERS[request.param]
 
-    def start(fault, steps, during=None, *more):
-        command = launch(
-            2,
-            [
-                *("-m", "dsframe.train", "--config", "zero1.json", "--engine", engine, "--run-dir", "run"),
-                *("--set", f"dsframe.steps={steps}", *more),
-                *("--set", 'dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}'),
-            ],
-        )
+    def start(fault, during=None, *more):
+        words = [
+            *("-m", "dsframe.train", "--config", "zero1.json", "--engine", engine, "--run-dir", "run"),
+            *("--set", "dsframe.steps=1000000", *more),
+            *("--set", 'dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}'),
+        ]
+        command = launch(2, words) if during else forked(launch, 2, words)
         return run_ranks(
             command,
             cwd=tmp_path,
@@ -59,7 +60,7 @@ def after_ten_steps(running):
 
 @EVERY
 def test_a_worker_that_raises(run):
-    finished = run("raise", 1_000_000)
+    finished = run("raise")
     assert finished.returncode in (TaskError.exit_code, 1)  # horovodrun's and torchrun's own is 1
     assert "[rank 1] error: the task's code raised ValueError: a mistake of the task's own" in finished.output
     assert "called by dsframe/model/forward.py, line" in finished.output
@@ -67,7 +68,7 @@ def test_a_worker_that_raises(run):
 
 @pytest.mark.parametrize("run", ["deepspeed", "ddp", pytest.param("horovod", marks=LONG)], indirect=True)
 def test_a_mistake_of_all_workers_is_said_once_and_last(run, request):
-    finished = run("all", 1_000_000)
+    finished = run("all")
     assert finished.output.count("raised ValueError") == 1, str(finished)
     if "horovod" not in request.node.name:  # whose launcher has words of its own
         assert finished.output.rstrip().endswith("--verbose prints the whole traceback [task]")
@@ -78,7 +79,7 @@ def test_a_mistake_of_all_workers_is_said_once_and_last(run, request):
     "run", ["deepspeed", pytest.param("horovod", marks=LONG), pytest.param("ddp", marks=LONG)], indirect=True
 )
 def test_a_rank_that_sleeps_is_named(run, request):
-    finished = run("sleep", 1_000_000, None, "--set", "dsframe.hang_timeout_seconds=4")
+    finished = run("sleep", None, "--set", "dsframe.hang_timeout_seconds=4")
     assert finished.returncode != 0
     assert "dsframe: error: the run hangs in step 5: no progress for" in finished.output
     assert re.search(r"rank 0 waits in [\w ]+, called by \w+, ", finished.output)
@@ -97,7 +98,7 @@ def test_a_rank_that_sleeps_is_named(run, request):
 @LONG
 @pytest.mark.parametrize("run", ["deepspeed"], indirect=True)
 def test_a_worker_that_leaves(run):
-    assert run("exit", 1_000_000).returncode not in (0, None)
+    assert run("exit").returncode not in (0, None)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_killed_worker_ends_all(run, rank):
         running.ranks()[rank].kill()
         killed.append(time.monotonic())
 
-    finished = run("none", 1_000_000, kill)
+    finished = run("none", kill)
     ended = time.monotonic()
     assert finished.returncode != 0
     assert ended - killed[0] < 15
@@ -138,7 +139,7 @@ def test_a_signal_to_the_launcher_ends_all(run, number):
         running.process.send_signal(number)
         sent.append(time.monotonic())
 
-    finished = run("none", 1_000_000, send)
+    finished = run("none", send)
     assert finished.returncode != 0
     assert time.monotonic() - sent[0] < 15
 
@@ -150,4 +151,4 @@ def test_a_killed_launcher_ends_all(run):
         running.process.kill()
         running.wait_for_end(timeout_seconds=15)
 
-    run("none", 1_000_000, kill)
+    run("none", kill)

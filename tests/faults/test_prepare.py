@@ -9,18 +9,13 @@ import time
 import pytest
 
 from tests.files import ds_config, write_json
-from tests.processes import deepspeed, free_port, horovodrun, python, run_ranks, torchrun, warm
+from tests.processes import deepspeed, forked, free_port, horovodrun, python, run_ranks, torchrun, warm
 
 TASK = {"name": "tests.faults.preparing_task:Preparing"}
 FILE = ds_config(8, "SGD", 0.1)
 ARGUMENTS = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *python(ARGUMENTS)]
-LAUNCHERS = {
-    "deepspeed": deepspeed(2, ARGUMENTS),
-    "horovodrun": horovodrun(2, ARGUMENTS),
-    "torchrun": torchrun(2, ARGUMENTS),
-    "mpirun": MPIRUN,
-}
+LAUNCHERS = {"deepspeed": deepspeed, "horovodrun": horovodrun, "torchrun": torchrun}
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "mpirun")]
 
 
@@ -51,12 +46,12 @@ def calls(folder, name="data"):
     return len((folder / name / "calls").read_text().splitlines())
 
 
-@pytest.mark.parametrize("launcher", ["warm", "horovodrun", "torchrun", *LONG])
+@pytest.mark.parametrize("launcher", ["horovodrun", "torchrun", *LONG])
 def test_one_process_prepares(launcher, tmp_path):
     if launcher == "mpirun" and not shutil.which("mpirun"):
         pytest.skip("no mpirun: apt-get install openmpi-bin")
     write(tmp_path)
-    command = LAUNCHERS.get(launcher) or warm(2, ARGUMENTS)
+    command = MPIRUN if launcher == "mpirun" else forked(LAUNCHERS[launcher], 2, ARGUMENTS)
     finished = run_ranks(command, cwd=tmp_path, env=data(tmp_path), timeout_seconds=120).check()
     assert calls(tmp_path) == 1
     assert finished.stderr.count("dsframe: preparing numbers") == 1

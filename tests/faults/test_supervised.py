@@ -9,7 +9,6 @@ from tests.processes import run_ranks, warm
 
 DSFRAME = ["python", "-m", "dsframe.cli"]
 STEPS = 60
-QUICK = {"STEP_SECONDS": "0"}
 
 
 def launch(*options):
@@ -26,6 +25,13 @@ def short(directory, task="tests.faults.slow_task:SlowTask"):
         checkpoints={"every_steps": 10},
     )
     write_json(directory / "short.json", document)
+
+
+def on_one_process(directory, run, *more):
+    """The summary of the training there, to its end."""
+    words = ["-m", "dsframe.train", "--config", "short.json", "--run-dir", run, "--engine", "single", *more]
+    run_ranks(warm(1, words), cwd=directory, env={"STEP_SECONDS": "0"}, timeout_seconds=90).check()
+    return read_summary(directory / run)
 
 
 def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path):
@@ -47,13 +53,8 @@ def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path):
     assert finished.returncode == 75, finished
     assert finished.output.count("restarting in 0 s (1 of 3)") == 1
     assert "a process was killed, or ended without a message" in finished.output
-    run_ranks(
-        launch("-np", "1", "--engine", "single", "--resume", "auto"), cwd=tmp_path, env=QUICK, timeout_seconds=90
-    ).check()
-    disturbed = read_summary(tmp_path / "run")["loss"]
-    alone = ["-m", "dsframe.train", "--config", "short.json", "--run-dir", "alone", "--engine", "single"]
-    run_ranks(warm(1, alone), cwd=tmp_path, env=QUICK, timeout_seconds=90).check()
-    assert abs(disturbed - read_summary(tmp_path / "alone")["loss"]) < 1e-5
+    ends = [on_one_process(tmp_path, *words)["loss"] for words in (("run", "--resume", "auto"), ("alone",))]
+    assert abs(ends[0] - ends[1]) < 1e-5
 
 
 def test_the_same_error_at_the_same_step_ends_it(tmp_path):
