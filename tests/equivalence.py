@@ -36,6 +36,8 @@ from tests.kept import run as in_kept_ranks
 from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun, warm
 
 STEPS = 30
+SHORT_STEPS = 20
+"""In CI."""
 EARLY = 10
 EARLY_BOUND = 1e-5
 NOISE_FACTOR = 3.0
@@ -213,7 +215,7 @@ class Reference:
     floor: tuple[float, ...]
 
 
-def document(task, case, accumulation=2):
+def document(task, case, accumulation=2, steps=STEPS):
     """The file of a case."""
     tensor = case.file.get("tensor_parallel", {}).get("autotp_size", 1)
     return {
@@ -226,7 +228,7 @@ def document(task, case, accumulation=2):
         "dsframe": {
             "task": TASKS[task],
             "engine": case.engine,
-            "steps": STEPS,
+            "steps": steps,
             "log_every_steps": 1,
             "eval_micro_batch_size": 200,
             "eval_samples": 64,
@@ -240,7 +242,7 @@ def train(task, case, accumulation=2, *, in_suite=False):
     """A real run from its first to its last step, under the case's own launcher; ``in_suite``: in ranks that are there already."""
     with tempfile.TemporaryDirectory(prefix="dsframe-equivalence-") as directory:
         file, run_dir = Path(directory, "file.json"), Path(directory, "run")
-        write_json(file, document(task, case, accumulation))
+        write_json(file, document(task, case, accumulation, SHORT_STEPS if in_suite else STEPS))
         words = ["--config", str(file), "--run-dir", str(run_dir)]
         compiles = "nvme" in file.read_text()  # an op, perhaps
         if in_suite and not compiles:

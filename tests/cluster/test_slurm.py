@@ -97,8 +97,8 @@ def lost_node(cluster, job, words, folder):
 def test_interrupted_on_two_nodes(interrupt, cluster, tmp_path):
     """It is requeued, continues from what was saved, and ends as if nothing had been."""
     task = {"name": "tests.faults.slow_task:SlowTask"}
-    steps = 1600 if interrupt is at_the_time_limit else 300
-    every = 25 if interrupt is lost_node else steps - 50
+    steps = {preempted: 240, at_the_time_limit: 1600, lost_node: 120}[interrupt]
+    every = 10 if interrupt is lost_node else steps - 50
     jobs.write(tmp_path, steps=steps, checkpoints={"every_steps": every}, task=task)
     words = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--signal=USR1@30"]
     launch = [*words, script(tmp_path), *TRAINING, "--engine", "ddp"]

@@ -1,6 +1,6 @@
 """The main job: the default file trains to 0.90 on Fashion-MNIST's test images on both engines, and the table compares them.
 
-All of it takes ten minutes and is for ``make test-all``; the first 200 of its 2,344 steps are here.
+All of it takes ten minutes and is for ``make test-all``; the first 100 of its 2,344 steps are here.
 """
 
 import functools
@@ -29,12 +29,12 @@ def trained(name, folder):
 
 @pytest.mark.timeout(600)
 def test_the_default_file_begins_to_learn(folder):
-    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.steps=200"]
+    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.steps=100"]
     command = deepspeed(2, ["-m", "dsframe.train", "--run-dir", "short", *more])
     run_ranks(command, cwd=folder, timeout_seconds=500).check()
     summary = read_summary(folder / "short")
     assert summary["engine"] == "deepspeed"
-    assert summary["metrics"]["accuracy"] >= 0.8
+    assert summary["metrics"]["accuracy"] >= 0.7
 
 
 @pytest.mark.long

@@ -10,6 +10,8 @@ from dsframe.model.spill import is_disk
 from tests.files import write_json
 from tests.processes import run_ranks, warm
 
+WIDTH = 2900
+"""Of layers that are barely large enough together to be built in files."""
 ZERO = {"zero_optimization": {"stage": 3}}
 
 
@@ -53,10 +55,10 @@ def test_where_it_is_built_is_said(tmp_path):
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="dsframe-test-"))
     try:
         if is_disk(tmp_path):
-            finished = train(tmp_path, "fsdp", memory).check()
+            finished = train(tmp_path, "fsdp", memory, width=WIDTH).check()
             assert f"the model is built in files of {tmp_path / 'run'}, whole in no rank's memory" in finished.stderr
             assert not list((tmp_path / "run").glob(".building*"))
-        finished = train(tmp_path, "fsdp", memory, run_dir=memory / "run").check()
+        finished = train(tmp_path, "fsdp", memory, run_dir=memory / "run", width=WIDTH).check()
         expected = f"the model is built in memory, whole on each rank: {memory} and {memory / 'run'} are not on a disk"
         assert expected in finished.stderr
     finally:

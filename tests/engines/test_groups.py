@@ -11,14 +11,33 @@ from tests.engines.test_tensor import BF16_NOISE, NOISE, distance
 from tests.processes import reported
 
 
+LONG = ("zero1 bf16", "adapter zero1 bf16", "adapter fsdp bf16", "adapter nf4 zero2 cpu")
+"""Number formats of engines that are here in fp32, where another engine is here in that format."""
+SHORT = [case for case in CASES if case not in LONG]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return reported("groups", tmp_path_factory.mktemp("groups"), 2)
+    return reported("groups", tmp_path_factory.mktemp("groups"), 2, SHORT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def more_reports(tmp_path_factory):
+    return reported("groups", tmp_path_factory.mktemp("groups"), 2, LONG)
+
+
+@pytest.mark.parametrize("case", SHORT)
 def test_groups_are_those_of_one_process(case, reports):
-    report = reports[case]
+    check(case, reports[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG)
+def test_more_formats(case, more_reports):
+    check(case, more_reports[case])
+
+
+def check(case, report):
     noise = BF16_NOISE if "bf16" in case else NOISE
     assert report["before"] == 0.0
     assert distance(report["alone"], report["cut"], 0) < noise["loss"]

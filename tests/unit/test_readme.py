@@ -6,7 +6,7 @@ import pytest
 
 from tests.files import ds_config
 from tests.lines import HeldOut
-from tests.processes import REPOSITORY, python, run_ranks, torchrun
+from tests.processes import REPOSITORY, run_ranks, warm
 from tests.unit.test_site import texts
 
 
@@ -19,13 +19,13 @@ def test_the_example_has_twelve_lines_and_trains(tmp_path):
     code = texts(REPOSITORY / "README.md", "python")[0]
     assert len([line for line in code.splitlines() if line.strip()]) == 12
     (tmp_path / "circles.py").write_text(code)
-    command = torchrun(2, ["circles.py", "--config", "zero3.json", "--run-dir", "run", "--set", "dsframe.steps=20"])
+    command = warm(2, ["circles.py", "--config", "zero3.json", "--run-dir", "run", "--set", "dsframe.steps=20"])
     assert "20 steps in" in run_ranks(command, cwd=tmp_path, timeout_seconds=150).check().stderr
 
 
 def test_the_example_of_hooks_runs(tmp_path):
     (tmp_path / "line.py").write_text(texts(REPOSITORY / "docs" / "how_to" / "callbacks.md", "python")[0])
-    output = run_ranks(python(["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
+    output = run_ranks(warm(1, ["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
     assert "step 10 of 200: " in output
     assert "loss is not better in 2 evaluation(s); the best was " in output
 
