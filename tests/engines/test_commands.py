@@ -42,7 +42,9 @@ have no form that takes less than minutes.
 """
 
 
-LONG = {f"benchmarks.{name}" for name in ("compare", "tokenise", "evaluation", "soak", "data_path", "startup", "overhead")}
+LONG = {
+    f"benchmarks.{name}" for name in ("compare", "tokenise", "evaluation", "soak", "data_path", "startup", "overhead")
+}
 """A quarter of a minute or a half each, even so: in the night."""
 
 

@@ -10,7 +10,6 @@ from tests.engines.groups import CASES
 from tests.engines.test_tensor import BF16_NOISE, NOISE, distance
 from tests.processes import reported
 
-
 LONG = ("zero1 bf16", "adapter zero1 bf16", "adapter fsdp bf16", "adapter nf4 zero2 cpu")
 """Number formats of engines that are here in fp32, where another engine is here in that format."""
 SHORT = [case for case in CASES if case not in LONG]
