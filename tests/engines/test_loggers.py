@@ -14,6 +14,7 @@ from dsframe.config import load
 from dsframe.tools.report.runs import read_run
 from tests.files import ds_config, write_json
 from tests.processes import horovodrun, run_ranks, torchrun
+from tests.unit.test_loggers import scalars
 
 STEPS, BATCH = 4, 8
 SECRET = "the-key-of-an-account"
@@ -71,7 +72,7 @@ def test_every_logger_has_what_the_record_has(case, tmp_path):
     wanted = {name: curve for name, curve in wanted.items() if curve}
     assert set(wanted) == set(NAMES)
     for found in (
-        from_tensorboard(tmp_path / "board" / "job"),
+        scalars(tmp_path / "board" / "job"),
         from_wandb(tmp_path / "run"),
     ):
         assert {name: found[name] for name in wanted} == {
@@ -128,14 +129,6 @@ NAMES = {
     "eval/accuracy": "evaluation.accuracy",
 }
 Curves = dict[str, list[tuple[float, Any]]]
-
-
-def from_tensorboard(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def from_wandb(directory):
