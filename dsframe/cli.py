@@ -8,13 +8,12 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Sequence
 
 from dsframe.errors import exit_code_of
-from dsframe.tools.commands import COMMANDS
+from dsframe.tools.commands import COMMANDS, Argv
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Run one sub-command and return its exit code. A mistake of the user's ends in its message, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -12,19 +12,19 @@ tensor until somebody reads it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from dsframe.errors import EngineError
 from dsframe.model.built import BuiltModel
-from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Measure, MicroBatch, Pair
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sums
+from dsframe.values import Tensors
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepResult:
     """True if the update was left out because gradients were not finite: under fp16 loss scaling, on
     engines that always look (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on
     every rank."""
-    terms: Mapping[str, Sum] = field(default_factory=dict)
+    terms: Sums = field(default_factory=dict)
     """What the task's loss returned beside the loss, over this rank's micro-batches."""
 
 
@@ -64,7 +64,7 @@ class Engine(ABC):
         """**Collective.** One optimizer update from ``batch.accumulation_steps`` micro-batches."""
 
     @abstractmethod
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** Returns ``measure(outputs, targets)`` of ``batch``, with the model in evaluation mode.
 
         A rank that ran out of samples is given another rank's batch, and None or a ``measure`` that returns nothing: the model
@@ -87,7 +87,7 @@ class Engine(ABC):
         raise EngineError(f'{self.description} keeps no average of the weights; remove "ema"')
 
     @abstractmethod
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         """Returns the persistent buffers that this rank holds, by name: the tensors themselves."""
 
     @abstractmethod

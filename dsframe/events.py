@@ -7,7 +7,7 @@ the record, profilers, checkpoints, evaluations, early stopping, users' hooks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +21,7 @@ from dsframe.config.schema.base import Interval
 from dsframe.engine import Engine, StepResult
 from dsframe.hooks import Hooks, RunView
 from dsframe.host import generators
-from dsframe.results import Summary
+from dsframe.results import Metrics, Summary
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import Settings
@@ -82,7 +82,7 @@ class Training:
     """Of the last step that this process made."""
     loss: float = math.nan
     """Mean over the global batch, of the last step that was logged."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     """The last evaluation."""
     evaluated_step: int = 0
     """The step after which that was."""
@@ -100,7 +100,7 @@ class Training:
         self.paused_seconds += seconds
         self.progress.pause(seconds)
 
-    def current_metrics(self) -> Mapping[str, float]:
+    def current_metrics(self) -> Metrics:
         """Returns the evaluation after this step, if there was one."""
         return self.metrics if self.step == self.evaluated_step else {}
 
@@ -124,7 +124,7 @@ class Training:
 class LogEntry:
     """What is logged of one step."""
 
-    metrics: Mapping[str, float]
+    metrics: Metrics
     """``loss`` and ``learning_rate``, and the terms that the task's loss returned beside the loss:
     means over the global batch."""
     rate: float
@@ -154,7 +154,7 @@ class Listener:
         """After each batch of an evaluation, on ranks that have samples in it and hold the outputs:
         not collective."""
 
-    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, training: Training, metrics: Metrics) -> None:
         """After each evaluation."""
 
     def on_checkpoint(self, training: Training, path: Path) -> None:
@@ -255,7 +255,7 @@ class UserHooks(Listener):
     def on_evaluation_batch(self, training: Training, outputs: Any, targets: Any) -> None:
         self._call("on_evaluation_batch", training, outputs, targets)
 
-    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, training: Training, metrics: Metrics) -> None:
         self._call("on_evaluation", training, dict(metrics))
 
     def on_checkpoint(self, training: Training, path: Path) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import heapq
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from dsframe.model import adapter, ema, extra_state
 from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.given import seeded
+from dsframe.text import Json
 from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
@@ -238,7 +239,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool
     task, padded = engine.plan.task, False
     with path.open("w", encoding="utf-8") as file:
 
-        def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Any]:
+        def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> dict[str, Any]:
             nonlocal padded
             rows = predictions.rows_of(task, outputs, targets, len(batch.samples))
             padded = padded or predictions.padded(task, batch.batch[0], outputs, targets)
@@ -252,7 +253,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool
     return padded
 
 
-def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+def _write_jsonl(out: Path, rows: Iterator[Json]) -> None:
     with _complete(out) as partial, partial.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import MakeLoggers, Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
-from dsframe.text import keys
+from dsframe.text import Json, keys
 from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
 from dsframe.training.loaders import loaders
@@ -199,7 +199,7 @@ def _refuse_several(run: Run) -> None:
         )
 
 
-def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
+def _refuse_late(run: Run, read: Json) -> None:
     """Raises TaskError where ``model()`` has set what was ``read`` before."""
     now = vars(run.task)
     late = [name for name in ("collate", "eval_collate", "workers") if now.get(name) is not read.get(name)]
@@ -217,7 +217,7 @@ def _announce(job: Job) -> None:
             job.say(line)
 
 
-def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
+def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, Json]:
     """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
     facts = _facts(job)
@@ -273,7 +273,7 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(f"parameter group: {line}")
 
 
-def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
+def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
     """**Collective.** What a checkpoint's manifest tells of this run. Raises DataError where ranks have other samples."""
     run, plan = job.run, job.plan
     mine = about(
@@ -299,7 +299,7 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
     return mine
 
 
-def _identity(job: Job, engine: Engine, mine: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(job: Job, engine: Engine, mine: Json) -> Json:
     """For the run's record: by which ``dsframe compare`` knows the same model and the same data."""
     parts = engine.built.parts
     trained, parameters = sum(part.trained for part in parts), sum(part.parameters for part in parts)
@@ -311,7 +311,7 @@ def _identity(job: Job, engine: Engine, mine: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) -> tuple[Saver, Start]:
+def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: Json) -> tuple[Saver, Start]:
     """**Collective.** Where training starts, and who writes the next checkpoints. ``mine``: by :func:`_manifest`."""
     run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
     epoch_steps = job.work.loader.sampler.epoch_steps

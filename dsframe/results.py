@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from dsframe.text import clock
 
+Metrics = Mapping[str, float]
+"""Numbers by name, such as those of an evaluation."""
+
 
 def best_step(evaluations: Mapping[int, Mapping[str, float | None]], wanted: str) -> int | None:
     """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; of equal ones the first.

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache
@@ -27,6 +27,7 @@ from dsframe.host import phases, processes
 from dsframe.host.restored import at_end, restored
 from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
+from dsframe.text import Say
 
 if TYPE_CHECKING:
     from dsframe.events import Listener
@@ -114,7 +115,7 @@ def execute(
         return job.train(replace(run, data=examined), world)
 
 
-def _sayer(world: World, *, quiet: bool) -> Callable[[str], None]:
+def _sayer(world: World, *, quiet: bool) -> Say:
     def say(line: str) -> None:
         if world.is_main and not quiet:
             with suppress(OSError):

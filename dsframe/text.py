@@ -7,9 +7,14 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+Say = Callable[[str], None]
+"""Prints one line of progress, of the first process alone."""
+Json = dict[str, Any]
+"""An object of JSON."""
 _LABEL = re.compile(r"(?<![^ ])(error|warning|note):")
 _METRICS = re.compile(r"^(evaluation after step|dsframe: done)")
 _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "note": "\x1b[36m", "metrics": "\x1b[1m"}
@@ -48,9 +53,19 @@ def keys(value: Any, path: str = "") -> dict[str, str]:
     return {name: text for key, part in value.items() for name, text in keys(part, f"{path}.{key}".lstrip(".")).items()}
 
 
+def one_line(error: BaseException) -> str:
+    """Returns the text of an exception in one line."""
+    return " ".join(str(error).split())
+
+
 def reason(error: BaseException, most: int | None = None) -> str:
     """Returns class and text of an exception in one line, of ``most`` characters at most."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+    return f"{type(error).__name__}: {one_line(error)}"[:most]
+
+
+def table_of(module: str) -> Any:
+    """Returns the content of the JSON file beside a module, whose ``__file__`` is given."""
+    return json.loads(Path(module).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def has_colours(stream: TextIO) -> bool:

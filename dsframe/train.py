@@ -56,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", help="short for --set dsframe.engine=...")
     parser.add_argument("--run-dir", help="short for --set dsframe.run_dir=...")
-    parser.add_argument("--rank-output", choices=("prefix", "plain"), help="short for --set dsframe.rank_output=...")
     parser.add_argument(
         "--resume",
         metavar="auto|best|PATH|never",
@@ -76,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Those of ours that match a key of the file are short for ``--set``."""
     options = parser().parse_args(argv)
-    for name in ("engine", "run_dir", "rank_output"):
+    for name in ("engine", "run_dir"):
         value = getattr(options, name)
         if value is not None:
             options.set.append(f"dsframe.{name}={value}")
@@ -106,7 +105,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         from dsframe.run import choose, execute
 
         choice, resume = choose(config, world), options.resume
-        with output.rank_output(world, config.settings.rank_output):
+        with output.marked(world):
             execute(
                 config,
                 task=task,

@@ -7,11 +7,13 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from dsframe.errors import DsframeError, TaskError
+from dsframe.text import reason
 
 Named = TypeVar("Named")
 
@@ -22,30 +24,19 @@ def named_class(path: str, base: type[Named], what: str) -> type[Named]:
     if module_name.endswith(".py"):
         dotted = module_name[:-3].strip("./").replace("/", ".")
         raise TaskError(f'{what} "{path}": write "{dotted}:{class_name}", the module and not its file')
-    module = _import(module_name, f'{what} "{path}"')
-    target: Any = module
-    for part in class_name.split("."):
-        if not hasattr(target, part):
-            known = [
-                name
-                for name, value in vars(module).items()
-                if isinstance(value, type) and issubclass(value, base) and value is not base
-            ]
-            raise TaskError(
-                f'{what} "{path}": module {module_name} ({module.__file__}) has no {class_name}; '
-                + (
-                    f"its {what}s: {', '.join(known)}"
-                    if known
-                    else f"it defines no subclass of dsframe.{base.__name__}"
-                )
-                + close_match(class_name, [name for name in vars(module) if not name.startswith("_")])
-            )
-        target = getattr(target, part)
+    whose = f'{what} "{path}"'
+    module = _import(module_name, whose)
+    try:
+        target: Any = attrgetter(class_name)(module)
+    except AttributeError:
+        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, base)]
+        known = ", ".join(cls.__name__ for cls in classes if cls is not base)
+        raise TaskError(
+            f"{whose}: module {module_name} ({module.__file__}) has no {class_name}; its {what}s: {known or 'none'}"
+            + close_match(class_name, vars(module))
+        ) from None
     if not (isinstance(target, type) and issubclass(target, base)):
-        kind = (
-            f"a class that does not derive from {base.__name__}" if isinstance(target, type) else type(target).__name__
-        )
-        raise TaskError(f'{what} "{path}": {class_name} is {kind}; write "class {class_name}(dsframe.{base.__name__})"')
+        raise TaskError(f'{whose}: {class_name} is no {what}; write "class {class_name}(dsframe.{base.__name__})"')
     return target
 
 
@@ -59,30 +50,24 @@ def _import(name: str, who: str) -> ModuleType:
         missing = error.name or name
         if missing != name and not name.startswith(missing + "."):
             raise TaskError(f"{who}: {name} imports {missing}, which is not installed") from error
-        raise TaskError(
-            f"{who}: no module named {missing}{close_match(missing.rpartition('.')[2], _neighbours(missing))}; "
-            f"searched {', '.join(entry or here for entry in sys.path)}"
-        ) from error
+        hint = close_match(missing.rpartition(".")[2], _neighbours(missing))
+        searched = ", ".join(entry or here for entry in sys.path)
+        raise TaskError(f"{who}: no module named {missing}{hint}; searched {searched}") from error
     except DsframeError:
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = getattr(error, "lineno", None) or place.lineno
         file = getattr(error, "filename", None) or place.filename
-        reason = f"{file}:{line}: {type(error).__name__}: {error}"
-        raise TaskError(f"{who}: importing {name} failed: {reason}") from error
+        raise TaskError(f"{who}: importing {name} failed: {file}:{line}: {reason(error)}") from error
 
 
 def _neighbours(module: str) -> list[str]:
     """Names of modules beside the missing one: in its package, else in the working directory."""
     package = module.rpartition(".")[0]
     paths = getattr(sys.modules.get(package), "__path__", []) if package else [Path.cwd()]
-    folders = [Path(path) for path in paths]
-    return [entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir() if _is_module(entry)]
-
-
-def _is_module(entry: Path) -> bool:
-    return entry.suffix == ".py" or (entry / "__init__.py").is_file()
+    entries = [entry for path in paths if Path(path).is_dir() for entry in Path(path).iterdir()]
+    return [entry.stem for entry in entries if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
 
 
 def close_match(word: str, candidates: Iterable[str]) -> str:

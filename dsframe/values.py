@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from operator import is_
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 FEW = 1000
 """Entries of a list or dict whose entries are copied too. A longer one, such as a data set, is copied with the same entries."""
 ELEMENTS = 1 << 22
@@ -23,6 +27,21 @@ CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
 """Classes of containers whose content is put back."""
 COUNTERS: tuple[type, ...] = (itertools.count, type(iter(range(0))), type(iter([])), type(iter(())))
 """Classes of iterators whose place is put back, by a copy in their place."""
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a nest of containers, in their order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def elements(tensors: Iterable[Tensor]) -> int:
+    """How many numbers they have in all."""
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that need a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def copied(value: Any, depth: int = 2) -> Any:

@@ -11,10 +11,10 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dsframe.checkpoint.byte_files import catch_io_error
 from dsframe.checkpoint.writer import Writer
+from dsframe.text import Json
 
 _POLL_SECONDS = 0.05
 
@@ -28,8 +28,8 @@ class Writing:
         folder: Path,
         rank: int,
         ranks: int,
-        facts: dict[str, Any],
-        commit: Callable[[list[dict[str, Any]]], None] | None,
+        facts: Json,
+        commit: Callable[[list[Json]], None] | None,
         sign_of_life: Callable[[], None],
     ) -> None:
         """Starts. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on others) with every rank's,
@@ -88,14 +88,14 @@ class Writing:
     def _word(self, rank: int) -> Path:
         return self._folder / f".rank-{rank:05}.json"
 
-    def _conclude(self, commit: Callable[[list[dict[str, Any]]], None]) -> str:
-        words: list[dict[str, Any]] = []
+    def _conclude(self, commit: Callable[[list[Json]], None]) -> str:
+        words: list[Json] = []
         for rank in range(self._ranks):
             while not self._word(rank).exists():
                 if self._hopeless.wait(_POLL_SECONDS):
                     return ""  # whoever says so knows why
             text = self._word(rank).read_text()
-            word: dict[str, Any] = json.loads(text) if text else {"failure": "there is no room for its word"}
+            word: Json = json.loads(text) if text else {"failure": "there is no room for its word"}
             if word["failure"]:
                 return f"rank {rank}: {word['failure']}"
             words.append(word)

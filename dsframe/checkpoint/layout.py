@@ -29,6 +29,7 @@ from dsframe.model.state import (
     TensorShard,
     full_precision,
 )
+from dsframe.text import Json
 
 MODEL, OPTIMIZER, BUFFERS = "model", "optimizer", "buffers"
 FILE_BYTES = 4 << 30
@@ -211,7 +212,7 @@ def header(tensors: Sequence[Content], metadata: Mapping[str, str] | None = None
 
     Raises CheckpointError for a dtype that the format does not have.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: Json = {"__metadata__": dict(metadata)} if metadata else {}
     ends = [0]
     for name, dtype, shape in tensors:
         if dtype not in DTYPES:
@@ -245,7 +246,7 @@ class FilePlan:
     """File -> all its bytes."""
     pieces: dict[Place, list[Piece]] = field(default_factory=dict)
     """What this rank writes of each tensor, in order."""
-    tensors: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[Place, Json] = field(default_factory=dict)
     """The manifest's entry of each tensor."""
     weights: dict[str, str] = field(default_factory=dict)
     """Name of a weight or a buffer -> its file, as transformers' index has it."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dsframe.errors import CheckpointError
+from dsframe.text import Json
 
 FORMATS = (2, 3)
 _BUFFERS = re.compile(r"buffers(?:-(\d+))?\.safetensors")
@@ -21,12 +22,12 @@ _MOST_BYTES = 100_000_000
 """Longest header: safetensors' own limit."""
 
 
-def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def translated(path: Path, manifest: Json) -> Json:
     """The manifest of a checkpoint, as today's dsframe would have written it for the same files. Raises CheckpointError where they
     are not what it says."""
-    headers: dict[str, dict[str, Any]] = {}
+    headers: dict[str, Json] = {}
 
-    def header(file: str) -> dict[str, Any]:
+    def header(file: str) -> Json:
         if file not in manifest["files"] or Path(file).name != file:
             raise CheckpointError(f"{path}: {file!r} is no file of it")
         if file not in headers:
@@ -35,7 +36,7 @@ def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     try:
         parameters = {name: _parameter(name, entry, header) for name, entry in manifest["parameters"].items()}
-        buffers: dict[str, dict[str, Any]] = {}
+        buffers: dict[str, Json] = {}
         for file in manifest["files"]:
             if match := _BUFFERS.fullmatch(file):
                 buffers[f"rank-{int(match[1] or 0):05}"] = {
@@ -53,7 +54,7 @@ def translated(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest, "files": files, "parameters": parameters, "buffers": buffers}
 
 
-def _parameter(name: str, entry: Mapping[str, Any], header: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+def _parameter(name: str, entry: Json, header: Callable[[str], Json]) -> Json:
     tensors = {}
     for key in ("weight", *entry["moments"]):
         full = f"{key}/{name}"
@@ -73,14 +74,14 @@ def _parameter(name: str, entry: Mapping[str, Any], header: Callable[[str], Mapp
     return {"tensors": tensors, "scalars": entry["scalars"]}
 
 
-def _tensor(file: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _tensor(file: str, entry: Json) -> Json:
     count = 1
     for extent in entry["shape"]:
         count *= extent
     return {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": [[file, entry["begin"], count]]}
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> Json:
     """The header of a safetensors file, with the first byte of each tensor in the file. Raises CheckpointError."""
     try:
         if path.is_symlink() or not path.is_file():  # a pipe would wait
@@ -88,7 +89,7 @@ def _header(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(min(length, _MOST_BYTES))
-        entries: dict[str, Any] = json.loads(text)
+        entries: Json = json.loads(text)
         entries.pop("__metadata__", None)
         return {
             name: {"dtype": entry["dtype"], "shape": entry["shape"], "begin": 8 + length + entry["data_offsets"][0]}

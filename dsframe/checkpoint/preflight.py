@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from dsframe.checkpoint import store
 from dsframe.checkpoint.byte_files import catch_io_error
 from dsframe.checkpoint.layout import DTYPES
-from dsframe.cluster.exchange import Ranks, all_gather_text
+from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_text
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def preflight(engine: Engine, folder: Path) -> None:
     if not wanted.at_end and wanted.every_steps is None:
         return
     odd = [f"{name} ({buffer.dtype})" for name, buffer in engine.state().buffers.items() if buffer.dtype not in DTYPES]
-    if odd := sorted({name for text in all_gather_text(engine, json.dumps(odd)) for name in json.loads(text)}):
+    if odd := sorted({name for names in all_gather_json(engine, odd) for name in names}):
         raise CheckpointError(
             f"this run cannot be saved: checkpoints do not support the buffer {', '.join(odd)}; register it with "
             "persistent=False, or use another dtype"
@@ -95,7 +94,7 @@ def _damage_of_ranks(
         failure = str(error)
     except CheckpointError as error:
         damage = {store.MANIFEST: str(error)}
-    reports = [json.loads(text) for text in all_gather_text(ranks, json.dumps({"damage": damage, "failure": failure}))]
+    reports = all_gather_json(ranks, {"damage": damage, "failure": failure})
     if any(report["failure"] for report in reports):
         raise _unread(path, [report["failure"] for report in reports], ranks)
     return [report["damage"] for report in reports]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.tasks import _transformers
+from dsframe.text import Json, Say, one_line
 
 
 class _PretrainedRecord(BaseModel):
@@ -36,12 +37,12 @@ class _PretrainedRecord(BaseModel):
 
 
 def write(
-    manifest: Mapping[str, Any],
+    manifest: Json,
     weights: Mapping[str, Tensor],
     dtype: str,
     out: Path,
     shard_size: str,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Writes the folder ``out``; ``weights`` are a whole state_dict of ``dtype``. ``say``: hears why there is no tokenizer.
 
@@ -57,13 +58,13 @@ def write(
         known = _PretrainedRecord.model_validate(recorded)
         config = json.loads(known.config)
     except (ValueError, RecursionError) as error:
-        why = " ".join(str(error).split())
+        why = one_line(error)
         raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
     _transformers.write(config, weights, dtype, out, shard_size)
     _write_others(known, out, say)
 
 
-def beside_weights(manifest: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, bytes]:
+def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
     """File name -> content of what makes a checkpoint's folder one that ``from_pretrained`` reads; none where the model is not of
     transformers, only an adapter of it is saved, or the weights have other names. ``say`` hears why there is no config.json, or no
     tokenizer."""
@@ -87,11 +88,11 @@ def beside_weights(manifest: Mapping[str, Any], say: Callable[[str], None]) -> d
             _write_others(known, Path(folder), say)
             return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
     except Exception as error:  # of whichever tokenizer: the checkpoint is whole without it
-        say(f"warning: checkpoints have no config.json for from_pretrained: {' '.join(str(error).split())}")
+        say(f"warning: checkpoints have no config.json for from_pretrained: {one_line(error)}")
         return {}
 
 
-def _write_others(known: _PretrainedRecord, out: Path, say: Callable[[str], None]) -> None:
+def _write_others(known: _PretrainedRecord, out: Path, say: Say) -> None:
     """The files of a model folder beside weights and config.json."""
     for name in ("generation_config", "preprocessor_config"):
         if (text := getattr(known, name)) is not None:

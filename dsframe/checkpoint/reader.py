@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from dsframe.checkpoint import store
 from dsframe.checkpoint.layout import DTYPES, buffers_of
 from dsframe.errors import CheckpointError
-from dsframe.model.state import WEIGHT, LossScaleState, ParameterState, narrowed
+from dsframe.model.state import WEIGHT, LossScaleState, ParameterState, Shapes, narrowed
+from dsframe.text import Json, one_line
+from dsframe.values import Tensors
 
 RNG = "rng.json"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -30,8 +32,8 @@ class Checkpoint:
         """
         self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
-        self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
-        self._mapped: dict[str, Any] = {}
+        self._parameters: Mapping[str, Json] = self.manifest["parameters"]
+        self._mapped: Json = {}
 
     @property
     def step(self) -> int:
@@ -50,7 +52,7 @@ class Checkpoint:
         return None if kept is None else LossScaleState(**kept)
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Every parameter's full shape."""
         return {name: tuple(entry["tensors"][WEIGHT]["shape"]) for name, entry in self._parameters.items()}
 
@@ -67,7 +69,7 @@ class Checkpoint:
         """The buffers to which the training has given another shape than the built model has."""
         return frozenset(self.manifest.get("resized", ()))
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         """The model's buffers: this rank's own where it had others, else rank 0's."""
         of_ranks = self.manifest["buffers"]
         kept = of_ranks.get(buffers_of(self.rank)) or of_ranks.get(buffers_of(0), {})
@@ -100,10 +102,10 @@ class Checkpoint:
             yield name, self._tensor(entry["tensors"].get(instead) or entry["tensors"][WEIGHT])
         yield from self.buffers().items()
 
-    def generators(self) -> list[dict[str, Any]]:
+    def generators(self) -> list[Json]:
         """The random generators of every rank that saved. Raises CheckpointError where they cannot be read."""
         try:
-            kept: list[dict[str, Any]] = json.loads((self.path / RNG).read_bytes())
+            kept: list[Json] = json.loads((self.path / RNG).read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}/{RNG}: {error}") from None
         return kept
@@ -112,10 +114,10 @@ class Checkpoint:
         """Lets the files go: tensors that were read keep theirs."""
         self._mapped = {}
 
-    def _tensor(self, entry: Mapping[str, Any]) -> Tensor:
+    def _tensor(self, entry: Json) -> Tensor:
         return self._range(entry, 0, math.prod(entry["shape"])).view(entry["shape"])
 
-    def _range(self, entry: Mapping[str, Any], first: int, size: int) -> Tensor:
+    def _range(self, entry: Json, first: int, size: int) -> Tensor:
         """Elements of one tensor; a view of the mapped file where they lie in one piece."""
         dtype, parts, start = _DTYPES[entry["dtype"]], [], 0
         for file, begin, count in entry["pieces"]:
@@ -137,5 +139,5 @@ class Checkpoint:
                     raise CheckpointError(f"{path} has {there:,} bytes instead of {size:,}")
                 self._mapped[name] = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
             except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from None
+                raise CheckpointError(f"{path}: {one_line(error)}") from None
         return self._mapped[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.preflight import damaged_files, preflight
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import Store
-from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.cluster.exchange import all_gather_json, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
 from dsframe.host import generators
 from dsframe.model import ema
 from dsframe.model.schedules import notes
 from dsframe.model.state import ParameterState, SavedState, SavedView
 from dsframe.tasks.average_of import AverageOf
+from dsframe.text import Json, Say
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -58,9 +58,9 @@ def begin(
     engine: Engine,
     wanted: str,
     folder: Store,
-    mine: Mapping[str, Any],
+    mine: Json,
     total_steps: int,
-    say: Callable[[str], None],
+    say: Say,
     sign_of_life: Callable[[], None] = lambda: None,
 ) -> Start:
     """**Collective.** Goes on from a checkpoint or makes sure that none is in the way.
@@ -115,7 +115,7 @@ def begin(
     return Start(step, manifest["loss"], evaluation, in_place)
 
 
-def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: int, *, in_place: bool) -> int:
+def _first_step(checkpoint: Checkpoint, mine: Json, total_steps: int, *, in_place: bool) -> int:
     """Returns after which step of this run training goes on. Raises CheckpointError if there is no such step."""
     step = step_now(checkpoint.manifest, mine)
     if new_batch(checkpoint.manifest, mine) and in_place:
@@ -151,9 +151,7 @@ class _WithoutAverages(SavedView):
         return ParameterState(parameter.name, parameter.weight, moments, parameter.scalars)
 
 
-def _choose(
-    engine: Engine, wanted: str, folder: Store, say: Callable[[str], None], sign_of_life: Callable[[], None]
-) -> Path | None:
+def _choose(engine: Engine, wanted: str, folder: Store, say: Say, sign_of_life: Callable[[], None]) -> Path | None:
     """**Collective.** The newest whole checkpoint; each rank verifies its share of the files.
 
     Damaged ones are set aside when a whole one is found: where none is, every later start finds, and says, the same.
@@ -173,7 +171,7 @@ def _choose(
         except (CheckpointError, OSError) as error:
             failure = str(error)
     known = {"failure": failure, "paths": [str(path) for path in candidates], "foreign": foreign}
-    choice = json.loads(all_gather_text(engine, json.dumps(known))[0])
+    choice = all_gather_json(engine, known)[0]
     if choice["failure"]:
         raise CheckpointError(choice["failure"])
     paths = [Path(path) for path in choice["paths"]]
@@ -217,13 +215,13 @@ def _of_another_format(path: Path) -> str:
     return ""
 
 
-def remove_unfinished(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:
+def remove_unfinished(engine: Engine, folder: Store, say: Say) -> None:
     """Rank 0 removes unfinished saves."""
     if engine.plan.world.is_main and (removed := _quietly(folder.remove_unfinished)):
         say(f"removed unfinished saves in {folder.directory}: {', '.join(removed)}")
 
 
-def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
+def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Say) -> None:
     """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
     failure = ""
     if engine.plan.world.is_main:

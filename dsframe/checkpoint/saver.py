@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.checkpoint import staging, store
 from dsframe.checkpoint.background import Writing
@@ -37,13 +37,15 @@ from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.host import generators
 from dsframe.model.state import ShardedParameters
+from dsframe.results import Metrics
+from dsframe.text import Json, Say
 
 if TYPE_CHECKING:
     from dsframe.engine import Engine
     from dsframe.model.state import EngineState
 
 
-ModelFiles = Callable[[Mapping[str, Any], Callable[[str], None]], dict[str, bytes]]
+ModelFiles = Callable[[Json, Say], dict[str, bytes]]
 """Of the manifest and rank 0's voice: name of a file -> content."""
 _LAST_SECONDS = 10.0
 _NOT_SHARED = f"{os.strerror(errno.ENOENT)}: rank 0 has made the folder on its host; every host needs it, shared (NFS)"
@@ -56,14 +58,14 @@ class Saver:
         self,
         engine: Engine,
         folder: Store,
-        about: Mapping[str, Any],
+        about: Json,
         *,
         every_steps: Fraction | None,
         at_end: bool,
         retention: Retention,
         asynchronous: bool = False,
         model_files: ModelFiles = lambda *_: {},
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """Before a checkpoint is loaded, while buffers have the shapes that they were built with.
 
@@ -82,7 +84,7 @@ class Saver:
         self._writing: tuple[int, Writing] | None = None
         self._begun: int | None = None
         """The step whose folder this rank has made, to write into."""
-        self._ratings: dict[int, Mapping[str, float]] = {}
+        self._ratings: dict[int, Metrics] = {}
         """Evaluations of checkpoints that are still being written."""
         self.asynchronous = asynchronous
         """True if training goes on before the files are written."""
@@ -119,7 +121,7 @@ class Saver:
         self._store.begin(step)
         self._begun = step
 
-    def save(self, step: int, *, loss: float | None, evaluation: Mapping[str, float]) -> float:
+    def save(self, step: int, *, loss: float | None, evaluation: Metrics) -> float:
         """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
 
         Raises CheckpointError, on every rank, where one cannot write; the checkpoint before is still there.
@@ -146,7 +148,7 @@ class Saver:
             self._give_up(step, wrong)
         manifest = self._manifest(state, step, loss, evaluation) | writer.manifest
 
-        def commit(words: Sequence[Mapping[str, Any]]) -> None:
+        def commit(words: Sequence[Json]) -> None:
             if self._model_files is None:
                 self._model_files = self._make_model_files(manifest, self._say)
             files = write_small(folder, writer, words, self._model_files)
@@ -165,9 +167,7 @@ class Saver:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
 
-    def _manifest(
-        self, state: EngineState, step: int, loss: float | None, evaluation: Mapping[str, float]
-    ) -> dict[str, Any]:
+    def _manifest(self, state: EngineState, step: int, loss: float | None, evaluation: Metrics) -> Json:
         plan = self._engine.plan
         return {
             "format": store.FORMAT,
@@ -183,7 +183,7 @@ class Saver:
             **self._about,
         }
 
-    def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
+    def rate(self, step: int, evaluation: Metrics) -> None:
         """**Collective.** The evaluation of a checkpoint that was saved before it, now that there is one.
 
         One that is still being written gets it when it is whole. A run that ends before evaluates again when it goes on.
@@ -239,7 +239,7 @@ class Saver:
             self._writing[1].finish()
             self._writing = None
 
-    def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
+    def _look_for_metric(self, evaluation: Metrics) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         value = evaluation.get(metric, 0.0)
         if not math.isfinite(value) and not self._said:
@@ -282,9 +282,7 @@ def _appears(folder: Path) -> bool:
     return True
 
 
-def write_small(
-    folder: Path, writer: Writer, words: Sequence[Mapping[str, Any]], more: Mapping[str, bytes]
-) -> dict[str, dict[str, Any]]:
+def write_small(folder: Path, writer: Writer, words: Sequence[Json], more: Mapping[str, bytes]) -> dict[str, Json]:
     """Writes what is not a tensor: generators, the index of several files of weights, and ``more`` files by name. Returns the
     manifest's entries of all files.
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -31,7 +31,8 @@ from dsframe.checkpoint.byte_files import damage_of, remove, sync_folder, write
 from dsframe.config.read.suggest import near_path
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
-from dsframe.results import best_step
+from dsframe.results import Metrics, best_step
+from dsframe.text import Json
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
@@ -111,7 +112,7 @@ class Store:
             sync_folder(self.directory.parent)
         return folder
 
-    def commit(self, step: int, manifest: Mapping[str, Any]) -> Path:
+    def commit(self, step: int, manifest: Json) -> Path:
         """The step's folder, written by all ranks, becomes a checkpoint; then ``latest`` points to it. Raises OSError."""
         folder, final = self.partial(step), self.path(step)
         write(folder / MANIFEST, dump(manifest))
@@ -134,7 +135,7 @@ class Store:
         partial.rename(path)
         sync_folder(self.directory)
 
-    def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
+    def rate(self, step: int, evaluation: Metrics) -> None:
         """Adds the evaluation after ``step`` to its checkpoint, whose manifest is whole before and after. Raises OSError,
         CheckpointError."""
         path = self.path(step)
@@ -260,7 +261,7 @@ def complete(path: Path, *, best: bool = False) -> Path:
     return checkpoint
 
 
-def finite(evaluation: Mapping[str, float]) -> dict[str, float | None]:
+def finite(evaluation: Metrics) -> dict[str, float | None]:
     """Returns an evaluation as JSON has it: null for what is not a finite number."""
     return {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
 
@@ -275,7 +276,7 @@ def config_of(checkpoint: Path) -> Path:
     return file
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Json:
     """A checkpoint's manifest. Raises CheckpointError where it is missing or damaged; OtherFormatError, UnreadableError."""
     try:
         content = (path / MANIFEST).read_bytes()
@@ -283,7 +284,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
         raise kind(f"{path}: {MANIFEST}: {error.strerror}") from None
     try:
-        manifest: dict[str, Any] = json.loads(content)["manifest"]
+        manifest: Json = json.loads(content)["manifest"]
         whole = dump(manifest) == content  # every byte is accounted for: numbers print as they were read
         written = int(manifest["format"]) if whole else FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -354,15 +355,15 @@ class _Known(_Part):
     parameters: dict[_Name, _Parameter] = {}
     buffers: dict[str, dict[_Name, _Tensor]] = {}
     aliases: dict[_Name, _Name] = {}
-    training: dict[str, Any] = {}
-    course: dict[str, Any] = {}
-    run: dict[str, Any] = {}
+    training: Json = {}
+    course: Json = {}
+    run: Json = {}
     versions: dict[str, str | None] = {}
     source: dict[str, str] = {}
     data: dict[str, str] = {}
 
 
-def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
+def _check_content(path: Path, manifest: Json) -> None:
     """Raises CheckpointError for a manifest that no dsframe has written, whatever its checksum says."""
     try:
         known = _Known.model_validate(manifest)
@@ -430,7 +431,7 @@ def damage(
     return wrong
 
 
-def dump(manifest: Mapping[str, Any]) -> bytes:
+def dump(manifest: Json) -> bytes:
     """The manifest's bytes, with a checksum of itself: the same for the same content."""
     text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     outer = {"manifest": manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
-
 from dsframe.checkpoint.byte_files import FileEntry, write
 from dsframe.checkpoint.layout import Content, header
 from dsframe.checkpoint.writer import bytes_of
+from dsframe.values import Tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> FileEntry:
     """A safetensors file, written from the tensors' own memory, views among them; it is on the disk when this returns.
 
     ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype

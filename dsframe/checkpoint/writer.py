@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from dsframe.checkpoint.staging import Staging
 from dsframe.cluster.exchange import Ranks
 from dsframe.model.digests import flat_copy
 from dsframe.model.state import EngineState, TensorShard
+from dsframe.text import Json
 
 WINDOW_BYTES = 32 << 20
 """What is brought to the host, or to another dtype, at a time: a rank's memory grows by so much in a save at once."""
@@ -53,14 +53,14 @@ class Writer:
         as :meth:`Layout.agree` does."""
         world = ranks.plan.world
         self.plan, scalars = (layout or Layout()).agree(ranks, state)
-        by_key: dict[str, dict[str, Any]] = {buffers_of(0): {}}
-        parameters: dict[str, dict[str, Any]] = {name: {"tensors": {}, "scalars": of} for name, of in scalars.items()}
+        by_key: dict[str, Json] = {buffers_of(0): {}}
+        parameters: dict[str, Json] = {name: {"tensors": {}, "scalars": of} for name, of in scalars.items()}
         for (name, key), at in self.plan.tensors.items():
             if key.startswith("rank-"):
                 by_key.setdefault(key, {})[name] = at
             else:
                 parameters[name]["tensors"][key] = at
-        self.manifest: dict[str, Any] = {"parameters": parameters, "buffers": by_key}
+        self.manifest: Json = {"parameters": parameters, "buffers": by_key}
         """What the manifest says of the parameters and the buffers; the same on every rank."""
         self._rank, self._staging = world.rank, staging
         self._files = RangeWriter(folder, several_hosts=world.local_size < world.size, ahead=staging is not None)

@@ -56,6 +56,11 @@ def all_gather_text(ranks: Ranks, text: str) -> list[str]:
     return [row.astype(np.uint32).tobytes()[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 
+def all_gather_json(ranks: Ranks, value: Any) -> list[Any]:
+    """**Collective.** ``value``, of JSON's kinds, of every rank, in rank order."""
+    return [json.loads(text) for text in all_gather_text(ranks, json.dumps(value))]
+
+
 _WORD_BYTES = 4
 """Bytes of a row that travel in one float64: whole numbers of so many bytes, and their sum with zeros, are exact."""
 _PIECE_BYTES = 4 << 20
@@ -81,7 +86,7 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
     """
     local = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # strides too, of one element
     fact = {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(local.shape)}
-    facts = [json.loads(text) for text in all_gather_text(ranks, json.dumps(fact))]
+    facts = all_gather_json(ranks, fact)
     dtypes = [getattr(torch, fact_of["dtype"]) for fact_of in facts]
     sizes = [dtype.itemsize * math.prod(fact_of["shape"]) for dtype, fact_of in zip(dtypes, facts, strict=True)]
     starts = [0, *itertools.accumulate(map(aligned, sizes))]

@@ -253,12 +253,8 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
 def extend_limits(limit: timedelta) -> None:
     """Gives all groups of this process ``limit``: those that libraries have made have the backend's own."""
     if dist.is_initialized():
-        set_timeout = getattr(dist, "set_timeout", None)  # torch 2.14; before it the same had a private name
         for group in list(dist.distributed_c10d._world.pg_map):
-            if set_timeout is None:
-                dist.distributed_c10d._set_pg_timeout(limit, group)
-            else:
-                set_timeout(limit, group)
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -267,6 +263,13 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """**Collective.** The tensors of all ranks of ``group``, which have one shape and lie in one piece each."""
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group)
+    return everyones
 
 
 def close_process_group() -> None:

@@ -11,12 +11,12 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import psutil
 
-from dsframe.cluster.world import World
+from dsframe.cluster.world import Environ, World
 from dsframe.errors import WorldError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def listener(address: str, port: int) -> socket.socket | None:
     return listening
 
 
-def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def meeting_point(world: World, environ: Environ | None = None) -> tuple[str, int]:
     """Address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for rank 0.
 
     Raises WorldError where the launcher gives no address and none can be found out.
@@ -105,7 +105,7 @@ def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tup
     raise WorldError(f"{world.launcher} gives no rendezvous address; set MASTER_ADDR and MASTER_PORT")
 
 
-def _through_mpi(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+def _through_mpi(world: World, environ: Environ) -> tuple[str, int]:
     """On one host, a port that follows from the job's name, which every process of Open MPI knows."""
     if world.local_size < world.size:
         raise WorldError(
@@ -121,7 +121,7 @@ def _through_mpi(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
     return "127.0.0.1", world.master_port or 20000 + zlib.crc32(str(job).encode()) % 20000
 
 
-def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+def _through_horovod(world: World, environ: Environ) -> tuple[str, int]:
     """Rank 0 leaves its address in horovodrun's key-value store (HTTP PUT and GET of /scope/key), the others read it.
 
     Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).

@@ -20,6 +20,8 @@ from typing import Literal
 
 from dsframe.errors import WorldError
 
+Environ = Mapping[str, str]
+"""A process's variables."""
 Launcher = Literal["deepspeed", "torchrun", "horovodrun", "mpirun", "srun", "python"]
 
 
@@ -95,7 +97,7 @@ _ONE_OF_MANY = ("PMI_SIZE", "PALS_LOCAL_SIZE")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def _launcher(environ: Mapping[str, str]) -> Launcher:
+def _launcher(environ: Environ) -> Launcher:
     """The launcher whose variables are there; WorldError where two started this process at once."""
     launchers: list[Launcher] = []
     if "RANK" in environ and "WORLD_SIZE" in environ and not _repeats_slurm(environ):
@@ -128,12 +130,12 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
     return launchers[0] if launchers else "python"
 
 
-def _mpi(environ: Mapping[str, str]) -> _Names | None:
+def _mpi(environ: Environ) -> _Names | None:
     """The variables of the MPI that started this process."""
     return next((names for names in _MPIS if {names.rank, names.local_rank} <= environ.keys()), None)
 
 
-def _repeats_slurm(environ: Mapping[str, str]) -> bool:
+def _repeats_slurm(environ: Environ) -> bool:
     """True if RANK and WORLD_SIZE were set from srun's own variables: then these say the same and more."""
     same = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     return not {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & environ.keys() and all(
@@ -141,7 +143,7 @@ def _repeats_slurm(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _is_horovods_mpirun(environ: Mapping[str, str]) -> bool:
+def _is_horovods_mpirun(environ: Environ) -> bool:
     """True if mpirun was started by horovodrun, as it is where Horovod was built with MPI.
 
     Then no variable of Horovod's is there, but the options that it always gives to Open MPI are.
@@ -151,12 +153,12 @@ def _is_horovods_mpirun(environ: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_RANK" in environ and all(environ.get(name) == value for name, value in asked.items())
 
 
-def _names(launcher: Launcher, environ: Mapping[str, str]) -> _Names:
+def _names(launcher: Launcher, environ: Environ) -> _Names:
     over_mpi = launcher == "mpirun" or (launcher == "horovodrun" and "HOROVOD_RANK" not in environ)
     return (_mpi(environ) if over_mpi else None) or _NAMES[launcher]
 
 
-def _local_size(environ: Mapping[str, str], name: str, size: int) -> int:
+def _local_size(environ: Environ, name: str, size: int) -> int:
     """Processes on this host. Raises WorldError where that is not said and there may be others elsewhere."""
     address = environ.get("MASTER_ADDR")
     if name != "LOCAL_WORLD_SIZE" or name in environ:
@@ -169,7 +171,7 @@ def _local_size(environ: Mapping[str, str], name: str, size: int) -> int:
     return size
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(environ: Environ, name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -230,7 +232,7 @@ def here() -> World:
     return _worlds[-1]
 
 
-def read(environ: Mapping[str, str]) -> World:
+def read(environ: Environ) -> World:
     """The place that ``environ`` tells.
 
     Raises WorldError, naming the variables, where two launchers' variables are there at once or the numbers do not fit.

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
+
+from dsframe.text import table_of
 
 
 class Code(NamedTuple):
@@ -36,7 +36,7 @@ class Exit(NamedTuple):
     """What to do."""
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table_of(__file__)
 CODES: Mapping[str, Code] = {name: Code(**row) for name, row in _TABLE["codes"].items()}
 """Code -> its explanation."""
 EXITS: Mapping[int, Exit] = {int(number): Exit(**row) for number, row in _TABLE["exits"].items()}

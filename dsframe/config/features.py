@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from dsframe.config.read.reader import Path, keys
 from dsframe.config.schema.conditions import Row, holds, matches, value_at
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
+from dsframe.text import table_of
 
 LOGGERS = ("tensorboard", "wandb")
 """DeepSpeed's sections that say where metrics are written, and the packages that they need: the same on every engine."""
@@ -45,7 +44,7 @@ class Feature(NamedTuple):
 
 @cache
 def _table() -> Sequence[Row]:
-    rows: list[Row] = json.loads(FilePath(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    rows: list[Row] = table_of(__file__)
     return rows
 
 

@@ -11,7 +11,7 @@ from dsframe.config import rules
 from dsframe.config.read import overrides, repair, validate
 from dsframe.config.read.findings import Findings
 from dsframe.config.read.legacy import OTHER_TOOLS
-from dsframe.config.read.reader import Document, ReadError, inside, keys, read
+from dsframe.config.read.reader import Document, Raw, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean, near_path
 from dsframe.config.resolve import auto, epochs, inherit
 from dsframe.config.resolve.batch import MICRO, TRAIN
@@ -155,7 +155,7 @@ def _is_ours(root: Any, findings: Findings) -> bool:
     return True
 
 
-def _restore(raw: dict[str, Any], written: dict[str, Any], name: str) -> None:
+def _restore(raw: Raw, written: Raw, name: str) -> None:
     """Put back what ``dsframe.pass_through`` lists."""
     *parents, last = keys(name)
     source, target = inside(written, parents), inside(raw, parents)

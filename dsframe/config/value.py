@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from dsframe.config.features import Feature, features
 from dsframe.config.read import secrets
 from dsframe.config.read.findings import Findings, Resolved, dotted
-from dsframe.config.read.reader import Document, keys
+from dsframe.config.read.reader import Document, Raw, keys
 from dsframe.config.resolve import batch
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
 from dsframe.config.resolve.facts import Facts
@@ -59,7 +58,7 @@ class Config:
     """The values of ``"auto"`` and of ``{"epochs": n}``, and why."""
     facts: Facts
     """The facts by which they were resolved."""
-    raw: dict[str, Any] = field(repr=False)
+    raw: Raw = field(repr=False)
     """What the user wrote, with overrides and what was repaired or resolved. Not to be changed."""
     overrides: tuple[str, ...] = field(repr=False)
     """``dotted.key=value`` of the command line."""
@@ -94,7 +93,7 @@ class Config:
         """The same file checked once more, for these facts. It is not parsed again."""
         return self.check(Findings(self.findings.document, self.findings.file), self.overrides, facts, self.path)
 
-    def with_content(self, raw: dict[str, Any]) -> Config:
+    def with_content(self, raw: Raw) -> Config:
         """Another file, for the same facts. Raises ConfigError."""
         return self.check(Findings(Document("", raw, {}), ""), (), self.facts, None).accepted
 
@@ -124,16 +123,16 @@ class Config:
         path = keys(path)
         return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> Raw:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self.raw)
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> Raw:
         """A copy to be kept or printed: without passwords and keys of accounts."""
-        public: dict[str, Any] = secrets.without(self.raw)
+        public: Raw = secrets.without(self.raw)
         return copy.deepcopy(public)
 
-    def for_deepspeed(self, world_size: int) -> dict[str, Any]:
+    def for_deepspeed(self, world_size: int) -> Raw:
         """Return the dictionary for ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
         the batch triangle explicit in DeepSpeed's counting.
 

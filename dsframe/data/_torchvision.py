@@ -9,7 +9,6 @@ two schemas first is enough: models, transforms and data sets are plain Python o
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import TaskError
+from dsframe.user_class import close_match
 
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -85,29 +85,17 @@ def classifier(name: str, classes: int) -> nn.Module:
     models = torchvision().models
     names = models.list_models(module=models)
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
-        raise TaskError(f'model "{name}": neither "cnn" nor a classification model of torchvision; {hint}')
+        hint = close_match(name, names) or f"; there are {', '.join(names)}"
+        raise TaskError(f'model "{name}": neither "cnn" nor a classification model of torchvision{hint}')
     # The two oldest networks have extra outputs in training, and warn where their initialisation is not chosen.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     return Classifier(models.get_model(name, weights=None, num_classes=classes, **extra))
 
 
-def probe(name: str, channels: int, size: int, classes: int) -> bool:
-    """True if the model has BatchNorm. Built without memory, and tried on the shape of one batch.
-
-    Raises TaskError when images of this size are too small for the model.
-    """
+def empty(name: str, classes: int) -> nn.Module:
+    """The same without memory. Raises TaskError for an unknown name."""
     try:
         with torch.device("meta"):
-            model = classifier(name, classes)
+            return classifier(name, classes)
     except NotImplementedError:  # RegNet computes its sizes with tensors
-        model = classifier(name, classes).to("meta")
-    with torch.device("meta"):
-        try:
-            outputs = model.eval()(torch.empty(2, channels, size, size))
-        except (RuntimeError, AssertionError) as error:
-            raise TaskError(f'model "{name}" cannot take images of {size} x {size} pixels: {error}') from error
-    if outputs.shape != (2, classes):
-        raise TaskError(f'model "{name}" gives {list(outputs.shape)}, not one score for each of {classes} classes')
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        return classifier(name, classes).to("meta")

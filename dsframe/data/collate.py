@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
 from dsframe.text import reason
+from dsframe.values import Tensors
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of rows: ``(inputs, targets)``, or a dict with ``labels``, as the collators of transformers do."""
@@ -144,9 +145,9 @@ class Pad:
     length: int | None = None
     """Pad to so many always. A longer row is an error."""
 
-    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Mapping[str, Any]]) -> Tensors:
         """The rows as one tensor for each name, ``[rows, longest, ...]``. Raises DataError where a row is too long."""
-        batch: dict[str, Tensor] = {}
+        batch: Tensors = {}
         _refuse_other_names([(f"{place} of these", row) for place, row in enumerate(rows, start=1)])
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:

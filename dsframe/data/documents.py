@@ -23,6 +23,7 @@ from xxhash import xxh3_128
 
 from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
+from dsframe.text import one_line
 
 PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
@@ -185,7 +186,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                     yield Row(f"{path}, row {number}", _without_nulls(value))
                     number += 1
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
+        raise DataError(f"{path}: not a parquet file, truncated, or damaged ({one_line(error)})") from None
 
 
 def _datasets(what: Path | str) -> Any:
@@ -237,7 +238,7 @@ def _saved(path: Path) -> Iterator[Row]:
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, of JSON, of the library
-        raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
+        raise DataError(f"{path}: cannot be read by datasets ({one_line(error)})") from error
     for number, value in enumerate(dataset.with_format(None)):
         yield Row(f"{path}, row {number}", _without_nulls(value))
 

@@ -22,13 +22,14 @@ from dsframe.data._torchvision import torchvision
 from dsframe.data.files import data_root, read_bytes, replacing
 from dsframe.data.idx import read_idx
 from dsframe.errors import DataError, DsframeError, exit_code_of
+from dsframe.text import Say
 
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 _COMMAND_SECONDS = 300
 _CONNECTION_SECONDS = 30
 
 
-def fetch(name: str, to: str | None = None, report: Callable[[str], None] = print) -> Path:
+def fetch(name: str, to: str | None = None, report: Say = print) -> Path:
     """Makes sure that ``name`` (``fashion-mnist``, ``mnist``, ``cifar10``) is complete under ``to``; returns ``to``.
 
     ``to``: by default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``. ``report`` is told in one line what was done.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from xxhash import xxh3_64
 
-from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, numbered
+from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_text, by_value, numbered
 from dsframe.data.loader import EvaluationLoader, Loader, StreamSource
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
@@ -41,7 +41,7 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
     read = [(str(index), digest(row)) for index, row in _rows(loader, twice + chosen)]
     digests, moves = dict(read), bool(twice) and len(read) > 1 and read[0] != read[1]
-    answers = [json.loads(text) for text in all_gather_text(ranks, json.dumps([digests, moves]))]
+    answers = all_gather_json(ranks, [digests, moves])
     of_ranks = [digests_there for digests_there, _ in answers]
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)

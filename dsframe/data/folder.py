@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from dsframe.data._torchvision import torchvision
 from dsframe.errors import DataError
-from dsframe.text import reason
+from dsframe.text import Say, reason
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif", ".avif"}
@@ -120,7 +120,7 @@ def _is_above(link: Path, parent: str) -> bool:
     return Path(parent).resolve().is_relative_to(link.resolve())
 
 
-def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:
+def check(data_dir: str, classes: list[str], say: Say) -> None:
     """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
     torchvision()  # says what is not installed
     root = Path(data_dir).expanduser()

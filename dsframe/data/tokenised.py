@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -30,6 +30,7 @@ from dsframe.data import documents
 from dsframe.data.documents import Row
 from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError
+from dsframe.text import Say
 
 FORM = 3
 """Version of the files' form: part of the digest."""
@@ -115,11 +116,7 @@ class Counts:
         if self.empty:
             yield f"{recipe.name}: {self.empty:,} documents are empty and were left out"
         if self.long and recipe.encoder.whole:
-            share = self.cut / (self.cut + self.tokens)
-            yield (
-                f"{recipe.name}: {self.long:,} documents are longer than context {recipe.context} and were cut: "
-                f"{self.cut:,} tokens, {share:.1%} of all"
-            )
+            yield f"{recipe.name}: {self.long:,} documents are longer than context {recipe.context}: {self.cut:,} tokens were cut"
         elif self.long:
             yield f"{recipe.name}: {self.long:,} documents are longer than context {recipe.context}: each became several rows"
         if self.dropped:
@@ -152,7 +149,7 @@ def _opened(folder: Path) -> Tokenised | None:
     return Tokenised(counts, mapped[0], mapped[1].reshape(-1, 2), mapped[2])
 
 
-def make(recipe: Recipe, say: Callable[[str], None]) -> None:
+def make(recipe: Recipe, say: Say) -> None:
     """Makes the files where they are not there. Any number of processes may do so at once. Raises DataError."""
     folder = recipe.folder()
     if _opened(folder) is not None:
@@ -212,7 +209,7 @@ def _clean(folder: Path) -> None:
 class _Writer:
     """Writes the three files in one pass."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
         self._recipe, self._folder, self._say = recipe, folder, say
         self._counts = Counts()
         self._began = self._said = time.monotonic()

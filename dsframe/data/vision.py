@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from dsframe.data import folder
@@ -17,7 +16,8 @@ from dsframe.data.files import data_root
 from dsframe.data.idx import read_idx
 from dsframe.data.sampler import permutation
 from dsframe.data.source import ImageSource
-from dsframe.errors import DataError
+from dsframe.errors import DataError, TaskError
+from dsframe.text import Say, one_line
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import ImageData
@@ -46,6 +46,22 @@ class Images:
         """Shapes of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""
         image = torch.empty(1, self.channels, self.size, self.size, device="meta")
         return image, torch.empty(1, dtype=torch.int64, device="meta")
+
+    def tried(self, model: nn.Module, what: str) -> bool:
+        """Tries a model without memory on the shape of one batch; returns whether it has BatchNorm.
+
+        ``what``: the model, for messages. Raises TaskError where it cannot take the images, or gives no score for each class.
+        """
+        with torch.device("meta"):
+            try:
+                outputs: Any = model.eval()(torch.empty(2, self.channels, self.size, self.size))
+            except (RuntimeError, ValueError, AssertionError) as error:
+                shape = f"{self.channels} x {self.size} x {self.size} (channels, height, width)"
+                raise TaskError(f"{what} cannot take images of {shape}: {one_line(error)}") from error
+        scores = getattr(outputs, "logits", outputs)
+        if scores.shape != (2, self.classes):
+            raise TaskError(f"{what} gives {list(scores.shape)}, not one score for each of {self.classes} classes")
+        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 # Fashion-MNIST's garments fill their frame and are centred: they are moved by a pixel only.
@@ -79,7 +95,7 @@ def prepares(settings: ImageData) -> bool:
     return settings.dataset == "image-folder"
 
 
-def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str], None]) -> None:
+def prepare(settings: ImageData, images: Images, seed: int, say: Say) -> None:
     """Opens the files of a folder. Raises DataError, with the names of all damaged files."""
     folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
 

@@ -20,10 +20,10 @@ from dsframe.errors import EngineError
 from dsframe.model import derivatives
 from dsframe.model.built import Dependence
 from dsframe.model.forward import loss_of
-from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Terms
-from dsframe.tasks.task import Sum
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Pair, Terms
+from dsframe.tasks.task import Sums
 
-EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
+EvalStep = Callable[[Any, Pair, Measure | None], Sums]
 
 
 _JVP = (
@@ -45,7 +45,7 @@ def without_gradients(eval_step: EvalStep) -> EvalStep:
     same modules, torch's transformer layers do: in evaluation mode some read weights instead, if a mask lets them."""
 
     @functools.wraps(eval_step)
-    def step(self: ModelEngine, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def step(self: ModelEngine, batch: Pair, measure: Measure | None) -> Sums:
         fast = mha.get_fastpath_enabled()
         mha.set_fastpath_enabled(fast and self.built.calls is None)
         try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import EngineError
+from dsframe.values import elements
 
 Start = Callable[[str, Tensor], Callable[[], None]]
 """Starts the reduction of a flat tensor, in place and under a name that is its own; what is returned waits for its end."""
@@ -152,7 +153,7 @@ def _by_size(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def _bucket(name: str, parameters: list[nn.Parameter]) -> _Bucket:
-    size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
+    size, like = elements(parameters), parameters[0]
     flat = torch.zeros(size, dtype=like.dtype, device=like.device)
     views, start = [], 0
     for parameter in parameters:

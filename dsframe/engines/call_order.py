@@ -51,7 +51,26 @@ class _Step:
     """On a GPU, the event after which ``sent`` holds."""
 
 
-class CallOrder:
+class NoCalls:
+    """In the place of a :class:`CallOrder` where ranks need not call the same modules."""
+
+    watches = False
+    """False while no call gathers weights: ranks may call different modules then."""
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass from ``loss`` begins."""
+
+    def compare(self) -> None:
+        """A step has ended."""
+
+    def check(self, *, waits: bool = True) -> None:
+        """Raises TaskError where calls differed."""
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+
+
+class CallOrder(NoCalls):
     """The calls of this rank, from the first micro-batch of a step on."""
 
     def __init__(
@@ -70,7 +89,6 @@ class CallOrder:
         self.log: list[str] | None = None
         """The calls of all models of a step, in one order, where there are several with a ``CallOrder`` each: they share it."""
         self.watches = True
-        """False while no call gathers weights: ranks may call different modules then."""
         self._calls: list[int] = []
         self._gradients: list[int] = []
         self._passes = self._meetings = 0

@@ -17,6 +17,7 @@ from dsframe.engines.base import TWICE
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.model.plan import Plan
+from dsframe.values import trainable
 
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
@@ -57,7 +58,7 @@ class DdpEngine(ReplicaEngine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         communication = self.plan.config.settings.ddp.communication
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = trainable(model)
         whole = sum(parameter.nbytes for parameter in trained)
         self._reached = trained
         torch_patches.skip_sparse_buffers(model)

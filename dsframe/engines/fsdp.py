@@ -7,7 +7,6 @@ replicas; what is different here is where tensors lie.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from dsframe.cluster import process_group
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.engines import fsdp_scalars, fsdp_units, precision
 from dsframe.engines.base import COPIED, JVP
-from dsframe.engines.call_order import CallOrder
+from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
@@ -37,11 +36,12 @@ from dsframe.model import formats, output_classes
 from dsframe.model.build import LARGE, without_elements
 from dsframe.model.digests import flat_copy
 from dsframe.model.gathered import LIBRARIES, Shards, whole
-from dsframe.model.micro_batch import Inputs, Measure
+from dsframe.model.micro_batch import Measure, Pair
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, full_precision
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sums
+from dsframe.values import elements, tensors_of
 
 _COMPUTED_IN = "_dsframe_computed_in"
 """Name under which a shard has the number format of the whole weight."""
@@ -64,13 +64,13 @@ class FsdpEngine(ReplicaEngine):
         "a global, the task, another object), so that {} does not gather the block's weights for it: return it, or keep it in an "
         "attribute of the block",
     }
-    _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
         self._settings = plan.config.settings.fsdp
+        self._calls: NoCalls = NoCalls()
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # FSDP averages
@@ -96,7 +96,7 @@ class FsdpEngine(ReplicaEngine):
         """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
         _refuse_empty(model)
         self._scalars = fsdp_scalars.add_dimension(model)
-        large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+        large = elements(model.parameters()) > LARGE
         self._settle_gathering(model)
         units = self._find_units(model)
         self._units = Counter(type(unit).__name__ for unit in units)
@@ -181,7 +181,7 @@ class FsdpEngine(ReplicaEngine):
             local_digests.append(xxhash.xxh3_128_hexdigest(flat_copy(tensor).view(torch.uint8).numpy().data))
             if self._spill is not None:
                 self._spill.touched(tensor.nbytes)
-        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps(local_digests))]
+        of_ranks = all_gather_json(self, local_digests)
         for tensor, *digests in zip(tensors, *of_ranks, strict=True):
             if len(set(digests)) > 1:
                 sent = tensor.data.to(self.plan.device)
@@ -217,17 +217,16 @@ class FsdpEngine(ReplicaEngine):
         return self._whole_gradients()
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
-        if self._calls is not None:
-            self._calls.backward(loss)
+        self._calls.backward(loss)
         return loss
 
     def _synchronize(self) -> None:
-        if self._calls is not None:
-            self._calls.compare()
+        self._calls.compare()
 
     def _apply(self) -> None:
-        if self._calls is not None:  # on a GPU a step later, so that none waits for the device
-            self._calls.check(waits=self.plan.device.type == "cpu")
+        self._calls.check(
+            waits=self.plan.device.type == "cpu"
+        )  # on a GPU a step later, so that none waits for the device
         try:
             super()._apply()
         except RuntimeError as error:
@@ -248,39 +247,36 @@ class FsdpEngine(ReplicaEngine):
     def _slot(self, name: str, parameter: Tensor) -> ParameterView:
         return _ShardSlot(name, () if name in self._scalars else tuple(parameter.shape), parameter)
 
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** Every rank's forward pass gathers the others' shards. Where those stay, ``measure`` may call the modules
         as often as it likes."""
 
-        def measured(outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        def measured(outputs: Any, targets: Any) -> Sums:
             assert measure is not None
             with self._unwatched():
                 return measure(outputs, targets)
 
         metrics = super().eval_step(batch, measure and measured)
-        if self._calls is not None:
-            self._calls.compare()
-            self._calls.check(waits=not self._stays_gathered)
+        self._calls.compare()
+        self._calls.check(waits=not self._stays_gathered)
         if not self._stays_gathered:
             self._reshard()
         return metrics
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        if self._calls is not None:
-            self._calls.watches = not self._stays_gathered
+        self._calls.watches = not self._stays_gathered
         try:
             yield
         finally:
-            if self._calls is not None:
-                self._calls.watches = True
+            self._calls.watches = True
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """**Collective.** Inside, weights stay gathered where memory allows."""
-        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        count = elements(self.model.parameters())
         width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
-        if not stays_gathered(self, elements * width):
+        if not stays_gathered(self, count * width):
             yield
             return
         self._keep_gathered(True)
@@ -289,8 +285,7 @@ class FsdpEngine(ReplicaEngine):
         finally:
             self._keep_gathered(False)
             self._reshard()
-        if self._calls is not None:
-            self._calls.check()
+        self._calls.check()
 
     def _keep_gathered(self, keeps: bool) -> None:
         self._stays_gathered = keeps
@@ -301,9 +296,8 @@ class FsdpEngine(ReplicaEngine):
 
     def release_outputs(self) -> None:
         """**Collective.** Frees what was gathered; compares the calls."""
-        if self._calls is not None:
-            self._calls.compare()
-            self._calls.check(waits=self.plan.device.type == "cpu")
+        self._calls.compare()
+        self._calls.check(waits=self.plan.device.type == "cpu")
         self._reshard()
 
     def state(self) -> EngineState:
@@ -311,8 +305,7 @@ class FsdpEngine(ReplicaEngine):
 
         Raises TaskError where ranks have called different units.
         """
-        if self._calls is not None:
-            self._calls.check()
+        self._calls.check()
         return super().state()
 
     def load_state(self, saved: SavedState) -> None:
@@ -336,8 +329,7 @@ class FsdpEngine(ReplicaEngine):
 
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
-        if self._calls is not None:
-            self._calls.close()
+        self._calls.close()
         process_group.close_process_group()
 
 
@@ -411,7 +403,7 @@ def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
     """Copies tensors that lie in another tensor's memory: torch gives those a new history where a caller writes to them
     (``h += x``), without FSDP's hook (2.13, ``_fsdp_state.py``)."""
     output_classes.register(outputs)
-    if any(isinstance(leaf, Tensor) and _is_trained_view(leaf) for leaf in tree_leaves(outputs)):
+    if any(_is_trained_view(leaf) for leaf in tensors_of(outputs)):
         return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)
     return None
 

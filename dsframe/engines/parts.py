@@ -23,7 +23,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
@@ -38,13 +37,14 @@ from dsframe.model import digests, extra_state, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.forward import call
-from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch, Pair
 from dsframe.model.persistent import persistent_buffers, put, saved_buffers
 from dsframe.model.plan import Plan
-from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, ShardedParameters
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, Shapes, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.task import Sum, Task, gives, loss_and_terms, sums
+from dsframe.tasks.task import Sum, Sums, Task, gives, loss_and_terms, sums
+from dsframe.values import Tensors, elements, tensors_of, trainable
 
 Make = Callable[[Plan], ModelEngine]
 
@@ -95,7 +95,7 @@ class _Part(nn.Module):
         super().__init__()
         self.add_module(name, model)
         self._loss, self._trained = loss, loss is not None
-        self.size = sum(parameter.numel() for parameter in model.parameters())
+        self.size = elements(model.parameters())
 
     @property
     def inner(self) -> nn.Module:
@@ -144,9 +144,7 @@ class PartsEngine(Engine):
                 self._engines[name] = engine(self._plan_of(name))
         plan.task.context = replace(plan.task.context, ranks=weakref.proxy(self))
         self._trained = {name: trained_engine for name, trained_engine in self._engines.items() if name in self._losses}
-        self._learning = {
-            name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained
-        }
+        self._learning = {name: trainable(self._parts[name]) for name in self._trained}
         if difference := first_difference(
             self, [f"{name} with digest {digest}" for name, digest in self._digests.items()]
         ):
@@ -338,7 +336,7 @@ class PartsEngine(Engine):
             if other != name:
                 engine.release_outputs()
 
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
         metrics = self._first.eval_step(batch, measure)
         task = self.plan.task
@@ -389,7 +387,7 @@ class PartsEngine(Engine):
 
     # The state.
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         """Those of the models that are trained, and of their averages."""
         engines = [*self._trained.values(), *(self._engines[name] for name in self._teachers)]
         return {name: buffer for engine in engines for name, buffer in engine.buffers().items()}
@@ -500,10 +498,10 @@ class _OfPart(SavedView):
         return self._saved.updates // self._every
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         return {name: shape for name, shape in self._saved.shapes.items() if name.startswith(self._prefix)}
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         return {name: buffer for name, buffer in self._saved.buffers().items() if name.startswith(self._prefix)}
 
 
@@ -552,7 +550,7 @@ class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._filled.update(_storage(result) for result in tree_leaves(results) if isinstance(result, Tensor))
+            self._filled.update(_storage(result) for result in tensors_of(results))
         elif func is torch.ops.aten.copy_.default and isinstance(args[1], Tensor):
             change = self._filled.add if _storage(args[1]) in self._filled else self._filled.discard
             change(_storage(args[0]))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from dsframe.errors import ConfigError, Problem
 from dsframe.model import output_classes
 from dsframe.model.formats import parameter_dtype as parameter_dtype
+from dsframe.values import trainable
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -83,7 +84,7 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module) -> None:
         """``model``: its trainable parameters are 16 bits wide."""
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = trainable(model)
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self._windows = list(_windows([parameter.numel() for parameter in self.parameters]))
 

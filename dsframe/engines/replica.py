@@ -6,7 +6,7 @@ rest of an optimizer step is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,13 +20,14 @@ from dsframe.engines.loss_scale import LossScale
 from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
-from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Pair
 from dsframe.model.persistent import aliases, load_buffers, persistent_buffers, saved_buffers, saved_parameters
 from dsframe.model.plan import Plan
 from dsframe.model.rates import keep_ratios
 from dsframe.model.spill import Spill
 from dsframe.model.state import EngineState, SavedState, ShardedParameters
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sums
+from dsframe.values import Tensors, trainable
 
 
 class ReplicaEngine(ModelEngine):
@@ -51,9 +52,7 @@ class ReplicaEngine(ModelEngine):
             self._spill.close()
         # Once: while another model of the task is trained, parameters need no gradients.
         self._names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self._parameters = (
-            [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
-        )
+        self._parameters = trainable(self.model) if self._masters is None else self._masters.masters
         self._average_start: dict[Tensor, Tensor] | None = None
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
@@ -218,7 +217,7 @@ class ReplicaEngine(ModelEngine):
             return self._forward(self.model, inputs)
 
     @without_gradients
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
@@ -246,7 +245,7 @@ class ReplicaEngine(ModelEngine):
         if self._masters:
             self._masters.give_weights()
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> Tensors:
         """This rank's."""
         return persistent_buffers(self.model)
 

@@ -25,6 +25,7 @@ from dsframe.model.state import (
     put_scalars,
     split,
 )
+from dsframe.values import Tensors
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def shards(
     return local + [_shard(slot, {WEIGHT: slot.master}, {}) for slot in frozen]
 
 
-def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> ParameterShard:
+def _shard(slot: ParameterView, tensors: Tensors, scalars: Mapping[str, Number]) -> ParameterShard:
     def shard_of(tensor: Tensor) -> TensorShard:
         as_weight = slot.start is not None or tensor.shape == slot.master.shape
         shape = tuple(slot.shape if as_weight else tensor.shape)

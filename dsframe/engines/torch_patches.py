@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dsframe.values import trainable
+
 PATCHES = {
     "settle_buckets": "DDP arranges its buckets anew after the first backward pass: a restarted run would round otherwise",
     "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one, and at rare dtypes",
@@ -61,7 +63,7 @@ class _EveryParameter(nn.Module):
         self.model = model
 
     def forward(self, zero: Tensor) -> Tensor:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trained = trainable(self.model)
         return torch.stack([parameter.sum() * zero for parameter in trained]).sum()
 
 

@@ -12,7 +12,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from dsframe.errors import CheckpointError, ConfigError
 from dsframe.model.built import Adapter
 from dsframe.model.digests import combined, digest, digest_of_one
 from dsframe.model.persistent import leave_out
+from dsframe.text import Json, one_line
+from dsframe.values import elements, trainable
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -68,7 +70,7 @@ def add(config: Config, model: nn.Module) -> str:
             if section.folder is not None:
                 _load(config, model, peft, Path(section.folder))
     except (ValueError, TypeError) as error:
-        raise _wrong(config, f"peft refuses it: {' '.join(str(error).split())}", "change the section") from None
+        raise _wrong(config, f"peft refuses it: {one_line(error)}", "change the section") from None
     return json.dumps(settings.to_dict(), sort_keys=True, default=sorted)  # sets
 
 
@@ -99,8 +101,8 @@ def settle_adapter(
         touched(base[name].nbytes)
     digest_of = {name: value for text in exchange(json.dumps(digests)) for name, value in json.loads(text).items()}
     leave_out(model, base)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in base.values())
+    trained = elements(trainable(model))
+    frozen = elements(base.values())
     return Adapter(
         json.loads(section.model_dump_json(exclude_none=True)),
         peft,
@@ -155,7 +157,7 @@ def digest_of(model: nn.Module) -> str:
     return digest(base_of(model))
 
 
-def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
+def compare(manifest: Json, digest: str, where: object) -> None:
     """Raises CheckpointError where the checkpoint's adapter was trained with another base."""
     saved = manifest["training"].get("adapter's base")
     if saved is not None and saved != digest:

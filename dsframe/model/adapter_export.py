@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dsframe import values
 from dsframe.errors import CheckpointError
 from dsframe.model.adapter import FILE, NAME, PREFIX
 from dsframe.tasks import hub
+from dsframe.values import Tensors
 
 TOLERANCE = 1e-3
 """Relative, between outputs before and after a merge."""
@@ -90,7 +91,7 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
     _compare_outputs(outputs_of(model), outputs_of(loaded.get_base_model()), "peft has loaded the written folder")
 
 
-def difference(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
+def difference(expected: Tensors, loaded: Tensors) -> str:
     """The first name whose tensor is there only once, or differs in its shape, its format or a value; empty for none."""
     alone = sorted(expected.keys() ^ loaded.keys())
     both = (name for name in expected if not _same(expected[name], loaded[name])) if not alone else iter(alone)

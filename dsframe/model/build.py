@@ -29,6 +29,7 @@ from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual
 from dsframe.tasks.task import Task
+from dsframe.values import elements
 
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
 LARGE = 1 << 24
@@ -180,7 +181,7 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
                 parameter.data = parameter.data.to(plan.device)
         model.to(plan.device)  # its buffers, and weights in 4 bits with their scales
         return ""
-    large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    large = elements(model.parameters()) > LARGE
     if plan.device.type == "cpu" and not large:
         keep_freed()
     # What a constructor put there without registering it, such as deep copies.

@@ -14,6 +14,7 @@ from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.gradient_hooks import GradientHooks
 from dsframe.model.parts import Part
 from dsframe.model.weight_watch import WeightWatch
+from dsframe.text import Json
 
 ON_RANKS = "so the training depends on the number of processes"
 FROZEN = "_dsframe_frozen"
@@ -38,7 +39,7 @@ class Dependence:
 class Adapter:
     """An adapter in a model."""
 
-    settings: Mapping[str, Any]
+    settings: Json
     """The file's section, without what is not set."""
     peft: str
     """peft's own settings, as JSON: the ``adapter_config.json`` of an export."""
@@ -50,7 +51,7 @@ class Adapter:
     """Puts such an adapter, with new weights, into another model of the task."""
 
     @property
-    def training(self) -> dict[str, Any]:
+    def training(self) -> Json:
         """Returns what must be the same for a run to continue from a checkpoint."""
         kept = {key: value for key, value in self.settings.items() if key != "folder"}
         return {"adapter": kept, "adapter's base": self.digest}
@@ -64,7 +65,7 @@ class ParameterGroups:
     """Only of parameters that have some."""
     frozen: frozenset[str] = frozenset()
     """Parameters that a group freezes; the model may have frozen others."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    asked: Json = field(default_factory=dict)
     """The file's or the task's groups as written, for a checkpoint's record."""
     lines: tuple[str, ...] = ()
     """The groups and their sizes, for the first lines of a run."""
@@ -78,7 +79,7 @@ class ParameterGroups:
 
     def split(self, named: Iterable[tuple[str, Tensor]]) -> list[Any]:
         """Returns what torch's optimizers take: the tensors themselves where all are alike, else one dict for each group."""
-        by_options: dict[tuple[Any, ...], dict[str, Any]] = {}
+        by_options: dict[tuple[Any, ...], Json] = {}
         for name, tensor in named:
             options = self.options.get(name, {})
             by_options.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(tensor)
@@ -114,11 +115,11 @@ class BuiltModel:
     """Where the weights lay when ``model()`` returned them."""
     watch: WeightWatch | None = None
     """Sees weights that are read or written outside of the engine; None for one of several models."""
-    losses: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    losses: Callable[[Any, Any], dict[str, Any]] | None = None
     """**Collective.** With several models: makes the losses of a batch by name, in evaluation mode, with gradients
     only if the task asks for them."""
     calls: Any = None
     """Knows which modules this rank has called, if all ranks must call the same
     (``engines.call_order``)."""
-    manifest: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    manifest: Mapping[str, Json] = field(default_factory=dict)
     """What a checkpoint's manifest adds, by section (``checkpoint.changes.about``)."""

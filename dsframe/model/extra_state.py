@@ -4,13 +4,13 @@ that ``torch.load(weights_only=True)`` reads: a checkpoint runs no code."""
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsframe.errors import TaskError
+from dsframe.values import Tensors
 
 KEY = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -20,7 +20,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == KEY
 
 
-def pack(model: nn.Module) -> dict[str, Tensor]:
+def pack(model: nn.Module) -> Tensors:
     """The extra state of each module that has one, as uint8, by name. Raises TaskError for what ``unpack`` would not read."""
     return {name: _bytes(module) for name, module in keepers(model).items()}
 
@@ -35,7 +35,7 @@ def unpacked(name: str, tensor: Tensor) -> Any:
     return unpack(tensor) if is_extra(name) else tensor
 
 
-def load(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
+def load(model: nn.Module, packed: Tensors) -> None:
     """Calls ``set_extra_state()`` of each module that ``packed`` names."""
     for name, module in keepers(model).items() if packed else ():
         if name in packed:

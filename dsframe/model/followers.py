@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dsframe.config.schema.settings_training import Stop
 from dsframe.errors import CheckpointError, ConfigError, Problem, TaskError
 from dsframe.model.rates import Rates
+from dsframe.results import Metrics
+from dsframe.text import Json
 
 
 class Follower:
@@ -29,7 +31,7 @@ class Follower:
         self.observed = 0
         """The step of the last evaluation that was looked at."""
 
-    def check(self, metrics: Mapping[str, float]) -> None:
+    def check(self, metrics: Metrics) -> None:
         """Raises TaskError where an evaluation has no such metric."""
         if self.metric not in metrics:
             known = ", ".join(metrics) or "none"
@@ -55,7 +57,7 @@ class EarlyStop(Follower):
         best = f"{self._sign * self._best:.6g} after step {self._best_step:,}" if self._best_step else "no finite value"
         return f"{self.metric} is not better in {self._waited} evaluation(s); the best was {best}"
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> str:
+    def observe(self, step: int, metrics: Metrics) -> str:
         """Takes in the evaluation after ``step``. A value that is not finite is no better one. Returns nothing to be said."""
         self.check(metrics)
         value = self._sign * metrics[self.metric]
@@ -66,7 +68,7 @@ class EarlyStop(Follower):
         self.observed = step
         return ""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Everything that decides the end, as JSON has it: infinite is null."""
         return {
             "metric": self._wanted.metric,
@@ -76,7 +78,7 @@ class EarlyStop(Follower):
             "observed": self.observed,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Continues from :meth:`state`; of another metric nothing is taken. Raises CheckpointError for anything else."""
         counts: list[Any] = [state.get(key) for key in ("best_step", "waited", "observed")]
         counted = all(type(count) is int and count >= 0 for count in counts)
@@ -119,7 +121,7 @@ class Plateau(Follower):
         """The rate that the evaluations so far have left."""
         return Rates(float(self._optimizer.param_groups[0]["lr"]))
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> str:
+    def observe(self, step: int, metrics: Metrics) -> str:
         """Takes in the evaluation after ``step``. Returns what is to be said where the rate falls."""
         self.check(metrics)
         before = self(0).learning_rate
@@ -127,14 +129,14 @@ class Plateau(Follower):
         self.observed, now = step, self(0).learning_rate
         return f"{self.metric} no longer gets better: learning rate {before:g} -> {now:g}" if now != before else ""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Everything that decides the rates to come, as JSON has it: infinite is null."""
         values = {key: float(getattr(self._torchs, key)) for key in _KEPT}
         values |= {"rate": self(0).learning_rate, "observed": self.observed, "base": self._base}
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         return {"metric": self._watched, **finite}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Continues from :meth:`state`; of another metric only the rate is taken. Raises CheckpointError for anything else."""
         state = {"metric": self._watched, "base": self._base, **state}  # an older checkpoint lacks them
         if state.keys() != self.state().keys() or not all(_is_number(state[key]) for key in state if key != "metric"):

@@ -15,6 +15,7 @@ from dsframe.errors import TaskError
 from dsframe.model import output_classes
 from dsframe.model.micro_batch import Arguments, Inputs, MicroBatch, Terms
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
+from dsframe.values import tensors_of
 
 if TYPE_CHECKING:
     from dsframe.model.weight_watch import WeightWatch
@@ -96,7 +97,7 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms, reaches: bool) -
             "it from the outputs, without .item(), .detach() or torch.no_grad()"
         )
     if reaches and loss.requires_grad and loss.is_leaf:
-        trained = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        trained = (leaf for leaf in tensors_of(outputs) if leaf.requires_grad)
         loss = cast(Tensor, _Reaching.apply(loss, *trained))  # type: ignore[no-untyped-call]
     return loss
 

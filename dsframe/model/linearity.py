@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.host import source_files
+from dsframe.text import Say
+from dsframe.values import tensors_of
 
-Say = Callable[[str], None]
 _DIFFERENTIATES = {"backward", "grad", "autograd", "enable_grad", "func", "checkpoint"}
 """Names in code that goes through a graph."""
 _PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
@@ -29,7 +30,7 @@ _PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
     """Returns whether ``function`` gives twice what it has ``returned`` for twice the ``gradients``; True where it cannot be asked
     again."""
-    devices = {leaf.device for leaf in tree_leaves(gradients) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    devices = {leaf.device for leaf in tensors_of(gradients) if leaf.is_cuda}
     try:
         with torch.random.fork_rng(devices):
             again = function(*tree_map_only(Tensor, lambda gradient: 2 * gradient, gradients))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sum, Sums
 
 if TYPE_CHECKING:
     from dsframe.data.sample_draws import SampleDraws
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 Inputs = Any
 """Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
 
-Measure = Callable[[Any, Any], Mapping[str, Sum]]
+Pair = tuple[Inputs, Any]
+"""Inputs and targets of a batch."""
+
+Measure = Callable[[Any, Any], Sums]
 """Makes sums of the outputs and the targets of an evaluation batch."""
 
 Terms = dict[str, Sum]

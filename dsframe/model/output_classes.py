@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dsframe.errors import TaskError
-from dsframe.values import attributes_of
+from dsframe.values import attributes_of, tensors_of
 
 _DEPTH = 3
 """Levels of attributes that are looked at for a tensor."""
@@ -146,7 +146,7 @@ def _users_parts(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Modul
 
 def _with_gradients(attributes: Mapping[str, Any]) -> list[Tensor]:
     held = [value for name, value in attributes.items() if name not in _OF_MODULES and isinstance(value, _TRANSPARENT)]
-    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return [leaf for leaf in tensors_of(held) if leaf.grad_fn is not None]
 
 
 _OF_MODULES = vars(nn.Module()).keys()
@@ -166,7 +166,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return bool(tensors_of(value))
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dsframe.values import elements
+
 
 @dataclass(frozen=True)
 class Part:
@@ -27,7 +29,7 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
         fresh = [parameter for parameter in module.parameters() if id(parameter) not in counted]
         counted.update(map(id, fresh))
         trained = sum(parameter.numel() for parameter in fresh if parameter.requires_grad)
-        size = sum(parameter.numel() for parameter in fresh)
+        size = elements(fresh)
         if size:
             parts.append(Part(name, type(module).__name__, size, trained))
     return tuple(parts)

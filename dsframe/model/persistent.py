@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
 from dsframe.model import extra_state
-from dsframe.model.state import SavedState
+from dsframe.model.state import SavedState, Shapes
+from dsframe.values import Tensors
 
 
-def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Tensors:
     """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
 
     Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew. Without
@@ -27,12 +28,12 @@ def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> di
     return buffers
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+def saved_buffers(model: nn.Module) -> Tensors:
     """The persistent buffers, and the extra state of modules (``extra_state``)."""
     return persistent_buffers(model) | extra_state.pack(model)
 
 
-def shapes_of(buffers: Mapping[str, Tensor], resized: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+def shapes_of(buffers: Tensors, resized: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """What :func:`compare` takes. The bytes of an extra state may be fewer or more each time, as the ``resized`` buffers."""
     return {
         name: () if name in resized or extra_state.is_extra(name) else tuple(buffer.shape)
@@ -90,7 +91,7 @@ def put(content: Tensor, buffer: Tensor) -> None:
     buffer.copy_(content)
 
 
-def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection[str]) -> None:
+def make_room(model: nn.Module, saved: Tensors, resized: Collection[str]) -> None:
     """Makes buffers that a forward pass makes of None (``register_buffer("mean", None)``), and gives those another shape that the
     training has ``resized``, or whose module loads itself, as those of ``torch.ao.quantization`` do."""
     modules = dict(model.named_modules())
@@ -107,7 +108,7 @@ def make_room(model: nn.Module, saved: Mapping[str, Tensor], resized: Collection
             module._buffers[key] = torch.empty(content.shape, dtype=now.dtype, device=now.device)
 
 
-def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+def compare(what: str, expected: Shapes, saved: Shapes) -> None:
     """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
     differences = [f"{name} is new" for name in expected if name not in saved]
     made = what == "buffer" and any(name not in expected for name in saved)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from dsframe.errors import CheckpointError
+from dsframe.values import Tensors
 
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes by the name of a parameter."""
 Number = float | list[float]
 """A number that an optimizer keeps; in a list, if a user's optimizer keeps it in a tensor without dimensions."""
 
@@ -27,7 +30,7 @@ class ParameterState:
     """The name in ``model.named_parameters()``, on every engine."""
     weight: Tensor
     """float32, float64 where the model trains in it; full shape."""
-    moments: Mapping[str, Tensor]
+    moments: Tensors
     """The optimizer's tensors, such as ``exp_avg``; as the weight is. Empty before the first update."""
     scalars: Mapping[str, Number]
     """The optimizer's numbers, such as Adam's ``step``."""
@@ -98,7 +101,7 @@ class EngineState:
     updates: int
     """Optimizer updates applied: the schedule's only argument."""
     loss_scale: LossScaleState | None
-    buffers: Mapping[str, Tensor]
+    buffers: Tensors
     """As ``persistent.saved_buffers`` of this rank: BatchNorm's statistics may differ between ranks."""
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
@@ -118,14 +121,14 @@ class SavedState(Protocol):
     def loss_scale(self) -> LossScaleState | None: ...
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Every parameter's full shape."""
 
     @property
     def resized(self) -> Collection[str]:
         """The buffers to which the training has given another shape than the built model has."""
 
-    def buffers(self) -> Mapping[str, Tensor]: ...
+    def buffers(self) -> Tensors: ...
 
     def parameter(self, name: str) -> ParameterState:
         """One parameter, read anew each time, on the CPU. Not collective."""
@@ -154,7 +157,7 @@ class SavedView:
         return self._saved.loss_scale
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Full shape of each visible parameter."""
         return self._saved.shapes
 
@@ -163,7 +166,7 @@ class SavedView:
         """As saved."""
         return self._saved.resized
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         """The visible buffers."""
         return self._saved.buffers()
 
@@ -205,7 +208,7 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 def split(
     held: Mapping[str, Any], shape: Sequence[int], optimizer: torch.optim.Optimizer | None = None
-) -> tuple[dict[str, Tensor], dict[str, Number]]:
+) -> tuple[Tensors, dict[str, Number]]:
     """An optimizer's entry for a weight of ``shape`` as tensors and numbers. Entries that are None (SGD without momentum) are
     left out. About a weight without dimensions, such as CLIP's ``logit_scale``, tensors have none either."""
     users = optimizer is not None and not _is_of(optimizer, "torch.optim", "deepspeed.")

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import all_gather_text
@@ -38,6 +37,7 @@ from dsframe.host import source_files
 from dsframe.model import linearity
 from dsframe.model.built_memory import BuiltMemory, storage_of
 from dsframe.model.gathered import is_whole, library_of
+from dsframe.values import tensors_of
 
 _METADATA = frozenset(
     "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
@@ -615,7 +615,7 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
         if isinstance(argument, Tensor):
             yield argument
         elif isinstance(argument, (tuple, list)):
-            yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
+            yield from tensors_of(argument)
 
 
 def _caller(*, direct: bool = False) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsframe.engines import precision
 from dsframe.results import best_step
-from dsframe.text import clock, columns
+from dsframe.text import Json, clock, columns
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | Non
     ]
 
 
-def best_of(records: Sequence[Mapping[str, Any]], wanted: str | None) -> tuple[str, float, int] | None:
+def best_of(records: Sequence[Json], wanted: str | None) -> tuple[str, float, int] | None:
     """Returns metric, value and step of the best evaluation; None where there is none, or a single one.
 
     ``wanted``: ``NAME:min`` or ``NAME:max``, as the file says what is better. None: the smallest loss, of the first set that has

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dsframe.cluster.world import World
 from dsframe.errors import CheckpointError, ConfigError, DsframeError, Problem, WorldError
+from dsframe.text import Say
 
 PATIENCE_SECONDS = 10.0
 """How long a run that was killed may take until its process is gone."""
@@ -44,7 +45,7 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def take(self, directory: Path, world: World, say: Callable[[str], None]) -> None:
+    def take(self, directory: Path, world: World, say: Say) -> None:
         """Rank 0 makes the directory and claims it, before anything is set up; a former rank 0 releases the lock.
 
         Raises ConfigError if the directory cannot be written to, WorldError if another run uses it.
@@ -83,7 +84,7 @@ class RunLock:
                 descriptor, f"{socket.gethostname()} {os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}\n".encode(), 0
             )
 
-    def renew(self, say: Callable[[str], None]) -> None:
+    def renew(self, say: Say) -> None:
         """Looks whether the directory's name still leads to the one that this process holds, and else claims the new one.
 
         Raises CheckpointError where another run is there.
@@ -132,7 +133,7 @@ def _requeued(descriptor: int) -> bool:
     return bool(job) and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and _holder(descriptor)[2] == job
 
 
-def _lock(descriptor: int, directory: Path, say: Callable[[str], None]) -> bool:
+def _lock(descriptor: int, directory: Path, say: Say) -> bool:
     """False where the file system knows no locks. Raises WorldError where another process has it, and keeps it."""
     deadline, announced = time.monotonic() + PATIENCE_SECONDS, False
     while True:

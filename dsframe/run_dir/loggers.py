@@ -25,8 +25,9 @@ from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
 from dsframe.config.value import Config
 from dsframe.errors import Problem
+from dsframe.results import Metrics
 from dsframe.run_dir.names import LOGGER_ID, TENSORBOARD
-from dsframe.text import reason
+from dsframe.text import Json, reason
 
 _TRAINING, _EVALUATION = "train/", "eval/"
 """What the names of metrics begin with."""
@@ -48,7 +49,7 @@ class Logger(ABC):
     """One destination of metrics. Only rank 0 has one."""
 
     @abstractmethod
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
+    def write(self, metrics: Metrics, step: int) -> None:
         """``metrics``: finite numbers, by DeepSpeed's names."""
 
     @abstractmethod
@@ -59,9 +60,7 @@ class Logger(ABC):
 class Loggers:
     """All that a file asks for."""
 
-    def __init__(
-        self, config: Config, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
-    ) -> None:
+    def __init__(self, config: Config, about: Json, directory: Path, train_batch_size: int, done_steps: int) -> None:
         """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose metrics stay."""
         file = config.deepspeed
         self._batch = train_batch_size
@@ -79,7 +78,7 @@ class Loggers:
                 with _survived(name):
                     self._all[name] = make()
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Json) -> None:
         """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
         if not self._all or "step" not in record:
             return
@@ -138,7 +137,7 @@ class _TensorBoard(Logger):
             old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=suffix)
 
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
+    def write(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -158,7 +157,7 @@ def _without_secrets() -> Iterator[None]:
 
 
 class _Wandb(Logger):
-    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+    def __init__(self, section: Any, about: Json, directory: Path, *, resumed: bool) -> None:
         import wandb
 
         note = directory / "wandb-run-id"
@@ -175,7 +174,7 @@ class _Wandb(Logger):
             )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
+    def write(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, finished: bool) -> None:

@@ -55,9 +55,9 @@ def _last(line: str) -> str:
 
 
 @contextmanager
-def rank_output(world: World, how: str) -> Iterator[None]:
-    """Around what this process prints. Rank 0's goes where it always went. ``how``: "prefix" or "plain"."""
-    if world.is_main or how == "plain" or world.launcher == "horovodrun":
+def marked(world: World) -> Iterator[None]:
+    """Around what this process prints. Rank 0's goes where it always went."""
+    if world.is_main or world.launcher == "horovodrun":
         yield
         return
     mark, before = f"[rank {world.rank}] ", (sys.stdout, sys.stderr)

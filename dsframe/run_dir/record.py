@@ -34,6 +34,7 @@ from dsframe.data.files import replacing
 from dsframe.errors import DataError
 from dsframe.host import processes
 from dsframe.run_dir.names import LOGGER_ID, TENSORBOARD
+from dsframe.text import Json, Say
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
@@ -53,18 +54,18 @@ CONFIG = "config.json"
 class Loggers(Protocol):
     """Where metrics go beside the run's directory (``run_dir.loggers``)."""
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Json) -> None:
         """A record of ``metrics.jsonl``."""
 
     def close(self, *, finished: bool = True) -> None:
         """Sends what is still held."""
 
 
-MakeLoggers = Callable[["Config", Mapping[str, Any], Path, int, int], Loggers]
+MakeLoggers = Callable[["Config", Json, Path, int, int], Loggers]
 """Of the file, what the record says of the run, its directory, the global batch, and steps of an earlier run."""
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Json:
     """Where a run's metrics come from: plain values, as JSON has them.
 
     Versions are those that are installed, whether the run uses them or not.
@@ -97,7 +98,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def git(directory: Path) -> dict[str, Any] | None:
+def git(directory: Path) -> Json | None:
     """The commit that ``directory`` is at, and whether files differ from it; None where it is under no git."""
 
     commit = processes.output_of(["git", "rev-parse", "HEAD"], 10, folder=directory)
@@ -123,11 +124,11 @@ class Record:
     def __init__(
         self,
         plan: Plan,
-        about: Mapping[str, Any],
+        about: Json,
         done_steps: int = 0,
         *,
         loggers: MakeLoggers,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
         directory = plan.directory
@@ -159,7 +160,7 @@ class Record:
         )
         self.write({"run": self._about})
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Json) -> None:
         """One line of ``metrics.jsonl``."""
         clean = _clean(record)
         self._add(clean)
@@ -170,7 +171,7 @@ class Record:
         self._about["startup_seconds"] = dict(phases)
         self._add({"startup_seconds": dict(phases), "at": time.time()})
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add(self, line: Json) -> None:
         self._waiting += (json.dumps(line) + "\n").encode()
         with self.surviving():
             self._flush()
@@ -231,7 +232,7 @@ def _set_aside(directory: Path) -> Path | None:
     return target
 
 
-def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
+def _write(path: Path, content: Json, mode: int = 0o666) -> None:
     """Raises OSError."""
     with replacing(path, mode) as file:
         file.write((json.dumps(_clean(content), indent=2) + "\n").encode())
@@ -262,7 +263,7 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
+def read_metrics(directory: Path) -> list[Json]:
     """The records of a run, in order; a last line that a crash cut off is left out. Raises DataError where there are none."""
     path = directory / _METRICS
     try:
@@ -272,7 +273,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return [_object(path, line) for line in text.split("\n")[:-1]]
 
 
-def read_summary(directory: Path) -> dict[str, Any]:
+def read_summary(directory: Path) -> Json:
     """What a finished run came to. Raises DataError where the run did not come to its end."""
     path = directory / _SUMMARY
     try:
@@ -294,7 +295,7 @@ def _text(path: Path) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _object(path: Path, text: str) -> dict[str, Any]:
+def _object(path: Path, text: str) -> Json:
     """Raises DataError where ``text`` is no JSON object."""
     try:
         content = json.loads(text)
@@ -313,17 +314,17 @@ def finished(directory: Path, steps: int) -> bool:
         return False
 
 
-def read_origin(directory: Path) -> dict[str, Any]:
+def read_origin(directory: Path) -> Json:
     """Where a run's metrics come from; empty for a directory without it."""
     return _read(directory / _ORIGIN)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> Json:
     """The file that ran; empty for a directory without it."""
     return _read(directory / CONFIG)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     try:
         return _object(path, _text(path))
     except OSError:

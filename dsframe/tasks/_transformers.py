@@ -8,7 +8,6 @@ never unpickled.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -28,6 +27,8 @@ from dsframe.data import _torchvision
 from dsframe.errors import TaskError
 from dsframe.host.restored import at_end
 from dsframe.tasks import hub
+from dsframe.text import Json, one_line
+from dsframe.user_class import close_match
 
 MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -78,7 +79,7 @@ def _as_online_as_before(hub_constants: Any, offline: bool, had_datasets: bool) 
         datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = offline  # type: ignore[attr-defined]
 
 
-def configure(auto: str, model: Mapping[str, Any] | str, facts: Mapping[str, Any]) -> Any:
+def configure(auto: str, model: Json | str, facts: Json) -> Any:
     """The configuration of a model for the class ``auto`` (a key of MAPPINGS).
 
     ``model``: settings with ``model_type``, or a local folder. ``facts``: sizes that the data decide, where the settings do not
@@ -104,7 +105,7 @@ def _sees_behind(config: Any) -> bool:
     return encoder and not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
 
 
-def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+def _from_settings(model: Json, facts: Json) -> Any:
     settings = dict(model)
     model_type = settings.pop("model_type", None)
     known = transformers().models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -114,17 +115,19 @@ def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
             if model_type
             else "no model_type"
         )
-        raise TaskError(f"task.model: {what}{_close(str(model_type), known) or '; such as llama, qwen3, gpt2, vit'}")
+        raise TaskError(
+            f"task.model: {what}{close_match(str(model_type), known) or '; such as llama, qwen3, gpt2, vit'}"
+        )
     defaults = transformers().AutoConfig.for_model(model_type)
     strange = [name for name in settings if not hasattr(defaults, name)]
     if strange:
         name = type(defaults).__name__
-        raise TaskError(f"task.model.{strange[0]}: no setting of {name}{_close(strange[0], vars(defaults))}")
+        raise TaskError(f"task.model.{strange[0]}: no setting of {name}{close_match(strange[0], vars(defaults))}")
     settings = {name: value for name, value in facts.items() if hasattr(defaults, name)} | settings
     try:
         return transformers().AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # their validators have exceptions of their own, without a common class
-        raise TaskError(f"task.model: {_one_line(error)}") from error
+        raise TaskError(f"task.model: {one_line(error)}") from error
 
 
 def folder(path: str, what: str = "a model") -> Path:
@@ -237,13 +240,13 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
                 dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
         except (SafetensorError, OSError) as error:
             raise TaskError(
-                f"task.model: {file}: {_one_line(error)}; the file is truncated or damaged: copy it again"
+                f"task.model: {file}: {one_line(error)}; the file is truncated or damaged: copy it again"
             ) from error
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     return {known.get(stored_name, torch.float32) for stored_name in dtypes}
 
 
-def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Mapping[str, Any]]:
+def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Json]:
     """The model and what transformers says of the loading. Raises TaskError."""
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, as far as the whole model
@@ -259,7 +262,7 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
             output_loading_info=True,
         )
     except Exception as error:  # as above
-        raise TaskError(f"task.model: {model_folder}: {_one_line(error)}") from error
+        raise TaskError(f"task.model: {model_folder}: {one_line(error)}") from error
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]
@@ -267,7 +270,7 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
             os.environ[_ONE_BY_ONE] = before
 
 
-def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
+def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
     """Writes a model as ``save_pretrained`` does, whose names and tied weights may differ from the model's own in memory.
 
     ``config``: of the model, with its class. ``weights``: its whole state_dict, of ``dtype``; the model around them takes no
@@ -285,22 +288,22 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
         ):
             model = _empty(cls, _untied(read({**config, "dtype": dtype})))
     except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
-        raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
+        raise TaskError(f"transformers cannot build {name}: {one_line(error)}") from error
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        raise TaskError(f"the checkpoint's weights are not those of {name}: {_one_line(error)}") from error
+        raise TaskError(f"the checkpoint's weights are not those of {name}: {one_line(error)}") from error
     model.tie_weights()
     model.save_pretrained(out, max_shard_size=shard_size)
 
 
-def parameter_names(config: Mapping[str, Any]) -> set[str]:
+def parameter_names(config: Json) -> set[str]:
     """Names of the parameters of a model, of shared ones each; none where transformers does not have its class."""
     cls, read, _ = _classes(config)
     return set(dict(_empty(cls, read(config)).named_parameters(remove_duplicate=False))) if cls else set()
 
 
-def _classes(config: Any) -> tuple[Any, Callable[[Mapping[str, Any]], Any], str]:
+def _classes(config: Any) -> tuple[Any, Callable[[Json], Any], str]:
     """The class of a configuration's model, None where transformers has none; what reads the configuration; and words for both."""
     of_dict = config if isinstance(config, Mapping) else {}
     model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
@@ -337,12 +340,12 @@ def generation_config(path: str) -> str | None:
     return json.dumps(settings, indent=2) if settings else None
 
 
-def preprocessor(path: str) -> dict[str, Any]:
+def preprocessor(path: str) -> Json:
     """A model folder's preprocessor_config.json; empty where there is none."""
     return _object(folder(path) / "preprocessor_config.json")
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> Json:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -363,7 +366,7 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, function)
 
 
-def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, str] | None:
+def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
     """The tokenizer of folder ``path``, by default the model folder's own, and a digest of its files; None where there is none.
 
     Raises TaskError where the named folder has none.
@@ -401,13 +404,4 @@ def _reason(model_folder: Path | None, error: Exception) -> str:
     assert model_folder is not None
     if any(_object(model_folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")):
         return 'it needs code that lies in the folder ("auto_map"), which dsframe does not run; write a task whose model() does'
-    return _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _close(word: str, candidates: Mapping[str, Any]) -> str:
-    matches = difflib.get_close_matches(word, list(candidates), n=1)
-    return f'; did you mean "{matches[0]}"?' if matches else ""
+    return one_line(error)

@@ -60,16 +60,10 @@ def _construct(cls: type[Task], options: Mapping[str, Any], path: str) -> Task:
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
-        accepted = [
-            f"{parameter.name}" + ("" if parameter.default is parameter.empty else f"={parameter.default!r}")
-            for parameter in inspect.signature(cls).parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        unknown = [name for name in options if name not in {option.partition("=")[0] for option in accepted}]
-        hint = close_match(unknown[0], [option.partition("=")[0] for option in accepted]) if unknown else ""
-        raise TaskError(
-            f'task "{path}": options do not fit: {error}{hint}; it takes {", ".join(accepted) or "no options"}'
-        ) from error
+        signature = inspect.signature(cls)
+        unknown = [name for name in options if name not in signature.parameters]
+        hint = close_match(unknown[0], signature.parameters) if unknown else ""
+        raise TaskError(f'task "{path}": options do not fit: {error}{hint}; it takes {signature}') from error
     return cls(**options)
 
 

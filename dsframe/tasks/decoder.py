@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers
 from dsframe.tasks.layers import Layer, Tied, ready
+from dsframe.text import one_line
 
 _WINDOW = 3
 """Positions, for a small model: so few that a window is seen to be missing."""
@@ -80,7 +81,7 @@ def _difference(model: Any, layers: Sequence[Layer]) -> str:
         for layer in ready(layers):
             stream = layer(stream)
     except Exception as error:  # of whatever model this is
-        return f"its blocks need more inputs than the output of the block before ({' '.join(str(error).split())})"
+        return f"its blocks need more inputs than the output of the block before ({one_line(error)})"
     if torch.allclose(stream, expected, atol=1e-5, rtol=1e-4):
         return ""
     return "it does more than its layers do, one after the other"

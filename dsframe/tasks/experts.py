@@ -7,18 +7,18 @@ product over all tokens. But the first factor has no gradient: with that of all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dsframe.cluster.exchange import Ranks
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sum, Sums
 
 
 def balance(
     router_logits: Sequence[Tensor], top_k: int, mask: Tensor | None, weight: Tensor | float, ranks: Ranks | None
-) -> tuple[Tensor, Mapping[str, Sum]]:
+) -> tuple[Tensor, Sums]:
     """**Collective** where there are ``ranks``. Returns the balancing loss and each expert's share of the tokens, by name.
 
     The mean of the loss over ranks, each counted ``weight`` times, is that of their micro-batches as one; 1 times ``top_k`` where

@@ -24,7 +24,8 @@ from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
+from dsframe.tasks.task import Attention, Sum, Sums, Task, accuracy
+from dsframe.text import Json, Say
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -117,7 +118,7 @@ class CausalLanguageModelTask(Task):
             logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
         )
 
-    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Any, targets: Tensor) -> Sums:
         total = self._cross_entropy(logits_of(outputs), targets) * targets.numel()
         return {
             "loss": Sum(total, targets.numel()),
@@ -139,7 +140,7 @@ class CausalLanguageModelTask(Task):
     def before_slicing(self, inputs: Any) -> Any:
         return inputs if self._sequences is None else self._sequences.see(inputs)
 
-    def pretrained(self) -> Mapping[str, Any]:
+    def pretrained(self) -> Json:
         tokenizer, model, files = self.settings.tokenizer, self.settings.model, self.settings.data
         folder = tokenizer or model if self.tokenizer is not None else None
         config, generation = json.loads(self.pretrained_config.to_json_string()), None
@@ -202,7 +203,7 @@ class CausalLanguageModelTask(Task):
         return torch.tensor(self.tokenizer(words, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 
-def _ends(config: Mapping[str, Any], generation: str | None) -> list[int]:
+def _ends(config: Json, generation: str | None) -> list[int]:
     """The tokens at which a model folder's generation ends."""
     ends = json.loads(generation or "{}").get("eos_token_id", config.get("eos_token_id"))
     return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
@@ -232,7 +233,7 @@ def small(config: Any) -> Any:
     return small_config
 
 
-def _size_of(look: Mapping[str, Any]) -> int | None:
+def _size_of(look: Json) -> int | None:
     """The height in pixels that a preprocessor_config.json gives images; None where it says nothing of it."""
     size = look.get("crop_size") if look.get("do_center_crop") else look.get("size")
     if isinstance(size, Mapping):
@@ -240,7 +241,7 @@ def _size_of(look: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _normalisation(look: Mapping[str, Any]) -> Sequence[tuple[float, ...]]:
+def _normalisation(look: Json) -> Sequence[tuple[float, ...]]:
     """Mean and standard deviation of each channel that a preprocessor_config.json gives; empty where it says nothing of them."""
     if look.get("do_normalize") is False:
         return (0.0,) * 3, (1.0,) * 3
@@ -293,22 +294,9 @@ class ImageClassificationTask(Task):
         self._probe()
 
     def _probe(self) -> None:
-        """Tries the model, without memory, on the shape of one batch; finds BatchNorm."""
-        facts = self.images
         with torch.device("meta"):
             model = _transformers.build("AutoModelForImageClassification", self.pretrained_config, None)
-            try:
-                scores = model.eval()(torch.empty(2, facts.channels, facts.size, facts.size)).logits
-            except (RuntimeError, ValueError, AssertionError) as error:
-                size = f"{facts.channels} x {facts.size} x {facts.size}"
-                raise TaskError(
-                    f"task.model: cannot take images of {size} (channels, height, width): {' '.join(str(error).split())}"
-                ) from error
-        if scores.shape != (2, facts.classes):
-            raise TaskError(
-                f"task.model: gives {list(scores.shape)}, not one score for each of {facts.classes} classes"
-            )
-        self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self.batch_dependent = self.images.tried(model, "task.model:")
 
     def _unlike(self) -> list[str]:
         """What the folder's own processor does to pictures, and the training does not."""
@@ -339,11 +327,11 @@ class ImageClassificationTask(Task):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self._criterion(labels=targets, pooled_logits=outputs.logits, config=self.pretrained_config)
 
-    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Any, targets: Tensor) -> Sums:
         total = self.loss(outputs, targets) * len(targets)
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs.logits, targets)}
 
-    def pretrained(self) -> Mapping[str, Any]:
+    def pretrained(self) -> Json:
         facts = self.images
         sides = {"height": facts.size, "width": facts.size}
         look = {  # nothing of the folder's own: another processor does more with its keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from dsframe.data import text
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.layers import Layer, Tied
-from dsframe.tasks.task import Attention, Sum, Task, accuracy
+from dsframe.tasks.task import Attention, Sum, Sums, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import LanguageTask as LanguageSettings
@@ -72,7 +72,7 @@ class LanguageTask(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Sums:
         total = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="sum")
         return {
             "loss": Sum(total, targets.numel()),

@@ -17,6 +17,7 @@ from dsframe.errors import TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.given import given
 from dsframe.tasks.task import Task
+from dsframe.text import one_line
 
 _RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
 
@@ -39,7 +40,7 @@ def meta_device() -> Iterator[None]:
         try:
             yield
         except (RuntimeError, NotImplementedError) as error:
-            text = " ".join(str(error).split())
+            text = one_line(error)
             raise TaskError(
                 f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
             ) from error

@@ -26,7 +26,8 @@ from dsframe.cluster.world import World
 from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError, DsframeError, WorldError
 from dsframe.host.source_files import is_users
-from dsframe.tasks.task import Say, Task
+from dsframe.tasks.task import Task
+from dsframe.text import Say, reason
 
 SILENT_SECONDS = 60.0
 """How long a process that prepares may give no sign of life."""
@@ -138,9 +139,8 @@ def _call(task: Task, say: Say) -> None:
     except Exception as error:  # of the user's code
         frames = traceback.extract_tb(error.__traceback__)
         raised_in = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{type(task).__name__}.prepare() failed: {reason} ({raised_in.filename}:{raised_in.lineno})"
+            f"{type(task).__name__}.prepare() failed: {reason(error)} ({raised_in.filename}:{raised_in.lineno})"
         ) from error
 
 

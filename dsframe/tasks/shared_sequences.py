@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers
 from dsframe.tasks.task import Attention
+from dsframe.text import one_line
 
 _NAME = "dsframe_shared_sequences"
 _OWNER = "_dsframe_sequences"
@@ -150,7 +151,7 @@ def refuse_unshareable(config: Any, parts: int) -> None:
             blind = Sequences(model, 1, lambda attention: lambda query, key, value: query)
             alone = model(**blind.see(tokens)).logits
         except (TaskError, ValueError, KeyError, AttributeError) as error:
-            problem = " ".join(str(error).split())
+            problem = one_line(error)
         else:
             if not layers:
                 problem = "its attention does not go through transformers' interface"

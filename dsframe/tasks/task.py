@@ -38,16 +38,14 @@ from dsframe.host import generators
 from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble
+from dsframe.text import Say
+from dsframe.values import tensors_of
 
 if TYPE_CHECKING:
     from dsframe.hooks import Hooks
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result has the shape of the queries."""
-
-
-Say = Callable[[str], None]
-"""Prints one line of progress, of the first process alone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,10 @@ class Sum:
         return float(self.total.detach()) / count if count else float("nan")
 
 
+Sums = Mapping[str, Sum]
+"""Sums by the name of a metric."""
+
+
 @dataclass
 class TaskContext:
     """What a task can ask of the run that trains it."""
@@ -83,9 +85,9 @@ class TaskContext:
     step: int = 0
     """The optimizer step that is being made, counted from 1; 0 before the first."""
     evaluating: bool = False
+    """True during an evaluation, and while the first loss is looked at: each rank judges its own rows then."""
     local_rows: bool = False
     """True where :meth:`Task.all_rows` has given an evaluation the rows of one batch of this rank."""
-    """True during an evaluation, and while the first loss is looked at: each rank judges its own rows then."""
     eval_set: str = ""
     """The set of ``eval_data`` that is evaluated, if that names several."""
     eval_samples: int = 0
@@ -329,7 +331,7 @@ class Task:
         """
         return len(tree_leaves(targets)[0])
 
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Any, targets: Any) -> Sums:
         """Returns what evaluation reports of a batch, by name, as sums and counts; by default :meth:`validation_loss`, which an
         evaluation reports also where an override leaves it out.
 
@@ -338,7 +340,7 @@ class Task:
         """
         return self.validation_loss(outputs, targets)
 
-    def validation_loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def validation_loss(self, outputs: Any, targets: Any) -> Sums:
         """The loss, a mean over samples also where it is a sum, and what :meth:`loss` returns beside it. Without an own
         :meth:`loss_weight` it is over as many items as outputs and targets have rows, where these are as many, else samples."""
         returned, terms = loss_and_terms(self.loss(outputs, targets))
@@ -353,9 +355,7 @@ class Task:
         total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
         return {**terms, "loss": Sum(total, items)}
 
-    def metrics_of_models(
-        self, models: Mapping[str, Callable[..., Any]], inputs: Any, targets: Any
-    ) -> Mapping[str, Sum]:
+    def metrics_of_models(self, models: Mapping[str, Callable[..., Any]], inputs: Any, targets: Any) -> Sums:
         """**Collective.** For tasks with several :meth:`models`: more metrics of a batch, from outputs of any of them, such as how
         often a policy prefers another answer than its reference. ``models`` are called as in :meth:`losses`, here in evaluation
         mode and without gradients, on every rank the same times. By default there are none."""
@@ -378,7 +378,7 @@ class Task:
         """
         return {}
 
-    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+    def finalize(self, sums: Sums) -> Mapping[str, float]:
         """Returns what an evaluation reports, of the ``sums`` of :meth:`metrics` over all samples. By default each one's mean.
 
         For what is no mean itself but follows from some: perplexity is ``exp(sums["loss"].mean)``, F1 comes of three counts. Each
@@ -509,10 +509,7 @@ def _items(outputs: Any, targets: Any, samples: int) -> int:
     """Returns over how many items a loss is a mean, by the form of a batch of ``samples``: the rows
     that all targets and an output have, where a ``collate`` makes another number of rows than it
     gets; else the samples."""
-    rows, given = (
-        {len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.ndim}
-        for part in (targets, outputs)
-    )
+    rows, given = ({len(leaf) for leaf in tensors_of(part) if leaf.ndim} for part in (targets, outputs))
     by_sample = isinstance(outputs, list) and len(outputs) == samples
     return samples if samples and (by_sample or len(rows) != 1 or not rows <= given) else next(iter(rows), 1)
 
@@ -543,7 +540,7 @@ _SUMMED = (torch.float32, torch.float64, torch.int64)
 """What is added as it is: others are too narrow, and bools add as "or"."""
 
 
-def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
+def sums(metrics: Any, whose: str) -> Sums:
     """``metrics``, which a task's metrics have given, with totals that are scalar tensors. Raises TaskError."""
 
     def refuse(what: str) -> NoReturn:

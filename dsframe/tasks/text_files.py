@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from dsframe.data.tokenised import Recipe, Tokenised
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers
 from dsframe.tasks.huggingface import CausalLanguageModelTask, logits_of, right_tokens, small
-from dsframe.tasks.task import Say, Sum
+from dsframe.tasks.task import Sum, Sums
+from dsframe.text import Say, reason
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -165,10 +165,8 @@ class RowsTask(WindowsTask):
                 )
                 alone = model(input_ids=second).logits
             except Exception as error:  # of whatever model this is
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise TaskError(
-                    f'task.data.packing: model_type "{model_type}" cannot take documents that are packed ({reason}); write "rows"'
-                ) from error
+                what = f'model_type "{model_type}" cannot take documents that are packed ({reason(error)})'
+                raise TaskError(f'task.data.packing: {what}; write "rows"') from error
         difference = max(float((behind - outputs).abs().max()) for outputs in (elsewhere, alone))
         if not difference < 1e-4 * max(float(alone.abs().max()), 1e-3):
             raise TaskError(
@@ -184,7 +182,7 @@ class RowsTask(WindowsTask):
     def loss_weight(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()
 
-    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Any, targets: Tensor) -> Sums:
         count = self.loss_weight(targets)
         mean = self._cross_entropy(logits_of(outputs), targets)
         total = torch.where(count > 0, mean * count, torch.zeros_like(mean))  # of a slice nothing may count

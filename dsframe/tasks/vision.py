@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
 from dsframe.tasks.layers import Layer
-from dsframe.tasks.task import Say, Sum, Task, accuracy
+from dsframe.tasks.task import Sum, Sums, Task, accuracy
+from dsframe.text import Say
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import VisionTask as VisionSettings
@@ -29,8 +30,8 @@ class VisionTask(Task):
         if settings.model != "cnn":
             from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
 
-            images = self.images
-            self.batch_dependent = _torchvision.probe(settings.model, images.channels, images.size, images.classes)
+            model = _torchvision.empty(settings.model, self.images.classes)
+            self.batch_dependent = self.images.tried(model, f'model "{settings.model}"')
 
     def layers(self) -> Sequence[Layer] | None:
         if self.settings.model != "cnn":
@@ -50,7 +51,7 @@ class VisionTask(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Sums:
         total = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs, targets)}
 

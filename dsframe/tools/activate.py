@@ -10,11 +10,10 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from dsframe.host.source_files import shipped
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 
 EPILOG = """\
   eval "$(dsframe activate)"
@@ -30,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     return command("activate", about, EPILOG)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the line, and returns 0."""
     parser().parse_args(argv)
     first = [str(shipped("bin", "launch/bin")), str(Path(sys.executable).parent)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from dsframe.config.resolve.facts import Facts
 from dsframe.config.value import Config, Examined
 from dsframe.errors import ConfigError, Problem
 from dsframe.text import shown
-from dsframe.tools.commands import add_overrides, command
+from dsframe.tools.commands import Argv, add_overrides, command
 
 EPILOG = """\
 exit codes:
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Check the files that the command line names and return the exit code."""
     options = parser().parse_args(argv)
     if options.processes is not None and options.processes < 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_metrics
 from dsframe.text import columns
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 from dsframe.tools.report import runs
 from dsframe.tools.report.runs import Run, printable
 
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the table and returns 0. Raises DataError where a run did not come to its end."""
     options = parser().parse_args(argv)
     with runs.understood():

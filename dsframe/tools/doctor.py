@@ -14,17 +14,17 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from dsframe.engines import TABLE
 from dsframe.host.source_files import shipped
-from dsframe.tools.commands import command
+from dsframe.text import Json
+from dsframe.tools.commands import Argv, command
 from dsframe.tools.launch import devices
 from dsframe.tools.launch.launchers import search_path
 
@@ -85,7 +85,7 @@ class Library:
 
     name: str
     version: str
-    facts: Mapping[str, Any]
+    facts: Json
     broken: str = ""
     """Why it does not load: the last line of its error."""
 
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the report. Returns 1 if an installed thing does not work."""
     options = parser().parse_args(argv)
     chosen = list(filter(None, options.engines.split(",")))

@@ -18,17 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from dsframe.engines import TABLE
 from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError, DsframeError, EngineError
 from dsframe.run_dir.record import read_metrics, read_origin, read_summary
-from dsframe.text import columns
+from dsframe.text import Json, columns, table_of
 from dsframe.tools import compare, subprocess_runs
 from dsframe.tools.launch import launchers
 
-STEPS, SAVED_STEP = 20, 11
 BOUNDS = {"cpu": 1e-5, "cuda": 1e-4}
 """Largest difference of a loss to one process's, by device. On GPUs nobody has measured it yet:
 kernels for other sizes of a micro-batch add in another order, so there is more room."""
@@ -38,32 +36,10 @@ by a factor is hidden from losses by clipping and AdamW."""
 FILE = "doctor.json"
 LIMIT_SECONDS = 300.0
 """Time of one training."""
-_FILE: dict[str, Any] = {
-    "train_batch_size": 8,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}
-_SECTION: dict[str, Any] = {
-    "task": {
-        "name": "language",
-        "layers": 2,
-        "heads": 4,
-        "width": 64,
-        "context": 64,
-        "corpus": "synthetic",
-        "samples": 400,
-    },
-    "log_every_steps": 1,
-    "threads_per_rank": 1,
-    "eval_micro_batch_size": 200,
-    "checkpoints": {"every_steps": SAVED_STEP, "at_end": False},
-}
-_BY_DEEPSPEED: dict[str, dict[str, Any]] = {
-    "ZeRO-1": {"zero_optimization": {"stage": 1}},
-    "ZeRO-2": {"zero_optimization": {"stage": 2}},
-    "ZeRO-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-    "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
-}
+_TABLE = table_of(__file__)
+_FILE: Json = _TABLE["file"]
+SAVED_STEP: int = _FILE["dsframe"]["checkpoints"]["every_steps"]
+_BY_DEEPSPEED: dict[str, Json] = _TABLE["variants of DeepSpeed"]
 """Name -> what a file says beyond the others'."""
 
 
@@ -74,7 +50,7 @@ class Setup:
     name: str
     engine: str
     launcher: str
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Json = field(default_factory=dict)
     """What its file says beyond the others'."""
 
 
@@ -119,7 +95,7 @@ class Machine:
         return self.folder / name.replace(" ", "-")
 
 
-def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Mapping[str, Any]) -> bool:
+def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Json) -> bool:
     """Trains, prints table and verdict, writes ``folder/doctor.json``. Returns whether nothing failed.
 
     ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that
@@ -182,7 +158,7 @@ def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") ->
     words += ["--resume", str(machine.directory(after))] if after else []
     directory, began = machine.directory(row.name), time.monotonic()
     path = directory.with_suffix(".json")
-    path.write_text(json.dumps({**_FILE, **setup.more, "dsframe": {**_SECTION, "steps": STEPS}}), encoding="utf-8")
+    path.write_text(json.dumps({**_FILE, **setup.more}), encoding="utf-8")
     try:
         code = subprocess_runs.train(path, processes, directory, words, LIMIT_SECONDS)
         _judge(machine, row, directory, code, first=SAVED_STEP + 1 if after else 1)

@@ -25,7 +25,7 @@ from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
 from dsframe.run_dir.record import read_metrics
-from dsframe.tools.commands import add_average, add_overrides, command
+from dsframe.tools.commands import Argv, add_average, add_overrides, command
 from dsframe.train import crash, leave, leave_at_once
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the metrics as one line of JSON, or writes them to ``--out``, and returns 0. A mistake ends the process."""
     return _main("evaluate", argv)
 
 
-def predict(argv: Sequence[str] | None = None) -> int:
+def predict(argv: Argv = None) -> int:
     """Writes predictions and returns 0. A mistake ends the process with its exit code."""
     return _main("predict", argv)
 
@@ -79,14 +79,14 @@ def _parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(what: str, argv: Argv) -> argparse.Namespace:
     options = _parser(what).parse_args(argv)
     if options.engine:
         options.overrides.append(f"dsframe.engine={options.engine}")
     return options
 
 
-def _main(what: str, argv: Sequence[str] | None) -> int:
+def _main(what: str, argv: Argv) -> int:
     options = _options(what, argv)
     world = World()
     try:

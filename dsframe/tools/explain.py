@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
 
 from dsframe.config.codes import CODES, EXITS
 from dsframe.config.read import foreign
 from dsframe.config.read.suggest import did_you_mean
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 
 _WIDTH = 100
 
@@ -24,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Print the explanations and return 0, or 2 if there is no such code."""
     options = parser().parse_args(argv)
     if not options.codes:

@@ -10,7 +10,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
 from dsframe.errors import CheckpointError
-from dsframe.tools.commands import add_average, command
+from dsframe.text import Say
+from dsframe.tools.commands import Argv, add_average, command
+from dsframe.values import Tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from dsframe.model.spill import Spill
 
@@ -36,7 +38,7 @@ _WINDOW_BYTES = 8 << 20
 """Of a model that is loaded to be compared, memory holds the newest parameters up to so many bytes."""
 
 
-Weights = Callable[[Path, str, "Spill | None"], "dict[str, Tensor]"]
+Weights = Callable[[Path, str, "Spill | None"], "Tensors"]
 """Gives the weights of a checkpoint in a dtype; as :func:`read`."""
 Adapted = Callable[[Path], "tuple[nn.Module, nn.Module]"]
 """Gives a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
@@ -55,7 +57,7 @@ def export(
     *,
     shard_size: str = "5GB",
     weights: Weights | None = None,
-    say: Callable[[str], None] = say_aloud,
+    say: Say = say_aloud,
 ) -> Path:
     """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. For "peft": :func:`export_adapter`.
 
@@ -138,9 +140,9 @@ def _write(
     to: str,
     dtype: str,
     out: Path,
-    weights: dict[str, Tensor],
+    weights: Tensors,
     shard_size: str,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     import torch
 
@@ -155,7 +157,7 @@ def _write(
         write_tensors(out, weights, {"format": "pt"})
 
 
-def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
+def _verify(to: str, out: Path, weights: Tensors) -> None:
     """Loads what was written as its readers do. Raises CheckpointError where a tensor is another one."""
     import torch
     from safetensors.torch import load_file
@@ -186,7 +188,7 @@ def _check(target: Path) -> None:
         raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
 
 
-def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> dict[str, Tensor]:
+def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> Tensors:
     """A checkpoint's weights as a ``state_dict``; shared parameters are one tensor. Raises CheckpointError.
 
     ``key``: among a parameter's tensors. ``spill``: where weights of another format than the checkpoint's lie, not in memory.
@@ -208,7 +210,7 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
     return tensors | {alias: tensors[name] for alias, name in checkpoint.manifest["aliases"].items()}
 
 
-def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> dict[str, Tensor]:
+def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> Tensors:
     """As :func:`read`: the averages of the weights. Raises CheckpointError where there are none."""
     from dsframe.checkpoint.reader import Checkpoint
     from dsframe.model import ema
@@ -218,7 +220,7 @@ def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> 
     return read(path, dtype, spill, ema.KEY)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
     options = parser().parse_args(argv)
     to = options.to
@@ -273,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _average(path: Path, asked: bool | None, say: Callable[[str], None] = say_aloud) -> bool:
+def _average(path: Path, asked: bool | None, say: Say = say_aloud) -> bool:
     """Whether to write the averages of the weights: as ``asked``, or where that is None what the run evaluated, which is said."""
     from dsframe.checkpoint.reader import Checkpoint
     from dsframe.inference import evaluated_averages
@@ -291,7 +293,7 @@ def with_base(path: Path, *, average: bool | None = None) -> tuple[nn.Module, nn
     return load_adapted(path, averages=_average(path, average))
 
 
-def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool | None = None) -> dict[str, Tensor]:
+def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool | None = None) -> Tensors:
     """The whole model of a checkpoint that has an adapter alone: built again, in memory. Raises CheckpointError, TaskError."""
     import torch
 

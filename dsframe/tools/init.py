@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from dsframe.errors import DsframeError
 from dsframe.host.source_files import shipped
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 
 BEGINNINGS = {
     "own": ("own_model", "a model of your own: a task of four methods"),
@@ -36,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Writes the files, prints what to do next and returns 0. Raises DsframeError where a file is there already."""
     options = parser().parse_args(argv)
     source, folder = shipped("examples", "examples") / BEGINNINGS[options.beginning][0], options.folder

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from dsframe.host.source_files import shipped
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -14,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
     return command("schema", "Print the JSON Schema of ds_config files, for editors.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the schema and returns 0."""
     parser().parse_args(argv)
     print((shipped("ds_configs", "ds_configs") / "dsframe.schema.json").read_text(encoding="utf-8"), end="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from dsframe.errors import DataError
 from dsframe.host import generators
 from dsframe.model.user_state import functions_of, is_generator, state_of, words_of
 from dsframe.tasks.task import Task, gives
+from dsframe.text import Say
 from dsframe.training.loaders import sets
 from dsframe.values import FEW
 
@@ -34,7 +35,7 @@ _SO = "so the result depends on the number of processes, on workers and on resta
 _REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds for each sample"
 
 
-def examined(task: Task, seed: int, data: tuple[Any, Any], say: Callable[[str], None]) -> tuple[Any, Any]:
+def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[Any, Any]:
     """Returns ``data``, for training and for evaluation. Says what in them follows from more than the sample.
 
     Raises DataError where the order of samples does, and where processes that read a stream share a file.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dsframe.cluster.exchange import all_gather_text, by_value, failures
+from dsframe.cluster.exchange import all_gather_json, by_value, failures
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.data.sample_draws import RowDraws
@@ -27,12 +26,12 @@ from dsframe.model.metric_objects import FailedMetricError
 from dsframe.model.micro_batch import Measure
 from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
-from dsframe.tasks.task import Sum, Task, gives, sums
-from dsframe.text import reason
+from dsframe.tasks.task import Sum, Sums, Task, gives, sums
+from dsframe.text import Say, reason
 from dsframe.training import held, unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
 
-Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
+Take = Callable[[EvaluationBatch, Any, Any], Sums]
 """Is given a batch that counts, the outputs and the targets."""
 
 
@@ -44,7 +43,7 @@ class Evaluation:
         engine: Engine,
         loaders: Mapping[str, EvaluationLoader],
         sign_of_life: Callable[[], None],
-        say: Callable[[str], None],
+        say: Say,
         on_batch: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """``loaders``: of each set, by its name, which is empty where there is one. ``sign_of_life``: called before each batch.
@@ -203,7 +202,7 @@ class Evaluation:
         short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
 
-    def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
         """The task's metrics of a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
@@ -217,7 +216,7 @@ class Evaluation:
                 self._kept.append(whole_set.packed(task.keep(outputs, targets)))
         return {name: Sum(metric.total.detach(), metric.count) for name, metric in metrics.items()}
 
-    def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
         """The same, for the hooks to see: not in a trial."""
         metrics = self._measure(batch, outputs, targets)
         if self._on_batch:
@@ -240,7 +239,7 @@ class Evaluation:
             hook.remove()
             self._joins = _collectives() != before or not set(watch.model.modules()).isdisjoint(called)
 
-    def _join(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _join(self, outputs: Any, targets: Any) -> Sums:
         """Calls what other ranks call together, with rows that another rank has, and returns nothing."""
         if self._joins is not False:
             engine = self._engine
@@ -259,7 +258,7 @@ class Evaluation:
             held.put_back()
         return {}
 
-    def _loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _loss(self, outputs: Any, targets: Any) -> Sums:
         """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
         in evaluation mode, as detectors do."""
         task = self._engine.plan.task
@@ -273,7 +272,7 @@ class Evaluation:
             self._no_loss = reason(error, 200)
             return {}
 
-    def _results(self, name: str, totals_by_name: Mapping[str, Sum]) -> dict[str, float]:
+    def _results(self, name: str, totals_by_name: Sums) -> dict[str, float]:
         """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
         engine = self._engine
         with elsewhere(engine.built.watch):
@@ -344,9 +343,9 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
             raise TaskError(f"{key}: no metric {metric!r} in the evaluation; it has {', '.join(metrics) or 'none'}")
 
 
-def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
+def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
     """**Collective.** Exact sums over all ranks, float64 on the CPU; a rank that did not see a metric takes part with zeros."""
-    names = sorted({name for text in all_gather_text(engine, json.dumps(sorted(sums))) for name in json.loads(text)})
+    names = sorted({name for names in all_gather_json(engine, sorted(sums)) for name in names})
     table = torch.zeros(len(names), 2, dtype=torch.float64, device=engine.plan.device)
     for row, name in enumerate(names):
         if name in sums:
@@ -355,7 +354,7 @@ def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
     return {name: Sum(*total[row]) for row, name in enumerate(names)}
 
 
-def _finalized_alike(engine: Engine, sums: Mapping[str, Sum], before: Task | None) -> dict[str, float]:
+def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[str, float]:
     """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums, or would with
     the task's attributes as ``before`` the evaluation: those are of this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
@@ -363,7 +362,7 @@ def _finalized_alike(engine: Engine, sums: Mapping[str, Sum], before: Task | Non
         finished = finalized(task, sums)
     finally:  # other ranks wait for this one's numbers
         told = [finished, _changed_by_batches(finished, before, sums) if before else []]
-        of_ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(told))]
+        of_ranks = all_gather_json(engine, told)
         changed = {name for _, names in of_ranks for name in names}
         for name in sorted({name for metrics, _ in of_ranks for name in metrics}):
             values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # of texts, NaN is equal to itself
@@ -376,7 +375,7 @@ def _finalized_alike(engine: Engine, sums: Mapping[str, Sum], before: Task | Non
     return finished
 
 
-def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Mapping[str, Sum]) -> list[str]:
+def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Sums) -> list[str]:
     """Returns the names of the numbers that are others with the attributes of ``before``."""
     try:
         alone = finalized(before, sums)
@@ -387,7 +386,7 @@ def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Mappi
     return [name for name, value in finished.items() if f"{alone.get(name)}" != f"{value}"]
 
 
-def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:
+def finalized(task: Task, sums: Sums) -> dict[str, float]:
     """Returns what the task makes of the sums over all samples. Raises TaskError where that is no mapping from names to numbers."""
     metrics = task.finalize(sums)
     if not isinstance(metrics, Mapping):

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, view_as_real
-from torch.utils._pytree import tree_leaves
 
 from dsframe.data.collate import LABELS, Collate, collated
 from dsframe.data.loader import DatasetSource
 from dsframe.errors import TaskError
 from dsframe.tasks.task import Task, gives
-from dsframe.values import attributes_of
+from dsframe.values import attributes_of, tensors_of
 
 
 def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
@@ -38,7 +37,7 @@ def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
         mask = targets != -100
     if gives(task, "predictions") or not isinstance(mask, Tensor) or bool(mask.all()):
         return False
-    return any(isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape[:2] for leaf in tree_leaves(outputs))
+    return any(leaf.shape[:2] == mask.shape[:2] for leaf in tensors_of(outputs))
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
             f"{what}: a list of {samples} tensors of {samples} rows each: its entries or its rows may be the samples; return them "
             "by names from predictions(outputs, targets)"
         )
-    if by_part or (isinstance(value, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
+    if by_part or (isinstance(value, tuple) and bool(tensors_of(value))):
         each = [_constant(part, samples, f"{what}, part {number}") for number, part in enumerate(value)]
         return [list(row) for row in zip(*each, strict=True)]
     if len(value) == samples:

@@ -7,9 +7,8 @@ show rows that depend on other rows, code that depends on the rank, and a state 
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from dsframe.cluster.exchange import all_gather_text, by_value
+from dsframe.cluster.exchange import all_gather_json, by_value
 from dsframe.data import Loader
 from dsframe.data.fingerprint import digest
 from dsframe.data.loader import StreamSource
@@ -30,7 +29,7 @@ from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
 from dsframe.model import derivatives
 from dsframe.model.weight_watch import WeightWatch
-from dsframe.tasks.task import Sum, Task, gives, loss_and_terms
+from dsframe.tasks.task import Sums, Task, gives, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import held, unmoved
 
@@ -94,8 +93,8 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     near, whose = _tolerance(engine), type(plan.task).__name__
     moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
     own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
-    answers = all_gather_text(engine, json.dumps([own, sorted(trial.digests), moves]))
-    of_ranks, digests, moving = zip(*(json.loads(text) for text in answers), strict=True)
+    answers = all_gather_json(engine, [own, sorted(trial.digests), moves])
+    of_ranks, digests, moving = zip(*answers, strict=True)
     if losses is None or any(each != digests[0] or len(each) > 1 for each in digests):
         return ""
     if all(of_ranks) and buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
@@ -282,7 +281,7 @@ class Losses:
         finally:
             self._task.eval_gradients = asked
 
-    def _measure(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _measure(self, outputs: Any, targets: Any) -> Sums:
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
         self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
         held.put_back()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,15 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
+from dsframe.cluster.exchange import aligned, all_gather_json, sum_rows
 from dsframe.engine import Engine
 from dsframe.model import extra_state
 from dsframe.model.digests import flat_copy
 from dsframe.model.persistent import put
+from dsframe.values import Tensors
 
 
-def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
+def take_over(engine: Engine, kept: Tensors) -> Collection[str]:
     """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
 
     Returns the names of those that differed.
@@ -62,12 +62,12 @@ class _RowSpan:
     bytes: slice
 
 
-def _of_ranks(engine: Engine, kept: Mapping[str, Tensor]) -> list[dict[str, tuple[int, str]]]:
+def _of_ranks(engine: Engine, kept: Tensors) -> list[dict[str, tuple[int, str]]]:
     """**Collective.** By rank, the size and digest of each. None where there is one rank."""
     if engine.plan.world.size == 1:
         return []
     mine = {name: (buffer.nbytes, xxh3_64_hexdigest(_bytes(buffer).numpy().data)) for name, buffer in kept.items()}
-    return [json.loads(text) for text in all_gather_text(engine, json.dumps(mine))]
+    return all_gather_json(engine, mine)
 
 
 def _bytes(buffer: Tensor) -> Tensor:

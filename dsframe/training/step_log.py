@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.data import Loader
 from dsframe.engine import Engine, StepResult
 from dsframe.errors import DataError
@@ -97,8 +96,7 @@ def _rows_read(engine: Engine, loader: Loader) -> dict[str, Any]:
     """
     if not loader.rows_read():
         return {}
-    texts = all_gather_text(engine, json.dumps(loader.rows_read()))
-    of_ranks = [json.loads(text) for text in texts]
+    of_ranks = all_gather_json(engine, loader.rows_read())
     of_passes: dict[int, tuple[int, int]] = {}
     for rank, (_, passes, rows) in enumerate(of_ranks):  # some may have read further than others
         first, expected = of_passes.setdefault(passes, (rank, rows))

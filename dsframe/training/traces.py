@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dsframe.events import Listener, Training
+from dsframe.text import Say
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings_report import Profile
@@ -26,7 +27,7 @@ _ROWS = 25
 class Traces(Listener):
     """One rank's profiler. Nothing is slower outside of the steps that it looks at."""
 
-    def __init__(self, plan: Plan, section: Profile, done: int, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, section: Profile, done: int, say: Say) -> None:
         """``done``: steps before this process's first. On a rank that ``section`` does not name it only says where they are."""
         self._folder, self._rank, self._say = plan.directory / FOLDER, plan.world.rank, say
         self._active, self._waits = section.active, section.wait + section.warmup

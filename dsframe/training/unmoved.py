@@ -17,7 +17,7 @@ from dsframe.host import generators
 from dsframe.model import extra_state
 from dsframe.tasks.task import Task
 from dsframe.training import held
-from dsframe.values import copied, same
+from dsframe.values import copied, elements, same
 
 _HELD = 1 << 25
 """Elements of all weights of a task's own modules that are copied for the look: 128 MiB."""
@@ -124,7 +124,7 @@ class HeldBuffers:
             for name, weight in value.named_parameters()
             if id(weight) not in of_model and not is_lazy(weight)
         }
-        few = sum(weight.numel() for weight in weights.values()) <= _HELD
+        few = elements(weights.values()) <= _HELD
         self._weights = {name: (weight, weight.detach().clone()) for name, weight in weights.items() if few}
 
     def changed_weights(self) -> dict[str, str]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
-from dsframe.model.micro_batch import Inputs, MicroBatch
+from dsframe.model.micro_batch import MicroBatch, Pair
 from dsframe.tasks.task import Task, gives
+from dsframe.values import tensors_of
 
 
 def refuse(task: Task, batch: Batch) -> None:
@@ -55,7 +56,7 @@ class LossWeights:
         self._collates = plan.task.collate is not None and plan.task.loss_is == "mean" and world.is_main
         self._rows = set[int]()
 
-    def settle(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterable[MicroBatch]:
+    def settle(self, batches: Iterator[Pair]) -> Iterable[MicroBatch]:
         """**Collective** if the task has weights. Returns the micro-batches of one step, weighed.
 
         With weights all of them are read at once; without, each is read when it is asked for. Raises
@@ -65,10 +66,10 @@ class LossWeights:
             return self._weighed(list(batches))
         return MicroBatch.of(self._counted(batches) if self._collates else batches, self._factor)
 
-    def _counted(self, batches: Iterator[tuple[Inputs, Any]]) -> Iterator[tuple[Inputs, Any]]:
+    def _counted(self, batches: Iterator[Pair]) -> Iterator[Pair]:
         """Says once that a ``collate`` makes micro-batches of different numbers of rows, which count the same."""
         for batch in batches:
-            sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+            sizes = {len(leaf) for leaf in tensors_of(batch) if leaf.ndim}
             self._rows |= sizes if len(sizes) == 1 else set()
             if self._collates and len(self._rows) > 1:
                 self._collates = False
@@ -79,7 +80,7 @@ class LossWeights:
                 print(text, file=sys.stderr, flush=True)
             yield batch
 
-    def _weighed(self, step: list[tuple[Inputs, Any]]) -> list[MicroBatch]:
+    def _weighed(self, step: list[Pair]) -> list[MicroBatch]:
         plan = self._engine.plan
         weights = torch.stack([self._weight(targets) for _, targets in step])
         total = self._engine.sum_over_ranks(weights.sum().reshape(1) * self._counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text
+from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_tensor, all_gather_text
 from dsframe.errors import TaskError
 from dsframe.model.metric_objects import FailedMetricError
 from dsframe.text import reason
@@ -52,7 +51,7 @@ def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
         raise TaskError(f"{type(task).__name__}.metrics_of_all: a rank has slices of sequences; choose another engine")
     batches = gathered(engine, kept)
     computed = _computed(task, batches) if is_main else {}
-    answer = json.loads(all_gather_text(engine, json.dumps(computed))[0])
+    answer = all_gather_json(engine, computed)[0]
     if error := answer.get("error"):
         raise _ERRORS[answer["how"]](error)
     return {str(name): float(value) for name, value in answer["metrics"].items()}

@@ -69,6 +69,6 @@ def test_a_release_that_nobody_tried_is_warned_of_once(capsys):
 
 
 def test_what_is_called_late_is_looked_for_at_start(monkeypatch):
-    monkeypatch.setattr(patches, "_LATER", (("groups", "utils.groups", ("gone",)),))
+    monkeypatch.setitem(patches.PATCHES["groups"], "later", ["utils.groups:gone"])
     with pytest.raises(EngineError, match=r'has no deepspeed\.utils\.groups\.gone, which the patch "groups" changes'):
         patches.check_later_ones()

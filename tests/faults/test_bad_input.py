@@ -34,10 +34,7 @@ def test_a_wrong_file_is_one_line(tmp_path):
 def test_world_size_that_does_not_divide_the_batch_is_said_once(tmp_path, launch):
     command = forked(launch, 3, [*TRAIN, "--config", "zero1.json"])
     finished = run_ranks(command, cwd=tmp_path, timeout_seconds=120)
-    message = (
-        "train_batch_size: 128 is not divisible by 3 (data-parallel ranks); the nearest legal batch sizes are 126 or 129; "
-        "legal numbers of data-parallel ranks near 3: 1, 2, 4, 8"
-    )
+    message = "train_batch_size: 128 is not divisible by 3 (data-parallel ranks); write 126 or 129"
     assert finished.output.count(message) == 1, str(finished)
     passed_on = {deepspeed: (2,), torchrun: (2,), horovodrun: (1, 2)}  # mpirun under horovodrun passes the code on
     assert finished.returncode in passed_on[launch]

@@ -218,13 +218,12 @@ def test_ranks_that_split_a_model_read_the_same_samples():
             {TRAIN: 100, MICRO: 8, STEPS: 4},
             3,
             "error: train_batch_size: 100 is not divisible by 8 (micro) x 4 (accumulation), on any number of processes; "
-            "the nearest legal batch sizes are 96 or 128 [batch]",
+            "write 96 or 128 [batch]",
         ),
         (
             {TRAIN: 2},
             4,
-            "error: train_batch_size: 2 is not divisible by 4 (data-parallel ranks); the smallest legal batch size is 4; "
-            "legal numbers of data-parallel ranks near 4: 1, 2 [batch]",
+            "error: train_batch_size: 2 is not divisible by 4 (data-parallel ranks); write 4 [batch]",
         ),
         (
             {TRAIN: 8, "pipeline": {"stages": 3}},
@@ -243,7 +242,7 @@ def test_groups_that_cannot_be():
     with pytest.raises(ConfigError, match="4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2"):
         load({MICRO: 1, "sequence_parallel_size": 2, "data_parallel_size": 4}, facts=Facts(4))
     hybrid = {"engine": "fsdp", "fsdp": {"sharding": "hybrid", "shard_size": 4}}
-    with pytest.raises(ConfigError, match=r"shard_size: 4 does not divide 6 processes; choose one of 1, 2, 3, 6"):
+    with pytest.raises(ConfigError, match=r"shard_size: 4 does not divide 6 processes; choose a number that does"):
         load({MICRO: 1, "dsframe": hybrid}, facts=Facts(6))
 
 

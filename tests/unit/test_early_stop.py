@@ -139,7 +139,7 @@ def test_refusals(tmp_path):
         dsframe.fit(task, file(str(tmp_path)))
     with pytest.raises(
         TaskError,
-        match=r'hook "tests.unit.test_early_stop:Falling": Falling is a class that does not derive from Hooks',
+        match=r'hook "tests.unit.test_early_stop:Falling": Falling is no hook; write',
     ):
         dsframe.fit(Falling(), file(str(tmp_path), hooks=["tests.unit.test_early_stop:Falling"]))
     task = Falling()

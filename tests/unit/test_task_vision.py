@@ -54,11 +54,11 @@ def test_torchvisions_models_by_name(name, batch_dependent):
 
 
 def test_unknown_models_and_too_small_images_are_refused():
-    with pytest.raises(TaskError, match=r'model "resnet19": neither "cnn" nor .*; did you mean resnet'):
+    with pytest.raises(TaskError, match=r'model "resnet19": neither "cnn" nor .*; did you mean "resnet'):
         task(model="resnet19")
     with pytest.raises(TaskError, match=r'model "zzz": .*; there are alexnet, '):
         task(model="zzz")
-    with pytest.raises(TaskError, match=r'model "alexnet" cannot take images of 16 x 16 pixels'):
+    with pytest.raises(TaskError, match=r'model "alexnet" cannot take images of . x 16 x 16'):
         task(model="alexnet", image_size=16)
 
 

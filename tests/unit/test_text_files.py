@@ -193,7 +193,7 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     learned = [found.tokenizer.decode(one) for _, one in answers(source.batch(torch.arange(len(source)), 0))]
     assert learned == [" sees a dog<|end|>", "sees<|im_end|>"]  # one token: the text is that of prompt and completion
     assert said[0].startswith("task.data.train: 2 documents, ")
-    assert "1 documents are longer than context 64 and were cut: " in said[1]
+    assert "1 documents are longer than context 64: " in said[1]
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
 
 

@@ -6,18 +6,16 @@ Sources: transformers 5.23 (``training_args.py``, ``trainer.py``), accelerate 1.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any
+
+from dsframe.text import Json, table_of
 
 
 @cache
-def table() -> Mapping[str, Any]:
+def table() -> Json:
     """The table of ``foreign.json``, read when a file has something foreign."""
-    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-    groups: Mapping[str, Any] = json.loads(text)
+    groups: Json = table_of(__file__)
     by_name = {group: _by_name(groups[group]) for group in ("keys", "words")}
     return {**groups, **by_name, "nothing to do": frozenset(groups["nothing to do"].split())}
 

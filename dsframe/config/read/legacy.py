@@ -6,15 +6,13 @@ the fields marked deprecated in ``deepspeed/runtime/zero/config.py``; public con
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path as FilePath
-from typing import Any
 
 from dsframe.config.read.findings import Findings, show
-from dsframe.config.read.reader import Path, inside, keys
+from dsframe.config.read.reader import Path, Raw, inside, keys
+from dsframe.text import table_of
 
-_TABLE = json.loads(FilePath(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table_of(__file__)
 OTHER_TOOLS: Mapping[str, tuple[list[str], str]] = _TABLE["other tools"]
 """Message -> keys that only files of that program have, and the remedy."""
 REMOVED: Mapping[str, str] = _TABLE["removed"]
@@ -27,7 +25,7 @@ MEANT: Mapping[str, str] = _TABLE["meant"]
 """Names of other tools, and of the past, that DeepSpeed ignores -> the key of the same section that has their value."""
 
 
-def modernise(raw: dict[str, Any], findings: Findings) -> None:
+def modernise(raw: Raw, findings: Findings) -> None:
     """Replace deprecated forms in ``raw`` by today's, in place, and report each."""
     for old, new in RENAMED.items():
         _rename(raw, keys(old), keys(new), findings)
@@ -35,7 +33,7 @@ def modernise(raw: dict[str, Any], findings: Findings) -> None:
         _cpu_offload(raw["zero_optimization"], findings)
 
 
-def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> None:
+def _rename(raw: Raw, old: Path, new: Path, findings: Findings) -> None:
     owner, before, after = inside(raw, old[:-1]), str(old[-1]), str(new[-1])
     if not isinstance(owner, dict) or before not in owner:
         return
@@ -51,7 +49,7 @@ def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> No
         findings.warning(old, "deprecated", f'write "{after}"', code="deprecated")
 
 
-def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
+def _cpu_offload(zero: Raw, findings: Findings) -> None:
     sections = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     for old in (*sections, "cpu_offload_use_pin_memory"):
         new = sections.get(old)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.read.reader import Path, value_of
+from dsframe.config.read.reader import Path, Raw, value_of
 
 _EXCLUSIVE: dict[Path, Path] = {
     ("dsframe", "steps"): ("dsframe", "epochs"),
@@ -26,7 +26,7 @@ def paths(overriding: Sequence[str]) -> list[Path]:
     return [parsed[0] for parsed in map(split, overriding) if parsed]
 
 
-def apply(raw: dict[str, Any], overriding: Sequence[str], findings: Findings) -> None:
+def apply(raw: Raw, overriding: Sequence[str], findings: Findings) -> None:
     """Set each value in ``raw``. Later ones win. Whether the keys are legal is checked with the rest of the file."""
     for override in overriding:
         parsed = split(override)
@@ -36,7 +36,7 @@ def apply(raw: dict[str, Any], overriding: Sequence[str], findings: Findings) ->
             findings.error((override,), message, remedy, code="override")
             continue
         path, text = parsed
-        owner: dict[str, Any] = raw
+        owner: Raw = raw
         for part in path[:-1]:
             below: Any = owner.get(str(part))
             if not isinstance(below, dict):

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 Path = tuple[str | int, ...]
 """Keys and list indices from the top to a value."""
 
+Raw = dict[str, Any]
+"""An object of a file, as it is parsed."""
+
 MAX_DEPTH = 64
 """No configuration is nested deeper; a limit turns a stack overflow into a message."""
 

@@ -11,7 +11,7 @@ from dsframe.config.features import MADE_HERE
 from dsframe.config.read import foreign
 from dsframe.config.read.findings import Findings, dotted, show
 from dsframe.config.read.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
-from dsframe.config.read.reader import Path, inside, keys
+from dsframe.config.read.reader import Path, Raw, inside, keys
 from dsframe.config.read.suggest import closest, longer
 from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.file import File, children, places
@@ -32,7 +32,7 @@ def is_comment(key: str) -> bool:
     return key.startswith(("_", "//", "#", "$")) or key in ("comment", "comments", "description")
 
 
-def has_no_known_key(root: dict[str, Any]) -> bool:
+def has_no_known_key(root: Raw) -> bool:
     """True if a file has several keys and none that DeepSpeed has, or had, or that is spelled like one of its own."""
     legacy = {name.partition(".")[0] for name in (*REMOVED, *RENAMED, *SYNONYMS, *MEANT)}
     names = [key for key in root if not is_comment(key)]
@@ -42,7 +42,7 @@ def has_no_known_key(root: dict[str, Any]) -> bool:
     return not any(key in known or closest(key, File.model_fields) for key in names)
 
 
-def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
+def repair(raw: Raw, findings: Findings) -> frozenset[str]:
     """Rename, move or drop unknown keys of ``raw`` in place, reporting each.
 
     Returns:
@@ -57,10 +57,10 @@ def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
 
 
 class _Repair:
-    def __init__(self, raw: dict[str, Any], findings: Findings, passed: frozenset[str]) -> None:
+    def __init__(self, raw: Raw, findings: Findings, passed: frozenset[str]) -> None:
         self.raw, self.findings, self.passed = raw, findings, passed
 
-    def visit(self, owner: type[Section], raw: dict[str, Any], path: Path) -> None:
+    def visit(self, owner: type[Section], raw: Raw, path: Path) -> None:
         for key in list(raw):
             name = dotted((*path, key))
             if key not in owner.model_fields and not owner.open and name not in RENAMED:
@@ -73,7 +73,7 @@ class _Repair:
     def unknown(self, here: Path, message: str = "unknown key", remedy: str = "remove it") -> None:
         self.findings.error(here, message, remedy, code="unknown-key")
 
-    def judge(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+    def judge(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
         """Says what an unknown key is. ``raw``: its section, without it."""
         name, key = dotted(here), str(here[-1])
         if issubclass(owner, Epochs):
@@ -125,7 +125,7 @@ class _Repair:
             self.move(here, place, value)
         self.findings.answered(here)
 
-    def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+    def guess(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
         """Says which key is meant: one spelled like it, one that it is a short form of, or of the same name elsewhere. One slip
         makes it certain; more than one only where the key has no other home."""
         key, fields = str(here[-1]), owner.model_fields

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, show
-from dsframe.config.read.reader import Path, inside, number_of
+from dsframe.config.read.reader import Path, Raw, inside, number_of
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, Shape, children, shape
@@ -41,7 +41,7 @@ _TRUTH = dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True)
 _TRUTH |= dict.fromkeys(("false", "no", "off", "n", "f", "0"), False)
 
 
-def validate(raw: dict[str, Any], findings: Findings) -> File:
+def validate(raw: Raw, findings: Findings) -> File:
     """The typed file. What is wrong comes out with its default, so that later checks can continue."""
     _convert(File, raw, (), findings)
     _parameters(File, raw, (), findings)
@@ -56,7 +56,7 @@ def validate(raw: dict[str, Any], findings: Findings) -> File:
         first = None  # what goes with a wrong key is no second mistake
 
 
-def _without(values: dict[str, Any], path: Path) -> dict[str, Any]:
+def _without(values: Raw, path: Path) -> Raw:
     """A copy that lacks the key at ``path``, or at its second level: sections are small."""
     rest = {key: value for key, value in values.items() if key != path[0]}
     inner = values.get(str(path[0]))
@@ -65,7 +65,7 @@ def _without(values: dict[str, Any], path: Path) -> dict[str, Any]:
     return rest
 
 
-def _parameters(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
+def _parameters(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
     """Checks a free object by the class that another value chooses: ``params`` by ``type``, an engine's options by its name."""
     for free in _FREE:
         chosen = owner.variant(raw, free) if free in owner.model_fields else None
@@ -84,7 +84,7 @@ def _parameters(owner: type[Section], raw: dict[str, Any], path: Path, findings:
 
 
 def _report(
-    failure: ValidationError, owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings | None
+    failure: ValidationError, owner: type[Section], raw: Raw, path: Path, findings: Findings | None
 ) -> list[Path]:
     """Report what pydantic says is wrong. Returns the paths of what cannot be used."""
     grouped: dict[Path, list[Any]] = {}
@@ -178,7 +178,7 @@ def _only_key(here: Path, value: Any, fields: Collection[str]) -> str | None:
     return next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)
 
 
-def _convert(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
+def _convert(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
     """Turns values into what DeepSpeed takes them for, in place: 5e8 is an integer, and in its own models "2" is 2."""
     for key in [key for key in raw if key in owner.model_fields]:
         value, expected, here = raw[key], shape(owner, key), (*path, key)
@@ -196,7 +196,7 @@ def _convert(owner: type[Section], raw: dict[str, Any], path: Path, findings: Fi
         _convert(section, value, path + inner, findings)
 
 
-def _null(owner: type[Section], raw: dict[str, Any], key: str, here: Path, findings: Findings) -> None:
+def _null(owner: type[Section], raw: Raw, key: str, here: Path, findings: Findings) -> None:
     expected = shape(owner, key)
     if here in _NULL_RAISES:
         findings.error(here, "null: DeepSpeed raises", "remove the key", code="null", at_value=True)

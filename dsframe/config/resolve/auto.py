@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsframe.config.read.findings import Findings, Resolved
-from dsframe.config.read.reader import Path, inside, keys
+from dsframe.config.read.reader import Path, Raw, inside, keys
 from dsframe.config.resolve.facts import Facts
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
@@ -26,21 +26,21 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 Answer = tuple[Any, str] | None
 """A value and the reason for it; None when it is not known yet."""
-Rule = Callable[[dict[str, Any], Facts], Answer]
+Rule = Callable[[Raw, Facts], Answer]
 
 
 def _default(value: Any, reason: str = _TRAINER) -> Rule:
     return lambda raw, facts: (value, reason)
 
 
-def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:
+def _total_steps(raw: Raw, facts: Facts) -> Answer:
     if facts.total_steps is not None:
         return facts.total_steps, "the optimizer steps of this training"
     steps = inside(raw, ("dsframe", "steps"))
     return (steps, "dsframe.steps") if isinstance(steps, int) else None
 
 
-def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
+def _learning_rate(raw: Raw, facts: Facts) -> Answer:
     name, schedule = (str(inside(raw, (section, "type"))) for section in ("optimizer", "scheduler"))
     name = name.lower()
     if schedule == "WarmupLR" and name == "muon":
@@ -79,7 +79,7 @@ RULES: Mapping[str, Rule] = {
 }  # fmt: skip
 
 
-def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
+def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
     """Replace or drop every ``"auto"`` of ``raw``, in place, and say why."""
     _batch(raw, findings)
     for name, rule in RULES.items():
@@ -100,7 +100,7 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
     _others(File, raw, (), findings)
 
 
-def _warm_up(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
+def _warm_up(raw: Raw, facts: Facts, findings: Findings) -> None:
     """Replace a warm-up that is a part of the training by its steps, as transformers counts them."""
     for key in ("num_warmup_steps", "warmup_num_steps"):
         path = ("scheduler", "params", key)
@@ -122,7 +122,7 @@ def _warm_up(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
             findings.resolved.append(Resolved(path, steps, f"{part} of {total:,} steps", part))
 
 
-def _batch(raw: dict[str, Any], findings: Findings) -> None:
+def _batch(raw: Raw, findings: Findings) -> None:
     train, micro, steps = BATCH_KEYS
     asked = [key for key in BATCH_KEYS if raw.get(key) == AUTO]
     for key in asked:
@@ -142,7 +142,7 @@ def _batch(raw: dict[str, Any], findings: Findings) -> None:
             findings.note(key, '"auto" follows from the other two and the world size', code="auto", at_value=True)
 
 
-def _others(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
+def _others(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
     """``"auto"`` elsewhere: DeepSpeed's default where its parser drops the word, an error where it would crash."""
     for key in [key for key, value in raw.items() if value == AUTO and key in owner.model_fields]:
         expected, here = shape(owner, key), (*path, key)

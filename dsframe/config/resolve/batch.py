@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsframe.config.read.findings import Findings
@@ -51,12 +52,6 @@ class Batch:
         return self.micro_batch_size * self.accumulation_steps * self.deepspeed_ranks
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
 def nearest(number: int, unit: int) -> str:
     """The multiples of ``unit`` below and above ``number``, for a message."""
     lower = number // unit * unit
@@ -83,9 +78,8 @@ def solve(file: DeepSpeed, world_size: int, findings: Findings, replicas: bool =
     tensor, sequence = max(1, file.tensor_parallel.autotp_size), file.sequence_parallel_size or 1
     size, factors = (1, {}) if replicas else replica_size(file)
     if world_size % size:
-        product = " x ".join(f"{value} ({key})" for key, value in factors.items())
-        product += f" = {size}" if len(factors) > 1 else ""
-        message, remedy = f"{world_size} processes are not divisible by {product}", f"start {nearest(world_size, size)}"
+        message = f"{world_size} processes are not divisible by {_product(factors, size)}"
+        remedy = f"start {nearest(world_size, size)}"
         findings.error(next(iter(factors)), message, remedy, code="world", at_value=True)
         return None
     # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
@@ -133,23 +127,19 @@ def check(file: DeepSpeed, findings: Findings, ranks: int | None = None) -> bool
     exact = len(given) == 3
     if train == unit or (train % unit == 0 and not exact):
         return True
-    product = " x ".join(f"{value} ({name})" for name, value in given.items())
-    product += f" = {unit}" if len(given) > 1 and ranks else ""
-    per_rank = unit // (ranks or 1)
-    message = f"{train} {'!=' if exact else 'is not divisible by'} {product}"
-    if exact:
-        remedy = "remove one of the three and dsframe computes it"
-        remedy += "" if train % per_rank else f", or start {train // per_rank} data-parallel ranks"
-    else:
+    message = f"{train} {'!=' if exact else 'is not divisible by'} {_product(given, unit if ranks else 0)}"
+    remedy = "remove one of the three and dsframe computes it"
+    if not exact:
         message += "" if ranks else ", on any number of processes"
-        several = "the nearest legal batch sizes are" if train >= unit else "the smallest legal batch size is"
-        remedy = f"{several} {nearest(train, unit)}"
-        worlds = [n for n in divisors(train // per_rank) if n != ranks] if ranks and train % per_rank == 0 else []
-        near = sorted(sorted(worlds, key=lambda n: abs(n - (ranks or 0)))[:4])
-        if near:
-            remedy += f"; legal numbers of data-parallel ranks near {ranks}: {', '.join(map(str, near))}"
+        remedy = f"write {nearest(train, unit)}"
     findings.error(TRAIN, message, remedy, code="batch", at_value=True)
     return False
+
+
+def _product(factors: Mapping[str, int], result: int) -> str:
+    """``2 (micro) x 4 (accumulation) = 8``; without a ``result`` of 0, and of a single factor."""
+    text = " x ".join(f"{value} ({name})" for name, value in factors.items())
+    return f"{text} = {result}" if len(factors) > 1 and result else text
 
 
 def check_groups(file: DeepSpeed, world_size: int, findings: Findings) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, Resolved, dotted
-from dsframe.config.read.reader import Path, inside
+from dsframe.config.read.reader import Path, Raw, inside
 from dsframe.config.resolve.facts import Facts
 from dsframe.config.schema.base import Epochs, Interval, Section
 from dsframe.config.schema.file import File, children
 
 
-def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
+def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
     """Replace every ``{"epochs": n}`` of ``raw`` by its steps, in place, where those of an epoch are known.
 
     An interval that is no whole number of steps stays: :func:`due` says at which steps it ends.
@@ -72,7 +72,7 @@ def sentence(resolved: Sequence[Resolved], epoch_steps: Fraction | None) -> str:
     return "; ".join(parts) if parts[1:] else ""
 
 
-def _epochs(owner: type[Section], raw: dict[str, Any], path: Path) -> Iterator[tuple[Path, type[Epochs], Any]]:
+def _epochs(owner: type[Section], raw: Raw, path: Path) -> Iterator[tuple[Path, type[Epochs], Any]]:
     for inner, section, value in children(owner, raw):
         if issubclass(section, Epochs):
             yield path + inner, section, value

@@ -44,8 +44,7 @@ def _check_profiles(settings: Settings, world_size: int | None, total_steps: int
     profile = settings.profile
     steps = settings.steps if total_steps is None else total_steps
     if profile is not None and steps is not None and profile.steps > steps:
-        parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
-        message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"
+        message = f"takes {profile.steps} steps, but the run has only {steps}"
         findings.error("dsframe.profile", message, "shorten it", code="conflict")
     path, ranks = "dsframe.profile.ranks", profile.ranks if profile else "all"
     if ranks == []:

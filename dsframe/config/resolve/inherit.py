@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsframe.config.read.findings import Resolved, show
-from dsframe.config.read.reader import inside
+from dsframe.config.read.reader import Raw, inside
 from dsframe.config.schema.optimizer import Optimizer
 
 TORCH: Mapping[str, Mapping[str, Any]] = {
@@ -23,7 +23,7 @@ _DIFFERENT = frozenset({"gradient_clipping", "lr", "weight_decay", "adam_w_mode"
 """The rate, and where DeepSpeed and torch differ. The others are said with them, not without: both libraries agree."""
 
 
-def fill(raw: dict[str, Any]) -> tuple[Resolved, ...]:
+def fill(raw: Raw) -> tuple[Resolved, ...]:
     """Writes torch's defaults into a file that asks for them, in place. Returns what trains although the file does not name it."""
     by_torch = inside(raw, ("dsframe", "inherit")) == "torch"
     library = "torch's default" if by_torch else "DeepSpeed's default"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.read.reader import Path, inside, keys
+from dsframe.config.read.reader import Path, Raw, inside, keys
 from dsframe.config.schema.file import File
 from dsframe.engines.table import TABLE, Entry, named
 
@@ -15,7 +14,7 @@ class RuleContext:
     """One file, as the rules see it. Paths are dotted, or tuples where they have an index."""
 
     def __init__(
-        self, file: File, raw: dict[str, Any], findings: Findings, engine: str = "auto", world_size: int | None = None
+        self, file: File, raw: Raw, findings: Findings, engine: str = "auto", world_size: int | None = None
     ) -> None:
         self.file = file
         self.raw = raw

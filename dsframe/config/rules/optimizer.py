@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from dsframe.config.features import makes_groups, own_adam
 from dsframe.config.read.findings import show
-from dsframe.config.read.reader import Path
+from dsframe.config.read.reader import Path, Raw
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.optimizer import OF_TASK, SPELLINGS, muon_rates
@@ -134,7 +133,7 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
         context.warn(f"{_SCHEDULE}.{key}", f"{message}: training ends during the warm-up", remedy, code="schedule")
 
 
-def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:
+def _parts(context: RuleContext, params: Raw, path: Path) -> None:
     """Report schedules inside of schedules that are not torch's, and the code that they name."""
     context.imports((*path, "lr_lambda"), params.get("lr_lambda"))
     parts = params.get("schedulers")

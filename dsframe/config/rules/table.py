@@ -9,15 +9,14 @@ A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from dsframe.config.read.reader import keys
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.conditions import Row, holds, matches
+from dsframe.text import table_of
 
 _BY_DEEPSPEED = ("expert_parallel.autoep_size", "tensor_parallel.autotp_size", "sequence_parallel_size")
 """Splits that engines of full replicas go without."""
@@ -26,7 +25,7 @@ _BY_DEEPSPEED = ("expert_parallel.autoep_size", "tensor_parallel.autotp_size", "
 @cache
 def table() -> Mapping[str, Any]:
     """The content of ``table.json``."""
-    content: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    content: Mapping[str, Any] = table_of(__file__)
     return content
 
 

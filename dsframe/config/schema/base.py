@@ -68,6 +68,13 @@ class Unmodelled(Section):
     open: ClassVar[bool] = True
 
 
+class Switched(Unmodelled):
+    """A section that no training here uses."""
+
+    enabled: bool = False
+    """Turns it on."""
+
+
 class Epochs(Section):
     """Epochs in place of steps: as many steps as they take, rounded up."""
 

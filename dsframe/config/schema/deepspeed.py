@@ -14,14 +14,16 @@ from dsframe.config.schema.expert_parallel import ExpertParallel
 from dsframe.config.schema.monitor import TensorBoard, Timers, Wandb
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.parallel import Pipeline, TensorParallel
+from dsframe.config.schema.parameters import passed
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
 from dsframe.config.schema.scheduler import Scheduler
-from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, Switched
+from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile
 from dsframe.config.schema.zero import Zero
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
+@passed
 class Scalars(Section):
     """The keys at the top level that are not sections."""
 
@@ -32,28 +34,12 @@ class Scalars(Section):
     """Samples in one forward and backward pass of one rank."""
     gradient_accumulation_steps: Count | None = None
     """Micro-batches of one rank in one optimizer step. ``"auto"`` is 1 unless the other two say otherwise."""
-    managed_gradient_accumulation: bool = True
-    """DeepSpeed decides when to step. False: the program does; not with pipeline or DeepCompile."""
-    steps_per_print: Count | None = None
-    """Steps between two lines of DeepSpeed's own progress. Default: none."""
-    dump_state: bool = False
-    """Print DeepSpeed's state after set-up."""
-    disable_python_gc: bool = False
-    """Collect Python's garbage at steps only, so that ranks do not wait for each other."""
-    disable_allgather: bool = False
-    """Read by DeepSpeed and used nowhere."""
     log_level: LogLevel | None = None
     """Level of DeepSpeed's logger."""
     dataloader_drop_last: bool = False
     """Drop the last, incomplete batch of an epoch."""
-    vocabulary_size: Count | None = None
-    """Only for a warning of DeepSpeed when it is no multiple of 8."""
     communication_data_type: CommunicationType | None = None
     """In what gradients are reduced. Default: the model's type."""
-    seq_parallel_communication_data_type: CommunicationType = "fp32"
-    """The same between sequence-parallel ranks."""
-    prescale_gradients: bool = False
-    """Divide gradients before they are reduced, not after."""
     gradient_predivide_factor: Positive = 1.0
     """Divide by this before the reduction, and by the rest after. No effect with ``prescale_gradients``."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
@@ -61,22 +47,12 @@ class Scalars(Section):
     gradient_clipping: NonNegative = 1.0
     """Largest global norm of the gradients. Since 0.19 DeepSpeed clips to 1.0 when the key is absent; 0 is off.
     ``"auto"`` is 1.0."""
-    use_data_before_expert_parallelism: bool = False
-    """Order of ranks for mixtures of experts."""
-    wall_clock_breakdown: bool = False
-    """Time forward, backward and step. Waits for the device: slower."""
-    memory_breakdown: bool = False
-    """Print memory use at each phase."""
     zero_allow_untested_optimizer: bool = False
     """Let ZeRO use optimizers other than Adam and its like, such as SGD."""
-    zero_force_ds_cpu_optimizer: bool = True
-    """Refuse an optimizer of the program's own with CPU offload."""
     sequence_parallel_size: Count | None = None
     """Ranks that share each sequence along time (Ulysses). Of dsframe's tasks "language" can."""
     data_parallel_size: Count | None = None
     """With ``sequence_parallel_size``: the shape of the device mesh."""
-    allgather_size: Count | None = None
-    """Deprecated: ``zero_optimization.allgather_bucket_size``."""
 
     folded: ClassVar[Mapping[str, str]] = {
         "communication_data_type": "lower",
@@ -86,6 +62,7 @@ class Scalars(Section):
     }
 
 
+@passed
 class DeepSpeed(Scalars):
     """The whole file without the ``dsframe`` section."""
 
@@ -113,34 +90,18 @@ class DeepSpeed(Scalars):
     """Tensor parallelism."""
     expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel.model_construct)
     """Expert parallelism."""
-    hybrid_engine: Switched = Field(default_factory=Switched.model_construct)
-    """Training and generating in one engine."""
     compile: Compile = Field(default_factory=Compile.model_construct)
     """DeepCompile."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct)
     """DeepSpeed's checkpoints."""
     datastates_ckpt: Any = False
     """DataStates checkpoints: any value but false turns them on. Needs the package ``datastates``."""
-    data_efficiency: Switched = Field(default_factory=Switched.model_construct)
-    """Curriculum learning and token dropping."""
-    flops_profiler: Switched = Field(default_factory=Switched.model_construct)
-    """Without effect in dsframe: torch's ``FlopCounterMode`` counts operations."""
-    autotuning: Switched = Field(default_factory=Switched.model_construct)
-    """Settings of the tuner."""
-    comms_logger: Switched | None = None
-    """Without effect in dsframe: traces (``dsframe.profile``) have every collective."""
     tensorboard: TensorBoard = Field(default_factory=TensorBoard.model_construct)
     """TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb.model_construct)
     """Weights & Biases."""
-    csv_monitor: Switched = Field(default_factory=Switched.model_construct)
-    """Without effect in dsframe: ``metrics.jsonl`` has the metrics."""
-    comet: Switched = Field(default_factory=Switched.model_construct)
-    """Without effect in dsframe: a hook can log to Comet."""
     timers: Timers = Field(default_factory=Timers.model_construct)
     """Timers of the engine."""
-    weight_quantization: Switched | None = None
-    """ZeRO-Inference."""
 
     @property
     def copies_gradients_on_cpus(self) -> bool:

@@ -2,11 +2,12 @@
 
 from typing import ClassVar
 
-from dsframe.config.schema.base import Count
+from dsframe.config.schema.base import Count, Section
 from dsframe.config.schema.parameters import passed
 
 
-class ExpertParallel(passed("ExpertParallel")):  # type: ignore[misc]  # keys from a table
+@passed
+class ExpertParallel(Section):
     """AutoEP: the experts of a mixture-of-experts model over several ranks."""
 
     nullable: ClassVar[bool] = True
@@ -15,7 +16,5 @@ class ExpertParallel(passed("ExpertParallel")):  # type: ignore[misc]  # keys fr
     """Turns it on."""
     autoep_size: Count = 1
     """Ranks that share the experts."""
-    expert_tensor_parallel_size: Count = 1
-    """Ranks that share one expert."""
     preset_model: str | None = None
     """Name patterns of a known model."""

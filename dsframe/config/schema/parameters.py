@@ -6,10 +6,8 @@ A row of the table is a key's type, its default (absent: required) and its meani
 ``torch.optim.lr_scheduler``), transformers 5.23 (``optimization.py``).
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Optional
+from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar
 
 from pydantic import ConfigDict, Field, create_model
 
@@ -24,8 +22,16 @@ from dsframe.config.schema.base import (
     Size,
     Steps,
     StepsOrNone,
+    Switched,
 )
+from dsframe.text import table_of
 
+Owner = TypeVar("Owner", bound=Section)
+TorchDtype = Literal[
+    "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
+    "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
+]  # fmt: skip
+"""The spellings of DeepSpeed's ``DtypeEnum``."""
 Part = Annotated[float, Field(gt=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -47,6 +53,10 @@ _TYPES: Mapping[str, Any] = {
     "bool": bool,
     "int": int,
     "text": str,
+    "texts": list[str],
+    "list": list[Any],
+    "dtype": TorchDtype,
+    "switched": Switched,
     "count": Count,
     "size": Size,
     "number": Real,
@@ -73,6 +83,7 @@ _TYPES: Mapping[str, Any] = {
     "int or auto": int | Literal["auto"],
     "number or auto": Real | Literal["auto"],
     "count or auto": Literal["auto"] | Count,
+    "texts or auto": Literal["auto"] | list[str],
     "schedules": Annotated[list[SchedulePart], Field(min_length=1)],
 }
 
@@ -92,19 +103,19 @@ def _type(written: Any) -> Any:
     return _TYPES[name] if name == written else Optional[_TYPES[name]]  # noqa: UP045 - of a value
 
 
+def _fields(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: (_type(written), Field(*default, description=text)) for key, (written, *default, text) in keys.items()}
+
+
 def _sections(rows: Mapping[str, Any]) -> dict[str, SectionClass]:
     made: dict[str, SectionClass] = {}
     for name, row in rows.items():
         base = made.get(row.get("like"), _Open if row.get("open") else Section)
-        fields: dict[str, Any] = {
-            key: (_type(written), Field(*default, description=text))
-            for key, (written, *default, text) in row["keys"].items()
-        }
-        made[name] = create_model(name, __base__=base, __doc__=row["about"], **fields)
+        made[name] = create_model(name, __base__=base, __doc__=row["about"], **_fields(row["keys"]))
     return made
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table_of(__file__)
 _SECTIONS = _sections(_TABLE["parameters"])
 
 
@@ -126,6 +137,9 @@ WITHOUT_ROUTE: Mapping[str, Mapping[str, str]] = _TABLE["without a route"]
 """Names that cannot be used as ``optimizer.type`` and ``scheduler.type``, and why."""
 
 
-def passed(name: str) -> Any:
-    """The base class of a section, with the keys of it that DeepSpeed alone reads."""
-    return _SECTIONS[f"Passed{name}"]
+def passed(section: type[Owner]) -> type[Owner]:
+    """Adds the keys of the section that DeepSpeed alone reads: nothing here looks at their values."""
+    fields: Any = _fields(_TABLE["passed"][section.__name__])
+    return create_model(
+        section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields
+    )

@@ -5,18 +5,14 @@ Source: ``deepspeed/runtime/precision_config.py`` and ``runtime/config.py`` of D
 
 from typing import Literal
 
-from dsframe.config.schema.base import AUTO, Coerced, NonNegative, Section
+from dsframe.config.schema.base import Coerced, NonNegative, Section
+from dsframe.config.schema.parameters import passed
 
-TorchDtype = Literal[
-    "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
-    "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
-]  # fmt: skip
-"""The spellings of DeepSpeed's ``DtypeEnum``."""
 FloatDtype = Literal[
     "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
     "torch.float32", "fp32", "float32", "float",
 ]  # fmt: skip
-"""Those that torch can cast to."""
+"""The spellings of what torch can cast to."""
 
 
 class Fp16(Coerced):
@@ -42,19 +38,12 @@ class Fp16(Coerced):
     """Keep the optimizer's weights and gradients in fp16 too. No engine accepts it."""
 
 
+@passed
 class Bf16(Coerced):
     """Parameters and gradients in bfloat16; the optimizer keeps fp32 weights. No loss scaling."""
 
     enabled: bool = False
     """Turns it on."""
-    immediate_grad_update: bool = False
-    """Add gradients to the fp32 ones as they appear, not at the step."""
-    check_grad_overflow: bool = True
-    """Skip a step whose gradients are not finite."""
-    bf16_master_weights_and_grads: bool = False
-    """Keep the optimizer's weights and gradients in bf16 too. No engine accepts it."""
-    bf16_optimizer_states: bool = False
-    """Keep the optimizer's moments in bf16 too. No engine accepts it."""
 
 
 class TorchAutocast(Section):
@@ -68,17 +57,9 @@ class TorchAutocast(Section):
     """Classes of modules whose gradients may be communicated in the lower precision."""
 
 
+@passed
 class DataTypes(Section):
     """Number formats of single parts."""
-
-    grad_accum_dtype: TorchDtype | None = None
-    """In what gradients are accumulated. Default: the parameters' type."""
-    param_dtype: TorchDtype | None = None
-    """The parameters' type. It must agree with ``fp16`` and ``bf16``."""
-    buffer_dtype: TorchDtype | None = None
-    """What buffers are cast to. Default: as they are loaded."""
-    keep_in_fp32_modules: Literal["auto"] | list[str] = AUTO
-    """Buffers that stay fp32 under fp16 or bf16: name patterns, or ``"auto"`` for what the model itself asks for."""
 
 
 CommunicationType = Literal["fp16", "bf16", "fp32"]

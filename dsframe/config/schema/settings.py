@@ -142,9 +142,6 @@ class Settings(Section):
     """Steps between two log lines."""
     profile: Profile | None = None
     """Traces of some steps."""
-    rank_output: Literal["prefix", "plain"] = "prefix"
-    """What ranks other than 0 print: from Python with ``[rank 3]`` before each line (horovodrun has its own mark), or as
-    it is."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)

@@ -4,12 +4,12 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py`` and ``leaf_m
 DeepSpeed 0.19.8.
 """
 
-import sys
 from typing import Literal
 
 from pydantic import Field
 
 from dsframe.config.schema.base import Coerced, Count, Size, Unmodelled
+from dsframe.config.schema.parameters import passed
 from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam
 
 SMALL = 1 << 23
@@ -20,6 +20,7 @@ FETCHES = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_
 """The keys that say what is gathered ahead, and what stays until it is needed again."""
 
 
+@passed
 class Zero(Coerced):
     """ZeRO: stage 1 partitions the optimizer state over the data-parallel ranks, stage 2 the gradients too, stage 3 the
     parameters too."""
@@ -33,83 +34,18 @@ class Zero(Coerced):
     """Reduce gradients by reduce-scatter, else by all-reduce."""
     reduce_bucket_size: Count = 500_000_000
     """Elements reduced at a time."""
-    use_multi_rank_bucket_allreduce: bool = True
-    """Merge the buckets of several ranks into one all-reduce. For small models on many GPUs."""
-    allgather_partitions: bool = True
-    """Gather updated parameters by all-gather, else by a series of broadcasts."""
-    allgather_bucket_size: Size = 500_000_000
-    """Elements gathered at a time."""
     overlap_comm: bool | None = None
     """Reduce gradients beside the backward pass. Default: true at stage 3, else false."""
-    compute_grad_norm: bool = True
-    """Compute the global gradient norm. False only at stages 1 and 2, without clipping."""
-    load_from_fp32_weights: bool = True
-    """Start the fp32 weights from the checkpoint's fp32 copy, else from its 16-bit weights."""
-    elastic_checkpoint: bool = False
-    """Old elastic checkpoints. No effect at stage 3, and none was measured elsewhere: use a Universal checkpoint."""
     offload_param: OffloadParam | None = None
     """Offload of the parameters. Stage 3."""
     offload_optimizer: OffloadOptimizer | None = None
     """Offload of the optimizer. Stages 1, 2 and 3."""
     zenflow: Unmodelled | None = None
     """ZenFlow. No engine accepts it."""
-    sub_group_size: Size = 1_000_000_000
-    """Elements that one optimizer step handles at a time at stage 3."""
-    cpu_offload_param: bool | None = None
-    """Deprecated: ``"offload_param": {"device": "cpu"}``."""
-    cpu_offload_use_pin_memory: bool | None = None
-    """Deprecated and without effect: ``pin_memory`` under ``offload_optimizer`` and ``offload_param``."""
-    cpu_offload: bool | None = None
-    """Deprecated: ``"offload_optimizer": {"device": "cpu"}``."""
     stage3_prefetch_bucket_size: Size = 50_000_000
     """Parameter elements fetched ahead."""
-    stage3_param_persistence_threshold: Size = 100_000
-    """Parameters with fewer elements stay on every rank. Where the file names neither
-    this nor another limit of what is kept, all of a model of up to 8,388,608 parameters stays."""
-    stage3_model_persistence_threshold: Size = sys.maxsize
-    """Most elements that may stay on every rank in all."""
     stage3_max_live_parameters: Size = 1_000_000_000
     """Most parameter elements on a device at a time."""
-    stage3_max_reuse_distance: Size = 1_000_000_000
-    """A parameter needed again within so many elements is kept."""
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    """Let ``save_16bit_model()`` gather the whole model; without it nothing is written at stage 3."""
-    stage3_module_granularity_threshold: int = 0
-    """Modules with fewer parameters per submodule are fetched as one piece. 0: never."""
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    """Fetch parameters by all-reduce."""
-    stage3_allgather_sequential: bool = False
-    """Fetch parameters one by one, without a bucket: less memory."""
-    stage3_gather_fp16_weights_on_model_save: bool = False
-    """Deprecated: ``stage3_gather_16bit_weights_on_model_save``."""
-    ignore_unused_parameters: bool = True
-    """False: stop when a parameter gets no gradient. Stage 2."""
-    legacy_stage1: bool = False
-    """The stage 1 of before DeepSpeed 0.5.9. True makes DeepSpeed raise."""
-    round_robin_gradients: bool = False
-    """Share the copies of gradients to the CPU evenly. Stages 1 and 2 with CPU offload."""
-    parameter_alignment: bool = False
-    """Start each parameter of the flat buffers at a multiple of 16 bytes. Stages 1 and 2."""
-    zero_hpz_partition_size: Size = 1
-    """Ranks in a secondary partition of the parameters (ZeRO++ hpZ). No engine accepts it."""
-    zero_quantized_weights: bool = False
-    """All-gather int8 weights (ZeRO++ qwZ). No engine accepts it."""
-    zero_quantized_nontrainable_weights: bool = False
-    """Keep frozen weights in int8. No engine accepts it."""
-    zero_quantized_gradients: bool = False
-    """Reduce int4 gradients by all-to-all (ZeRO++ qgZ). No engine accepts it."""
-    memory_efficient_linear: bool = True
-    """A linear layer that keeps fewer activations. Stage 3."""
-    pipeline_loading_checkpoint: bool = False
-    """Load a checkpoint in pipeline mode. Stage 3."""
-    override_module_apply: bool = True
-    """Let ``nn.Module.apply`` see whole parameters. Stage 3."""
-    log_trace_cache_warnings: bool = False
-    """Warn when the order of modules changes between steps. Stage 3."""
-    enable_sanity_checks: bool = False
-    """Extra checks inside DeepSpeed."""
-    save_muon_momentum_buffer_in_memory: bool = False
-    """Keep Muon's momentum in memory although the optimizer state goes to NVMe. Stage 3."""
     leaf_module: LeafModule = Field(default_factory=LeafModule.model_construct)
     """Modules to fetch as one piece at stage 3."""
 

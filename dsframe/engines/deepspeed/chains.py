@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dsframe.errors import TaskError
 from dsframe.model.build import LARGE
 from dsframe.model.persistent import persistent_buffers
 from dsframe.tasks.task import Task, gives
+from dsframe.values import elements, tensors_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = "put it into a layer, or train without a pipeline"
@@ -84,7 +84,7 @@ class Trial:
     @classmethod
     def of(cls, whole: nn.Module, layers: list[nn.Module], seed: int) -> Trial | None:
         """None where a copy would need much memory, or cannot be made."""
-        if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
+        if elements(whole.parameters()) > LARGE:
             return None
         try:
             return cls(*copy.deepcopy((whole, layers)), seed)
@@ -104,9 +104,7 @@ class Trial:
             stream: Any = rows
             for layer in self._layers:
                 stream = layer.eval()(stream)
-        found, wanted = (
-            [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (stream, expected)
-        )
+        found, wanted = (tensors_of(part) for part in (stream, expected))
         if not (len(found) == len(wanted) and all(map(_close, found, wanted))):
             raise TaskError(
                 f"the layers of {type(self._whole).__name__}, one after the other, compute something else than it does itself; "

@@ -25,7 +25,7 @@ from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, torch_patches
 from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, without_gradients
-from dsframe.engines.call_order import CallOrder
+from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.handover import handover
@@ -40,12 +40,13 @@ from dsframe.host.restored import at_end
 from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates, switches
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, call, outputs_of
-from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Inputs, Measure, MicroBatch, Pair
 from dsframe.model.persistent import persistent_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, SavedState
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sums
+from dsframe.values import Tensors, elements, trainable
 
 if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
@@ -103,7 +104,7 @@ class ZeroEngine(ModelEngine):
             if self._stage == 3:
                 refuse_empty(self._model)
                 refuse_compiled(self._model)
-            self._elements = sum(parameter.numel() for parameter in module.parameters())
+            self._elements = elements(module.parameters())
             if self._stage == 3 and not self._elements:
                 made = next(self._model.children(), self._model)
                 raise EngineError(
@@ -118,8 +119,9 @@ class ZeroEngine(ModelEngine):
             take()
         if not plan.frozen:
             self._prepare_steps(module)
-        self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
-        self.built = replace(self.built, calls=self._calls)
+        calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
+        self._calls: NoCalls = calls or NoCalls()
+        self.built = replace(self.built, calls=calls)
         self.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
         self._average_start: dict[Tensor, Tensor] | None = None
@@ -229,7 +231,7 @@ class ZeroEngine(ModelEngine):
                 optimizer_trial.refuse_dependent(self.plan.optimizer, self._stage)
             del document["optimizer"]
             optimizer = partial(optimizer_watch.build, self.plan.optimizer, shards=self._stage > 0)
-            parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
+            parameters = parameters or trainable(module)
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts
 
@@ -327,8 +329,7 @@ class ZeroEngine(ModelEngine):
         if self._slices is not None:
             micro_batches = map(self._slices.cut_micro_batch, micro_batches)
         total = self._accumulate(micro_batches)
-        if self._calls is not None:
-            self._calls.check(waits=self.plan.device.type == "cpu")
+        self._calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         if applied and after_step.overridden(self.plan.task):
@@ -365,11 +366,10 @@ class ZeroEngine(ModelEngine):
         return sum(losses[1:], losses[0])
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        if self._calls is not None:
-            self._calls.backward(loss)
+        self._calls.backward(loss)
         loss.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
         backward(loss, self._engine.backward, self.built.watch)
-        if self._calls is not None and last:
+        if last:
             self._calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
@@ -400,14 +400,13 @@ class ZeroEngine(ModelEngine):
 
     def release_outputs(self) -> None:
         """**Collective** at stage 3. Compares the calls, and leaves no trace of them."""
-        if self._calls is not None:
-            self._calls.compare()
-            self._calls.check(waits=self.plan.device.type == "cpu")
+        self._calls.compare()
+        self._calls.check(waits=self.plan.device.type == "cpu")
         if self._stage == 3 and not self.plan.frozen:
             patches.forget_evaluation(self._engine)
 
     @without_gradients
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** At stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
         alone = self._engine.training
@@ -418,7 +417,7 @@ class ZeroEngine(ModelEngine):
             measured = measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
         if alone:
             self._engine.train()
-        if self._calls is not None and self._calls.watches:
+        if self._calls.watches:
             self._calls.compare()
             self._calls.check(waits=alone)
         if self._stage == 3:
@@ -433,8 +432,7 @@ class ZeroEngine(ModelEngine):
         with self._gathered():
             yield
         self._engine.train()
-        if self._calls is not None:
-            self._calls.check()
+        self._calls.check()
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
         if (
@@ -453,14 +451,12 @@ class ZeroEngine(ModelEngine):
     def _without_hooks(self) -> Iterator[None]:
         """**Collective** where a weight is not gathered. Inside all are, and modules are called without DeepSpeed's hooks, which
         would gather them."""
-        if self._calls is not None:
-            self._calls.watches = False
+        self._calls.watches = False
         try:
             with patches.hooks_set_aside(self._engine), SHARDS.gathering(list(self._model.parameters())):
                 yield
         finally:
-            if self._calls is not None:
-                self._calls.watches = True
+            self._calls.watches = True
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
@@ -475,7 +471,7 @@ class ZeroEngine(ModelEngine):
         optimizer, masters = state.masters(self._engine, self._model)
         return ema.swapped(optimizer, masters, lambda: state.publish(self._engine))
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> Tensors:
         """This rank's, of its own stage in a pipeline."""
         return persistent_buffers(self._model)
 
@@ -515,8 +511,7 @@ class ZeroEngine(ModelEngine):
 
     def close(self) -> None:
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
-        if self._calls is not None:
-            self._calls.close()
+        self._calls.close()
         if self._stage == 3 or not self.plan.frozen:
             self._engine.destroy()
         if self._stage == 3:

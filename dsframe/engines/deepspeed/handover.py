@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.config.features import WATCHING
 from dsframe.config.schema.zero import PERSISTENCE, SMALL
+from dsframe.text import Json
 
 if TYPE_CHECKING:
     from dsframe.model.plan import Plan
@@ -26,7 +27,7 @@ def handover(
     keeps_weights: bool = False,
     swap_paths: Mapping[str, str] | None = None,
     tensor_parallel: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """What DeepSpeed is told. Pure: the same arguments give the same dictionary, and stay as they are.
 
     Args:
@@ -67,7 +68,7 @@ def handover(
     return copy.deepcopy(document)  # DeepSpeed writes into it, and parts of it are the task's and the optimizer's
 
 
-def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: bool) -> None:
+def _stage_3(section: Json, plan: Plan, elements: int, keeps_weights: bool) -> None:
     if keeps_weights:
         section.update(dict.fromkeys(PERSISTENCE, SMALL))
     _gradients(section, plan)
@@ -76,7 +77,7 @@ def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: 
     section.update(zero.fetched_elements(elements, on_cpu=plan.device.type == "cpu"))
 
 
-def _gradients(section: dict[str, Any], plan: Plan) -> None:
+def _gradients(section: Json, plan: Plan) -> None:
     """Without the buffer that gradients are first copied to: it is against holes in a GPU's memory. What is sent, and when, is the
     same. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads) and stage_1_and_2.py
     (reduce_ipg_grads)."""
@@ -84,21 +85,21 @@ def _gradients(section: dict[str, Any], plan: Plan) -> None:
         section["contiguous_gradients"] = False
 
 
-def _bucket(section: dict[str, Any], plan: Plan, elements: int) -> None:
+def _bucket(section: Json, plan: Plan, elements: int) -> None:
     zero = plan.config.deepspeed.zero_optimization
     size = zero.bucket_elements(elements, on_cpu=plan.device.type == "cpu")
     if size != zero.reduce_bucket_size:
         section["reduce_bucket_size"] = size
 
 
-def _pipeline(document: dict[str, Any], plan: Plan) -> None:
+def _pipeline(document: Json, plan: Plan) -> None:
     # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
     document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
     if not plan.verbose:
         document["steps_per_print"] = _NEVER  # the pipeline engine prints, whatever the log level, and divides by it
 
 
-def _split(document: dict[str, Any], plan: Plan, tensor_parallel: Mapping[str, Any] | None) -> None:
+def _split(document: Json, plan: Plan, tensor_parallel: Mapping[str, Any] | None) -> None:
     if plan.batch.sequence_parallel_size > 1:  # DeepSpeed would divide by ranks that it need not know of
         for key in ("train_batch_size", "sequence_parallel_size", "data_parallel_size"):
             document.pop(key, None)

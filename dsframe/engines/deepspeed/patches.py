@@ -1,8 +1,8 @@
 """Every place where dsframe changes what DeepSpeed does, each with its reason and the upstream code. No other file does so.
 
-``PATCHES`` lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault without the patch and fails with
-"no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes has gone, the engine
-does not start, and the message names the patch.
+``PATCHES`` (``patches.json``) lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault without the
+patch and fails with "no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes
+has gone, the engine does not start, and the message names the patch.
 
 This module imports nothing of DeepSpeed by itself: one of the patches is for its import.
 """
@@ -17,7 +17,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -28,124 +27,11 @@ from torch import Tensor, nn
 from dsframe.engines import precision
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
+from dsframe.text import Json, table_of
 
-
-@dataclass(frozen=True)
-class Patch:
-    """One change of DeepSpeed's behaviour."""
-
-    reason: str
-    """What goes wrong without it."""
-    upstream: str
-    """Files and functions in DeepSpeed's package."""
-
-
-PATCHES: dict[str, Patch] = {
-    "mlflow": Patch(
-        "the autotuner, which no training uses, imports mlflow at start: 1.7 s", "autotuning/autotuner.py (top)"
-    ),
-    "muon_dtype": Patch(
-        "Muon orthogonalizes in 16 bits on CPUs that can: another training than on other CPUs, and on two ranks by 1e-3",
-        "runtime/zero/muon/original_muon.py (ns_compute_dtype)",
-    ),
-    "shm_comm": Patch(
-        "on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm",
-        "comm/torch.py (build_shm_op)",
-    ),
-    "debug_symbols": Patch(
-        "on CPUs ops are compiled with what a debugger reads, which takes 1.7 times as long",
-        "ops/op_builder/cpu/builder.py (CPUOpBuilder.cxx_args)",
-    ),
-    "scalars": Patch(
-        "a parameter without dimensions, such as CLIP's temperature, cannot be sent at start, nor clipped at stage 0 in fp32",
-        "runtime/engine.py (_broadcast_model), runtime/utils.py (clip_grad_norm_), runtime/zero/partition_parameters.py "
-        "(Init._zero_init_param)",
-    ),
-    "torch_warnings": Patch(
-        "collectives are called by names that torch 2.13 deprecates, in every step",
-        "comm/torch.py (get_all_gather_function, get_reduce_scatter_function)",
-    ),
-    "norm": Patch(
-        "at stage 0 in fp32 the gradients' norm is not kept, and not computed where nothing is clipped",
-        "runtime/engine.py (_take_model_step, clip_fp32_gradients)",
-    ),
-    "loss_scale": Patch(
-        "where fp16's loss scale has just grown, gradients are divided by the new scale, not by their own",
-        "runtime/zero/stage_1_and_2.py, stage3.py (step, unscale_and_clip_grads)",
-    ),
-    "nonfinite": Patch(
-        "at stage 0 in fp32 the update is made whatever the gradients are; all other stages leave it out",
-        "runtime/engine.py (_take_model_step)",
-    ),
-    "order": Patch(
-        "stages 1 and 2 reduce gradients as they come, so ranks whose losses depend on other parameters add up unlike ones",
-        "runtime/zero/stage_1_and_2.py (reduce_gradients, process_gradients)",
-    ),
-    "unused": Patch(
-        "stage 3 keeps the gradient of an earlier step for a parameter that takes no part in this one",
-        "runtime/zero/stage3.py (partition_grads, independent_gradient_partition_epilogue)",
-    ),
-    "hidden_step": Patch(
-        "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
-        "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
-    ),
-    "gathers": Patch(
-        "after each ZeRO-3 update every persistent parameter is gathered by a collective of its own",
-        "runtime/zero/stage3.py (_post_step), partition_parameters.py (_allgather_params_coalesced)",
-    ),
-    "evaluation": Patch(
-        "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
-        "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
-    ),
-    "hooks_set_aside": Patch(
-        "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
-        "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
-    ),
-    "prologue": Patch(
-        "derivatives of outputs that a loss takes are divided by gradient_accumulation_steps, at stage 0 an error",
-        "runtime/engine.py (_backward_prologue, _backward_prologue_per_tensor, hooks on outputs)",
-    ),
-    "models": Patch(
-        "every model that ZeRO-3 has trained stays in memory until the process ends",
-        "runtime/zero/parameter_offload.py (FWD_MODULE_STACK), partitioned_param_coordinator.py (__params_to_release)",
-    ),
-    "groups": Patch(
-        "groups of a process group that has ended stay, and a second training in the process uses them",
-        "utils/groups.py (_release_process_group_references)",
-    ),
-    "pipeline_bounds": Patch(
-        "a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen them",
-        "runtime/pipe/module.py (_partition_layers)",
-    ),
-    "pipeline_recompute": Patch(
-        "recomputed layers count a BatchNorm batch twice, and any other checkpoint function is taken for a reentrant one",
-        "runtime/pipe/engine.py (__init__, _reentrant_activation_checkpointing)",
-    ),
-    "pipeline_clipping": Patch(
-        "without ZeRO, clipping counts a later stage's parameters only where they carry a mark",
-        "runtime/utils.py (clip_grad_norm_: is_model_parallel_parameter)",
-    ),
-    "pipeline_groups": Patch(
-        "stages 1 and 2 add up the norm over a pipeline's stages group by group, and stages with other groups wait for ever",
-        "runtime/zero/stage_1_and_2.py (scaled_global_norm, _model_parallel_all_reduce)",
-    ),
-    "pipeline_evaluation": Patch(
-        "eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result",
-        "runtime/pipe/engine.py (eval_batch)",
-    ),
-    "pipeline_sizes": Patch(
-        "each stage waits for every activation's size, or for the first one only and then expects that size for all",
-        "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
-    ),
-    "recorded_routers": Patch(
-        "AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not start",
-        "module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders)",
-    ),
-    "expert_norm": Patch(
-        "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
-        "runtime/utils.py (clip_grad_norm_)",
-    ),
-}
+PATCHES: dict[str, Json] = table_of(__file__)
+"""Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``: what is
+called in the middle of a training or at its end, as ``module:name``."""
 
 
 def version() -> str:
@@ -162,7 +48,7 @@ def _upstream(patch: str, module: str, *path: str) -> Any:
     except (ImportError, AttributeError):
         where = ".".join((f"deepspeed.{module}", *path))
         raise EngineError(
-            f'DeepSpeed {version()} has no {where}, which the patch "{patch}" changes ({PATCHES[patch].reason}); '
+            f'DeepSpeed {version()} has no {where}, which the patch "{patch}" changes ({PATCHES[patch]["reason"]}); '
             "install deepspeed==0.19.8"
         ) from None
     return target
@@ -255,33 +141,12 @@ def silence_torch_warnings() -> None:
     warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
-_LATER = (
-    ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
-    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue")),
-    ("prologue", "runtime.engine", ("DeepSpeedEngine", "_backward_prologue_per_tensor")),
-    ("groups", "utils.groups", ("_release_process_group_references",)),
-    (
-        "evaluation",
-        "runtime.zero.partitioned_param_coordinator",
-        ("PartitionedParameterCoordinator", "_invalidate_trace"),
-    ),
-    (
-        "evaluation",
-        "runtime.zero.partitioned_param_coordinator",
-        ("PartitionedParameterCoordinator", "is_record_trace"),
-    ),
-    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "set_dataiterator")),
-    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "reset_activation_shape")),
-    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_exec_schedule")),
-    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_inference_schedule")),
-)
-"""What is called in the middle of a training or at its end."""
-
-
 def check_later_ones() -> None:
     """At start, so that no training breaks off. Raises EngineError where something has gone."""
-    for patch, module, path in _LATER:
-        _upstream(patch, module, *path)
+    for patch, row in PATCHES.items():
+        for place in row.get("later", ()):
+            module, _, path = place.partition(":")
+            _upstream(patch, module, *path.split("."))
 
 
 def release_groups() -> None:

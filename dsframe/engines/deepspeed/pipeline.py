@@ -9,16 +9,15 @@ Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.engine import StepResult
 from dsframe.engines import precision
 from dsframe.engines.deepspeed import patches, state
@@ -31,12 +30,12 @@ from dsframe.model import formats
 from dsframe.model.build import assert_same_model
 from dsframe.model.built import BuiltModel
 from dsframe.model.built_memory import BuiltMemory
-from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
+from dsframe.model.micro_batch import Measure, MicroBatch, Pair
 from dsframe.model.persistent import compare, saved_buffers, shapes_of
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
-from dsframe.tasks.task import Sum
+from dsframe.tasks.task import Sums
 
 
 class PipelineEngine(ZeroEngine):
@@ -136,7 +135,7 @@ class PipelineEngine(ZeroEngine):
         self._sizes = sizes
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+    def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** The last stage measures; the others have no outputs."""
         engine = self._engine
         engine.module.eval()
@@ -163,7 +162,7 @@ class PipelineEngine(ZeroEngine):
         """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
         shapes = {name: list(shape) for name, shape in state.shapes(self._model).items()}
         kinds = shapes_of(saved_buffers(self._model), saved.resized)
-        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
+        of_ranks = all_gather_json(self, [shapes, kinds])
         everywhere: list[dict[str, Any]] = [{}, {}]
         for of_rank in of_ranks:
             for part, names in zip(everywhere, of_rank, strict=True):

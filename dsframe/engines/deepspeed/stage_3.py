@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from dsframe.model.gathered import LIBRARIES, Shards
+from dsframe.values import tensors_of
 
 
 class ZeroShards(Shards):
@@ -91,7 +92,7 @@ class InTurn(nn.Module):
 def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Inputs of a block that runs as one have gradients: without any, DeepSpeed's hook after the backward pass comes before it,
     and gives the weights up too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_of((args, kwargs))
     if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
         return None
     return tree_map_only(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dsframe.engines.deepspeed import chains, patches
 from dsframe.engines.deepspeed.elsewhere import Elsewhere
@@ -35,6 +34,7 @@ from dsframe.model.persistent import aliases
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, ready, tied_weight
+from dsframe.values import elements, tensors_of, trainable
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -70,7 +70,7 @@ class Cut:
         """``BuiltModel.groups``, of all stages."""
         self.parts = parts_of(self.models[0])
         """``BuiltModel.parts``, of all stages."""
-        self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
+        self.sizes = [elements(trainable(probe)) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
         self.names = [type(probe).__name__ for probe in probes]
         self.bounds = self._partition()
@@ -288,10 +288,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
             ]
             outputs = tuple(sent) if isinstance(outputs, tuple) else sent[0]
         if self.training:
-            given, made = (
-                [leaf.shape for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-                for value in (forward_input, outputs)
-            )
+            given, made = ([leaf.shape for leaf in tensors_of(value)] for value in (forward_input, outputs))
             if self._sizes.setdefault(tuple(given), made) != made:
                 raise TaskError(
                     f"a pipeline stage gave outputs of shapes {self._sizes[tuple(given)]} before, and now {made} for inputs of "

@@ -84,10 +84,15 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
     return ShardedParameters(shards, whole)
 
 
+def _names(model: nn.Module) -> dict[int, str]:
+    """The names of what checkpoints have, by the parameters' ids."""
+    return {id(parameter): name for name, parameter in saved_parameters(model)}
+
+
 def views(engine: Any, model: nn.Module) -> list[ParameterView]:
     """The trained parameters in what this rank's optimizer updates; not for shards on NVMe."""
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
+    names = _names(model)
     if _is_stage_3(optimizer):
         return [view for _, group in _sub_groups(optimizer, names) for view in group]
     if _flat_partitions(optimizer) is not None:
@@ -195,7 +200,7 @@ def _piece(name: str, parameter: Any) -> Piece:
 
 def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
+    names = _names(model)
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
@@ -238,7 +243,7 @@ def _gather_stage_3(optimizer: Any, parameter: Any, held: Tensor) -> Tensor:
 
 def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
+    names = _names(model)
     for index, group in _sub_groups(optimizer, names):
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
@@ -253,7 +258,7 @@ def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
 
 def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
+    names = _names(model)
     shards: list[ParameterShard] = []
     for index, group in _sub_groups(optimizer, names):
         of_group = state_replica.shards(group, (), optimizer.optimizer)
@@ -309,7 +314,7 @@ def _gather_frozen(name: str, parameter: Any) -> ParameterState:
 
 def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
+    names = _names(model)
     optimizer._partition_all_parameters()  # else small parameters that are kept whole keep their old values
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsframe.cluster.process_group import gathered
 from dsframe.engines.deepspeed.state_tensor import refuse_unlike
-from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, narrowed
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, Shapes, narrowed
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,7 @@ def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGro
 
 
 def _gather(mine: Tensor, into: Tensor, part: Part, group: dist.ProcessGroup) -> None:
-    mine = mine.contiguous()
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group)
-    part.put(into, everyones)
+    part.put(into, gathered(mine.contiguous(), group))
 
 
 class Experts(SavedView):
@@ -126,7 +124,7 @@ class Experts(SavedView):
         self._made, self._wholes = made, {part.whole for part in made.values()}
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Of this rank's parameters. Where the saved whole is of another model, the whole's, so that the difference is seen."""
         saved = self._saved.shapes
         shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}

@@ -7,14 +7,15 @@ column (the ranks that together hold one model).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.model.state import ParameterState, SavedState, SavedView
+from dsframe.model.state import ParameterState, SavedState, SavedView, Shapes
+from dsframe.values import Tensors
 
 
 class Column:
@@ -49,9 +50,9 @@ class Column:
         }
         return parameter or ParameterState(description["name"], weight, moments, description["scalars"])
 
-    def buffers(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def buffers(self, local: Tensors) -> Tensors:
         """**Collective.** Every stage's buffers, in the order of stages."""
-        gathered: dict[str, Tensor] = {}
+        gathered: Tensors = {}
         for source in self._ranks:
             mine = source == self._rank
             kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in local.items()}
@@ -98,10 +99,10 @@ class Share(SavedView):
         self._parameters, self._buffers = frozenset(parameters), frozenset(buffers)
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Of the stage's parameters."""
         return {name: shape for name, shape in self._saved.shapes.items() if name in self._parameters}
 
-    def buffers(self) -> Mapping[str, Tensor]:
+    def buffers(self) -> Tensors:
         """The stage's."""
         return {name: buffer for name, buffer in self._saved.buffers().items() if name in self._buffers}

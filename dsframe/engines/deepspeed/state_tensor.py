@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
 from dsframe.model.persistent import compare
-from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, narrowed
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, Shapes, narrowed
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
 
@@ -127,16 +127,14 @@ def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
 class Shares(SavedView):
     """A saved state as one rank of a tensor-parallel group sees it: its share of every parameter that is cut."""
 
-    def __init__(
-        self, saved: SavedState, shapes: Mapping[str, Sequence[int]], cut: Mapping[str, Cut], rank: int
-    ) -> None:
+    def __init__(self, saved: SavedState, shapes: Shapes, cut: Mapping[str, Cut], rank: int) -> None:
         """``shapes``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
         compare("parameter", {name: cut[name].shape if name in cut else shapes[name] for name in shapes}, saved.shapes)
         super().__init__(saved)
         self._shapes, self._cut, self._rank = shapes, cut, rank
 
     @property
-    def shapes(self) -> Mapping[str, Sequence[int]]:
+    def shapes(self) -> Shapes:
         """Of this rank's parameters."""
         return self._shapes
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from dsframe.cluster.process_group import gathered
 from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.engines.deepspeed.state_tensor import Cut, note_of
 from dsframe.errors import EngineError
@@ -29,6 +30,7 @@ from dsframe.model.micro_batch import Inputs
 from dsframe.model.persistent import load_buffers, saved_parameters
 from dsframe.model.state import SavedState
 from dsframe.model.user_state import Generators
+from dsframe.values import elements, tensors_of
 
 _LEAVE = "leave it out of partition_config, or train without tensor_parallel"
 _DIVIDED = (
@@ -73,7 +75,7 @@ class Trial:
     @classmethod
     def of(cls, whole: nn.Module) -> Trial | None:
         """None where a copy would need much memory, or cannot be made."""
-        if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
+        if elements(whole.parameters()) > LARGE:
             return None
         try:
             return cls(copy.deepcopy(whole))
@@ -89,7 +91,7 @@ class Trial:
     def __call__(self, model: nn.Module, inputs: Inputs, cut: Mapping[str, Cut], rank: int) -> None:
         """**Collective.** Raises EngineError where outputs differ in evaluation, or gradients of them."""
         dtype = next(parameter.dtype for parameter in model.parameters())
-        device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
+        device = next((leaf.device for leaf in tensors_of(inputs)), torch.device("cpu"))
         for parameter in self._whole.to(device).parameters():
             parameter.data = parameter.data.to(dtype)
         try:
@@ -143,7 +145,7 @@ def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         torch.manual_seed(0)
         outputs = call(model.eval(), given)
     generators.put_back(process=True)
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
 
 
 def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -184,8 +186,7 @@ class WholeGradients:
         for hook in self._hooks:
             hook.remove()
         mine = torch.stack([torch.zeros((), device=self._device), *self._norms.values()])
-        norms = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(norms, mine, group)
+        norms = gathered(mine, group)
         noise = 1e-4 if dtype == torch.float32 else 1e-2
         apart = torch.stack([norm - norms[0] for norm in norms]).abs().amax(0)
         wrong = apart > noise * (norms[0] + 0.1 * norms[0].norm())  # NaN is for others to say
@@ -197,8 +198,7 @@ class WholeGradients:
 
 def refuse_different(loss: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     """**Collective.** Raises EngineError where ranks that share layers, and have the same samples, have other losses."""
-    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(losses, loss, group)
+    losses = gathered(loss, group)
     noise = 1e-5 if dtype == torch.float32 else 1e-3
     if not torch.allclose(torch.stack(losses), losses[0], rtol=noise, atol=0.0, equal_nan=True):
         raise EngineError(

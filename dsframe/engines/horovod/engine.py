@@ -40,6 +40,7 @@ from dsframe.errors import EngineError, WorldError
 from dsframe.host import phases
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
+from dsframe.values import Tensors
 
 try:
     import horovod.torch as hvd
@@ -163,7 +164,7 @@ def _refuse_gpus_without_nccl(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _broadcast(tensors: Mapping[str, Tensor]) -> None:
+def _broadcast(tensors: Tensors) -> None:
     """**Collective.** Gives each rank rank 0's ``tensors``, also where they do not lie in one piece of memory."""
     pieces = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     hvd.broadcast_parameters(pieces, root_rank=0)

@@ -19,7 +19,7 @@ from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 from dsframe.tools.launch import devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts, say
 from dsframe.tools.launch.launchers import Job, Launch
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Runs the job that the command line describes and returns its exit code. Raises DsframeErrors."""
     options, rest = parser().parse_known_args(argv)
     if other := next((word for word in rest if word.partition("=")[0] in _PROCESSES), None):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
+from dsframe.cluster.world import Environ
 from dsframe.host import processes
 
 FOLDER = Path("/dev")
@@ -28,7 +28,7 @@ def installed(folder: Path | None = None) -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str, ...]:
+def visible(environ: Environ, folder: Path | None = None) -> tuple[str, ...]:
     """All, by number, or those of CUDA_VISIBLE_DEVICES up to the first that is none, as CUDA reads it.
 
     ``launch/gpus`` counts the same for the scripts beside it.
@@ -44,6 +44,6 @@ def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str
     return tuple(takewhile(is_one, map(str.strip, given.split(","))))
 
 
-def hidden(environ: Mapping[str, str], folder: Path | None = None) -> bool:
+def hidden(environ: Environ, folder: Path | None = None) -> bool:
     """True if this machine has GPUs and CUDA_VISIBLE_DEVICES shows none of them."""
     return "CUDA_VISIBLE_DEVICES" in environ and installed(folder) > 0 and not visible(environ, folder)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsframe.cluster.rendezvous import addresses
-from dsframe.cluster.world import slurm_hosts, slurm_tasks
+from dsframe.cluster.world import Environ, slurm_hosts, slurm_tasks
 from dsframe.errors import WorldError
 
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
@@ -64,7 +64,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
         raise WorldError(f"the host file {path} cannot be read: {error.strerror}") from None
 
 
-def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
+def from_slurm(environ: Environ) -> tuple[Host, ...]:
     """The hosts of this Slurm allocation with their tasks; empty outside of one."""
     names = slurm_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     layout = environ.get("SLURM_TASKS_PER_NODE")

@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dsframe import engines
 from dsframe.config import Batch, Config, Facts, load
 from dsframe.config.read import overrides
 from dsframe.errors import ConfigError
+from dsframe.text import Json
 from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import Prediction, predict
 from dsframe.tools.plan.model import Model
 
-Patch = dict[str, Any]
+Patch = Json
 """Sections of a file that are replaced; None: removed."""
 _REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
 """Engines that take no sections of DeepSpeed's, as the plan calls them."""
@@ -34,7 +34,7 @@ class Strategy:
     """A file that could run, and what it would take."""
 
     name: str
-    file: Mapping[str, Any]
+    file: Json
     """The whole file, ready to be written."""
     prediction: Prediction
     recomputes: bool = False
@@ -58,9 +58,9 @@ class Plan:
         return self.as_written.prediction.fits
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _given(config: Config) -> Json:
     """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
-    raw: dict[str, Any] = copy.deepcopy(config.findings.document.root)
+    raw: Json = copy.deepcopy(config.findings.document.root)
     overrides.apply(raw, config.overrides, config.findings.empty_copy())
     return raw
 
@@ -92,7 +92,7 @@ def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
     return Plan(world_size, written, sorted(strategies, key=_order), refused)
 
 
-def _recomputing(config: Config) -> dict[str, Any]:
+def _recomputing(config: Config) -> Json:
     """The file with every block recomputed in the backward pass."""
     file = _given(config)
     section = file.setdefault("dsframe", {})
@@ -178,9 +178,9 @@ def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -
     ]
 
 
-def _divisors(number: int, most: int = 6) -> list[int]:
-    """Powers of two that divide ``number``, at most ``most``; with itself where that is small."""
+def _divisors(number: int) -> list[int]:
+    """Powers of two that divide ``number``, at most six; with itself where that is small."""
     powers = [2**power for power in range(number.bit_length()) if number % 2**power == 0]
     if number <= 64:
         powers = sorted({*powers, number})
-    return powers if len(powers) <= most else [*powers[: most - 1], powers[-1]]
+    return powers if len(powers) <= 6 else [*powers[:5], powers[-1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dsframe.config import Config, default_config
@@ -12,7 +12,7 @@ from dsframe.config import load as load_config
 from dsframe.config.read import secrets
 from dsframe.config.resolve import memory
 from dsframe.text import columns
-from dsframe.tools.commands import add_overrides, command
+from dsframe.tools.commands import Argv, add_overrides, command
 
 if TYPE_CHECKING:
     from dsframe.tools.plan.choose import Plan, Strategy
@@ -54,7 +54,7 @@ def number(text: str) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Prints the plan; 0 where the file fits as it is on every number of processes, else 1."""
     options = parser().parse_args(argv)
     try:
@@ -115,7 +115,7 @@ def _text(plan: Plan, device: Device, *, every: bool) -> Iterator[str]:
     shown = plan.strategies if every else plan.strategies[:_SHOWN]
     yield from columns([["", *_COLUMNS.split(",")], *map(_row, [plan.as_written, *shown])], left=1)
     if not any(strategy.prediction.fits for strategy in (plan.as_written, *plan.strategies)):
-        yield _lack(plan, device)
+        yield _lack(plan)
     if every or not plan.strategies:
         yield from (f"not possible: {name}: {reason}" for name, reason in plan.refused.items())
     elif len(shown) < len(plan.strategies):
@@ -130,15 +130,10 @@ def _row(strategy: Strategy) -> list[str]:
     return [name, fits, *(f"{size / 1e9:.3g}" for size in (p.memory.total, p.memory.host))]
 
 
-def _lack(plan: Plan, device: Device) -> str:
+def _lack(plan: Plan) -> str:
     """Why nothing fits, by what comes closest."""
     closest = min((plan.as_written, *plan.strategies), key=lambda each: each.prediction.fullness)
-    held = closest.prediction.memory
-    text = f"nothing fits: {closest.name} comes closest"
-    for needs, has, where in (
-        (held.total, device.memory_bytes, "device"),
-        (held.host, device.host_memory_bytes, "process's host memory"),
-    ):
-        if needs > has:
-            text += f", and needs {needs / 1e9:.3g} of {has / 1e9:.3g} GB of a {where}"
+    text = (
+        f"nothing fits: {closest.name} comes closest, and needs {closest.prediction.fullness:.1f} times what there is"
+    )
     return f"{text}; take more processes, larger devices, or offload to NVMe"

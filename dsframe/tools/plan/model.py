@@ -24,6 +24,7 @@ from dsframe.model.forward import call
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 from dsframe.tools.plan.meta import Attention, Loss, model_of
+from dsframe.values import elements, tensors_of, trainable
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -130,7 +131,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            sizes = (leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            sizes = (leaf.nbytes for leaf in tensors_of(out))
             self.bytes = max(self.bytes, *sizes, 0)
         return out
 
@@ -186,16 +187,16 @@ def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, blocks:
 def _model(
     module: nn.Module, runs: Sequence[dict[str, float]], dtype: torch.dtype, blocks: Sequence[str], batch_bytes: int
 ) -> Model:
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    whole = sum(parameter.numel() for parameter in module.parameters())
-    in_blocks = [sum(p.numel() for p in module.get_submodule(name).parameters()) for name in blocks]
+    trained = elements(trainable(module))
+    whole = elements(module.parameters())
+    in_blocks = [elements(module.get_submodule(name).parameters()) for name in blocks]
     sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
     inside = sizes["inside"]
     model = Model(
         parameters=trained,
         bytes_each=dtype.itemsize,
         frozen=whole - trained,
-        largest=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules()),
+        largest=max(elements(part.parameters(recurse=False)) for part in module.modules()),
         block=max(in_blocks, default=whole),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         saved=sizes["outside"].plus(inside),
@@ -220,4 +221,4 @@ def _affine(values: Sequence[float]) -> Affine:
 
 
 def _bytes(content: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in tensors_of(content))

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from dsframe.data.files import replacing
-from dsframe.tools.commands import command
+from dsframe.tools.commands import Argv, command
 from dsframe.tools.report.pictures import MISSING, Chart, Line, available, ink, inline
 from dsframe.tools.report.runs import Run, names, printable, read_run, rows, understood
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Argv = None) -> int:
     """Writes the page, prints its path, returns 0. Raises DataError."""
     options = parser().parse_args(argv)
     target = options.output or options.runs[0] / "report.html"

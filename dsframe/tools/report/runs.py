@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
-from dsframe.text import keys, reason
+from dsframe.text import Json, keys, reason
 
 Value = float | str | None
 
@@ -26,11 +25,11 @@ class Run:
     """What a run's directory holds."""
 
     name: str
-    records: Sequence[dict[str, Any]]
-    summary: dict[str, Any]
+    records: Sequence[Json]
+    summary: Json
     """Empty while it runs, and after a failure."""
-    origin: dict[str, Any]
-    config: dict[str, Any]
+    origin: Json
+    config: Json
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
@@ -44,7 +43,7 @@ class Run:
         return points
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Json:
         """What the run said of itself: engine, model, data."""
         return self.summary or self.records[0].get("run", {})
 
