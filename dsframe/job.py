@@ -115,7 +115,7 @@ def train(run: Run, world: World) -> Summary:
     run.host.lock.take(job.plan.directory, world, job.say)
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
-    read = dict(vars(run.task))
+    read = _given_early(run.task)
     engine, facts = make_engine(job, watchdog)
     _refuse_late(run, read)
     mine = _manifest(job, engine, watchdog)
@@ -199,10 +199,14 @@ def _refuse_several(run: Run) -> None:
         )
 
 
+def _given_early(task: Task) -> Json:
+    """What a task's attributes give that is read before its model is built."""
+    return {name: vars(task).get(name) for name in ("collate", "eval_collate", "workers")}
+
+
 def _refuse_late(run: Run, read: Json) -> None:
     """Raises TaskError where ``model()`` has set what was ``read`` before."""
-    now = vars(run.task)
-    late = [name for name in ("collate", "eval_collate", "workers") if now.get(name) is not read.get(name)]
+    late = [name for name, value in _given_early(run.task).items() if value is not read[name]]
     late += ["hooks"] * (len(run.hooks) != len(run.config.settings.hooks) + len(run.task.hooks))
     if late:
         whose, names = type(run.task).__name__, ", ".join(late)

@@ -65,11 +65,9 @@ def names_of(owners: Collection[object]) -> frozenset[str]:
 def attributes(model: nn.Module) -> list[Space]:
     """Returns the attributes of the modules of ``model``, and of objects of the user's classes there."""
     modules = dict(model.named_modules())
-    names = names_of(modules.values())
-    spaces = [
-        Space(vars(module), names.union(getattr(module, "__constants__", ())), f"{name}.{{}}")  # p of a Dropout
-        for name, module in modules.items()
-    ]
+    constants = (getattr(module, "__constants__", ()) for module in modules.values())  # p of a Dropout
+    names = names_of(modules.values()).union(*constants)  # one set for all: it is large
+    spaces = [Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
     objects = [(name, key, value) for name, module in modules.items() for key, value in vars(module).items()]
     for name, key, value in objects:
         if key in names and has_attributes(value) and [*_users_classes([type(value)])]:

@@ -6,14 +6,36 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from dsframe.text import table_of
-
 if TYPE_CHECKING:
     import argparse
 
 Argv = Sequence[str] | None
 """Words of a command line; None: this process's."""
-COMMANDS: dict[str, tuple[str, str]] = table_of(__file__)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of six beginnings"),
+    "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
+    "plan": (
+        "dsframe.tools.plan.command:main",
+        "memory and communication before a run, and which strategies fit",
+    ),
+    "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
+    "launch": (
+        "dsframe.tools.launch.command:main",
+        "train on this machine or many, with the launcher that belongs to the file",
+    ),
+    "compare": (
+        "dsframe.tools.compare:main",
+        "finished runs: loss, metrics, speed, memory, and whether they are one training",
+    ),
+    "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
+    "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
+    "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
+    "export": ("dsframe.tools.export:main", "a checkpoint's weights for other programs, transformers among them"),
+    "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
+    "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
+    "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, for editors"),
+    "activate": ("dsframe.tools.activate:main", "what a shell needs for deepspeed ... -m and horovodrun as typed"),
+}
 """Name -> ``module:function``, called with ``argv=``, and one line of help."""
 
 
