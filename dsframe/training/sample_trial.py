@@ -293,9 +293,10 @@ def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: fl
 
     ``items``: the number of things that a mean would be over, of each. ``tolerance``: relative.
     """
-    near = tolerance * max(map(abs, losses))
     if not sum(items[1:]):
         return ""
+    losses = [loss if count else 0.0 for loss, count in zip(losses, items, strict=True)]  # a mean over nothing is NaN
+    near = tolerance * max(map(abs, losses))
     mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])
     is_mean, is_sum = abs(losses[0] - mean) <= near, abs(losses[0] - sum(losses[1:])) <= near
     if near == 0 or is_mean == is_sum:

@@ -160,6 +160,25 @@ def test_what_the_first_batch_does_not_show_is_announced_later(first, capsys):
         assert capsys.readouterr().err.count("from loss_weight(targets)") == times
 
 
+def test_a_half_of_which_nothing_counts_is_no_other_kind(capsys):
+    """Its mean is NaN: rows 0 and 3 of the four that are tried before the training, and of others in its steps."""
+
+    def ignoring(outputs, targets):
+        counts = targets[:, 0] <= 9
+        loss = (mean_of_rows(outputs, targets) * counts).sum() / counts.sum()
+        return loss * (loss / loss).detach()
+
+    rows, targets = (data.clone() for data in Line(mean).train_data()._data)
+    targets[::3, 0] = targets[8:12, 0] = 10
+    task = Line(ignoring, train_data=lambda: TensorSource(rows, targets), loss_weight=lambda t: (t[:, 0] <= 9).sum())
+    document = file(1, steps=4)
+    document["dsframe"]["order"] = "sequential"
+    dsframe.fit(task, document)
+    said = capsys.readouterr().err
+    assert "neither a mean nor a sum" not in said
+    assert "beside other rows" not in said
+
+
 def test_what_a_task_says_has_to_be_true():
     with pytest.raises(TaskError, match="gives a mean over the rows of a micro-batch, but the task says"):
         dsframe.fit(Line(mean, loss_is="sum"), file(1))
