@@ -17,7 +17,8 @@ def say_what_comes() -> None:
     from dsframe.text import shown  # late: launchers need it for nothing else
 
     line = shown(
-        "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving", sys.stderr
+        "dsframe: note: stopping at the end of a step, then saving; Ctrl-C again ends at once, without saving",
+        sys.stderr,
     )
     with contextlib.suppress(OSError):
         print("\n" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)  # a terminal has written ^C

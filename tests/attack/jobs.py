@@ -168,7 +168,8 @@ def double_interrupt(folder, chance):
 
     launch = ("--restarts", "3", "--restart-wait", "0.1") if by == "launch" else ()
     ranks = 2 if launch else 1
-    finished = train(folder, ranks=ranks, launch=launch, during=strike, env={"STEP_SECONDS": "0.1"})
+    # Ranks ask each other every two seconds whether to stop: twelve steps are longer.
+    finished = train(folder, ranks=ranks, launch=launch, during=strike, env={"STEP_SECONDS": "0.3"})
     told(finished)
     goes_on(folder, ranks)
     return f"Ctrl-C twice, {gap} s apart, to {by}: exit code {finished.returncode}"

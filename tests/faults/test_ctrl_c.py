@@ -16,7 +16,7 @@ COMMANDS = [
     pytest.param(["-m", "dsframe.cli", "launch", "-np", "2", "--engine", "deepspeed"], id="deepspeed", marks=LONG),
     pytest.param(["-m", "dsframe.cli", "launch", "-np", "2", "--engine", "horovod"], id="horovodrun", marks=LONG),
 ]
-NOTE = "note: stopping after this step, then saving; Ctrl-C again ends at once, without saving"
+NOTE = "note: stopping at the end of a step, then saving; Ctrl-C again ends at once, without saving"
 
 
 def interrupted(words, folder, *, times, step_seconds):
