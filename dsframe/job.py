@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,12 +199,12 @@ def _refuse_several(run: Run) -> None:
         )
 
 
-def _given_early(task: Task) -> Json:
+def _given_early(task: Task) -> Mapping[str, Any]:
     """What a task's attributes give that is read before its model is built."""
     return {name: vars(task).get(name) for name in ("collate", "eval_collate", "workers")}
 
 
-def _refuse_late(run: Run, read: Json) -> None:
+def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
     """Raises TaskError where ``model()`` has set what was ``read`` before."""
     late = [name for name, value in _given_early(run.task).items() if value is not read[name]]
     late += ["hooks"] * (len(run.hooks) != len(run.config.settings.hooks) + len(run.task.hooks))

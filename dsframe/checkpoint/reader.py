@@ -33,7 +33,7 @@ class Checkpoint:
         self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
         self._parameters: Mapping[str, Json] = self.manifest["parameters"]
-        self._mapped: Json = {}
+        self._mapped: dict[str, Any] = {}
 
     @property
     def step(self) -> int:

@@ -18,6 +18,8 @@ from dsframe.model.user_state import functions_of, words_of
 from dsframe.values import attributes_of, has_attributes
 
 ABSENT = object()
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module has its hooks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,20 @@ def attributes(model: nn.Module) -> list[Space]:
         if key in names and has_attributes(value) and [*_users_classes([type(value)])]:
             spaces.append(Space(value, names.union(attributes_of(value)), f"{name}.{key}.{{}}"))
     return spaces
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Returns the user's hooks on a module and on its own parameters: functions, methods and objects that can be called."""
+    hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+    for parameter in module.parameters(recurse=False):
+        hooks += (parameter._backward_hooks or {}).values()
+    return [hook for hook in hooks if source_files.is_users(_file_of(getattr(hook, "func", hook)))]
+
+
+def _file_of(hook: Any) -> str:
+    """Where its code is; of what has none, such as a function in C, a library's."""
+    function: Any = inspect.unwrap(hook) if hasattr(hook, "__code__") else type(hook).__call__
+    return function.__code__.co_filename if hasattr(function, "__code__") else inspect.__file__
 
 
 def outside(owners: Collection[object]) -> list[Space]:

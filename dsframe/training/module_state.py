@@ -21,11 +21,10 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
-from dsframe.host.source_files import is_users
 from dsframe.model import extra_state
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
-from dsframe.model.user_spaces import Space
+from dsframe.model.user_spaces import Space, hooks_of
 from dsframe.model.user_state import words_of
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.shared_buffers import but_statistics
@@ -264,11 +263,9 @@ def _built(every: nn.Module) -> dict[str, Any]:
     """What modules are, beside their values: which object, its mode, the user's hooks, its own ``forward``."""
     found = dict[str, Any]()
     for name, module in [*every.named_modules()][1:]:
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        codes = ((hook, getattr(inspect.unwrap(hook), "__code__", None)) for hook in hooks)
-        users = [hook for hook, code in codes if code and is_users(code.co_filename)]
         own = (module, vars(module).get("forward"))
-        found |= {name or "model": own, f"{name}.training": module.training, f"hooks of {name or 'model'}": users}
+        found |= {name or "model": own, f"{name}.training": module.training}
+        found[f"hooks of {name or 'model'}"] = hooks_of(module)
     return found
 
 

@@ -239,10 +239,20 @@ class Turned(Remembers, dsframe.Hooks):
             CHANGES[self.change](self)
 
 
+class Halving:
+    """A hook that is an object."""
+
+    def __call__(self, module, inputs, outputs):
+        return outputs / 2
+
+
 CHANGES = {
     "act": lambda task: setattr(task.net, "act", nn.GELU()),
     "act.negative_slope": lambda task: setattr(task.net.act, "negative_slope", 0.5),
     "hooks of act": lambda task: task.net.act.register_forward_hook(lambda module, inputs, outputs: outputs / 2),
+    "hooks of norm": lambda task: task.net.norm.register_full_backward_hook(lambda module, of_inputs, of_outputs: None),
+    "hooks of body": lambda task: task.net.body.weight.register_hook(lambda gradient: gradient / 2),
+    "hooks of model": lambda task: task.net.register_forward_hook(Halving()),
     "body": lambda task: setattr(task.net.body, "forward", lambda rows: rows[:, :3]),
     "norm.training": lambda task: task.net.norm.eval(),
     "prior": lambda task: task.net.prior.mul_(2),

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from dsframe.errors import TaskError
 from dsframe.model.build import LARGE
 from dsframe.model.persistent import persistent_buffers
+from dsframe.model.user_spaces import HOOKS
 from dsframe.tasks.task import Task, gives
 from dsframe.values import elements, tensors_of
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REMEDY = "put it into a layer, or train without a pipeline"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsframe.engines.deepspeed.chains import HOOKS
 from dsframe.errors import EngineError
 from dsframe.model.gathered import Shards
+from dsframe.model.user_spaces import HOOKS
 
 
 class OwnParts(Shards):
