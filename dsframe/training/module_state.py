@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
@@ -145,7 +146,7 @@ class ModuleState:
             call = "forward pass" if whose == "model" else "loss"
             names = _few(sorted(changed[whose]))
             if whose == "buffers":
-                if _LOSS in depends:
+                if _LOSS in depends or self._lag(changed[whose]):
                     lines.append(
                         f"model's loss depends on {names}, which each forward pass changes, so the training depends on "
                         "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
@@ -182,6 +183,13 @@ class ModuleState:
         saved = persistent_buffers(watch.model)
         extra = self._changed & self._extra_after.keys()
         return extra | {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
+
+    def _lag(self, buffers: Collection[str]) -> bool:
+        """True with the vectors of a spectral norm, which follow a weight by one iteration in each forward pass. They are made
+        without a lag (torch 2.13, ``nn/utils/parametrizations.py``), so the first step's loss does not show it."""
+        watch = self._engine.built.watch
+        modules = dict(watch.model.named_modules()) if watch else {}
+        return any(isinstance(modules.get(name.rpartition(".")[0]), _SpectralNorm) for name in buffers)
 
     def _of_all(self, words: set[str]) -> set[str]:
         texts = all_gather_text(self._engine, json.dumps(sorted(words)))

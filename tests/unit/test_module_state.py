@@ -441,6 +441,19 @@ def test_buffers_that_count_forward_passes_are_said(power, accumulation, meant, 
     assert ("model's loss depends on calls, which each forward pass changes" in capsys.readouterr().err) is said
 
 
+@pytest.mark.parametrize("make", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_spectral_norm_follows_each_forward_pass(make, tmp_path, capsys):
+    class Task(Line):
+        inputs = 8
+
+        def model(self):
+            return nn.Sequential(make(nn.Linear(8, 4)), nn.Tanh(), nn.Linear(4, 1))
+
+    accumulated = {"gradient_accumulation_steps": 2}
+    dsframe.fit(Task(), ds_config(8, "SGD", 0.01, accumulated, engine="single", steps=1, run_dir=str(tmp_path)))
+    assert "_u, " in capsys.readouterr().err
+
+
 class _Tracking(nn.Linear):
     """Follows the size of its outputs in training; evaluations alone are divided by it."""
 
