@@ -10,7 +10,7 @@ Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.micro_batch import Measure, MicroBatch, Pair
 from dsframe.model.persistent import compare, saved_buffers, shapes_of
 from dsframe.model.plan import Plan
-from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters
+from dsframe.model.state import EngineState, SavedState, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sums
 
@@ -57,7 +57,7 @@ class PipelineEngine(ZeroEngine):
         assert self.built.watch is not None
         self._engine.basic_optimizer.register_step_pre_hook(self.built.watch.before_update)
         grid = self._engine.grid
-        self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
+        self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank)
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
         # PipelineModule speaks through it before initialize() would.
@@ -152,10 +152,10 @@ class PipelineEngine(ZeroEngine):
         local = super().state()
         stage, column = self._stage_module, self._column
         buffers = column.buffers(local.buffers)
-        parameters: Iterable[ParameterState] = column.parameters(local.parameters, stage.borrowed)
-        if isinstance(local.parameters, ShardedParameters):
-            shards = [shard for shard in local.parameters.shards if shard.name not in stage.borrowed]
-            parameters = ShardedParameters(shards, parameters)
+        assert isinstance(local.parameters, ShardedParameters)  # a pipeline has no tensor parallelism
+        shards = [shard for shard in local.parameters.shards if shard.name not in stage.borrowed]
+        whole = column.parameters(local.parameters, stage.borrowed)
+        parameters = ShardedParameters(shards, whole)
         return EngineState(local.updates, local.loss_scale, buffers, stage.further_names, parameters)
 
     def load_state(self, saved: SavedState) -> None:

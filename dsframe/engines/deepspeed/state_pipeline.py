@@ -6,13 +6,11 @@ column (the ranks that together hold one model).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dsframe.model.state import ParameterState, SavedState, SavedView, Shapes
 from dsframe.values import Tensors
@@ -21,74 +19,46 @@ from dsframe.values import Tensors
 class Column:
     """The ranks that together hold one model: one of each stage."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
         """``group``: of torch.distributed (None: all), with ``ranks`` in the order of stages; ``rank`` is this process's."""
-        self._group, self._ranks, self._rank, self._device = group, ranks, rank, device
+        self._group, self._ranks, self._rank = group, ranks, rank
 
     def parameters(self, local: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
         """**Collective** to iterate. Every stage's parameters, in the order of stages; copies of an earlier stage's once."""
         for source in self._ranks:
-            mine = iter(local) if source == self._rank else None
-            while (parameter := self._next(mine, borrowed, source)) is not None:
-                yield parameter
-
-    def _next(
-        self, mine: Iterator[ParameterState] | None, borrowed: frozenset[str], source: int
-    ) -> ParameterState | None:
-        parameter = (
-            next((parameter for parameter in mine if parameter.name not in borrowed), None)
-            if mine is not None
-            else None
-        )
-        description = json.loads(self._text(_describe(parameter), source))
-        if description is None:
-            return None
-        weight = self._tensor(parameter.weight if parameter else None, description["shape"], torch.float32, source)
-        moments = {
-            key: self._tensor(parameter.moments[key] if parameter else None, shape, torch.float32, source)
-            for key, shape in description["moments"].items()
-        }
-        return parameter or ParameterState(description["name"], weight, moments, description["scalars"])
+            mine = iter(local if source == self._rank else ())
+            while True:
+                parameter = next((parameter for parameter in mine if parameter.name not in borrowed), None)
+                sent = self._sent(parameter and _copied(parameter), source)
+                if sent is None:
+                    break
+                yield sent
 
     def buffers(self, local: Tensors) -> Tensors:
         """**Collective.** Every stage's buffers, in the order of stages."""
         gathered: Tensors = {}
         for source in self._ranks:
-            mine = source == self._rank
-            kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in local.items()}
-            for name, (shape, dtype) in json.loads(self._text(json.dumps(kinds), source)).items():
-                sent = self._tensor(local[name] if mine else None, shape, getattr(torch, dtype), source)
-                gathered.setdefault(name, sent)  # the first stage's, which runs it, where a later one shares the layer
+            for name, buffer in self._sent(_on_cpu(local), source).items():
+                gathered.setdefault(
+                    name, buffer
+                )  # the first stage's, which runs it, where a later one shares the layer
         return gathered
 
-    def _text(self, text: str, source: int) -> str:
-        content = bytearray(text.encode())
-        size = torch.tensor([len(content)], device=self._device)
-        dist.broadcast(size, source, group=self._group)
-        sent = torch.frombuffer(content, dtype=torch.uint8).to(self._device) if source == self._rank else None
-        return bytes(self._tensor(sent, [int(size)], torch.uint8, source).cpu().numpy()).decode()
-
-    def _tensor(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """``tensor`` of the ``source``, the only rank that has it. It travels as bytes: Gloo does not know every dtype."""
-        if tensor is None:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        here = tensor.detach().to(self._device).contiguous()
-        dist.broadcast(here.reshape(-1).view(torch.uint8), source, group=self._group)
-        return here
+    def _sent(self, value: Any, source: int) -> Any:
+        """**Collective.** The ``value`` of the ``source``."""
+        box = [value]
+        dist.broadcast_object_list(box, source, group=self._group)
+        return box[0]
 
 
-def _describe(parameter: ParameterState | None) -> str:
-    if parameter is None:
-        return "null"
-    moments = {key: list(moment.shape) for key, moment in parameter.moments.items()}
-    return json.dumps(
-        {
-            "name": parameter.name,
-            "shape": list(parameter.weight.shape),
-            "moments": moments,
-            "scalars": dict(parameter.scalars),
-        }
-    )
+def _on_cpu(tensors: Tensors) -> Tensors:
+    """Copies, each with no memory but its own: the whole of it would be sent."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _copied(parameter: ParameterState) -> ParameterState:
+    weight = _on_cpu({"": parameter.weight})[""]
+    return replace(parameter, weight=weight, moments=_on_cpu(dict(parameter.moments)))
 
 
 class Share(SavedView):

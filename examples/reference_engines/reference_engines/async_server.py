@@ -106,7 +106,7 @@ class AsyncParameterServerEngine(ReferenceEngine):
         return replace(own, parameters=self._column().parameters(own.parameters, frozenset()))
 
     def _column(self) -> Column:
-        return Column(None, [0], self.plan.world.rank, self.plan.device)
+        return Column(None, [0], self.plan.world.rank)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Every rank reads the weights, the server the optimizer's state too."""

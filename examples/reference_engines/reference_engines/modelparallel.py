@@ -148,7 +148,7 @@ class ModelParallelEngine(ReferenceEngine):
         return replace(own, buffers=column.buffers(own.buffers), aliases=self._aliases, parameters=parameters)
 
     def _column(self) -> Column:
-        return Column(None, range(self._last + 1), self._rank, self.plan.device)
+        return Column(None, range(self._last + 1), self._rank)
 
     def load_state(self, saved: SavedState) -> None:
         """Each rank takes its layers out of the whole."""

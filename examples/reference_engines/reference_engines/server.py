@@ -84,7 +84,7 @@ class ParameterServerEngine(ReferenceEngine):
 
     def state(self) -> EngineState:
         """**Collective** to read to its end: rank 0 sends the others what it holds, one parameter at a time."""
-        own, server = super().state(), Column(None, [0], self.plan.world.rank, self.plan.device)
+        own, server = super().state(), Column(None, [0], self.plan.world.rank)
         return replace(own, parameters=server.parameters(own.parameters, frozenset()))
 
     def load_state(self, saved: SavedState) -> None:
