@@ -1,14 +1,13 @@
 """A run parses its file once, examines it once and chooses its engine once."""
 
 import json
-import os
 import sys
 
 import pytest
 
 from dsframe.config import Facts, load
 from tests.files import ds_config, write_json
-from tests.processes import REPOSITORY, run_program
+from tests.processes import run_ranks, warm
 
 COUNTED = """
 import importlib, json, sys
@@ -37,10 +36,8 @@ def test_a_run_reads_its_file_once(auto, tmp_path):
     """Examined once more only where the file has an "auto", which may become something else when the model is known."""
     file = ds_config(16, "AdamW", 0.01, sections={"gradient_clipping": "auto" if auto else 1.0}, steps=2)
     write_json(tmp_path / "file.json", file)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", COUNTED, "file.json"]
-    done = run_program(command, cwd=tmp_path, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "counted.py").write_text(COUNTED)
+    done = run_ranks(warm(1, ["counted.py", "file.json"]), cwd=tmp_path, timeout_seconds=120).check()
     once = 2 if auto else 1
     expected = {"read": 1, "_validate": once, "check": once, "validate": once, "choose": 1, "examine": 1}
     assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.engines import torch_patches
-from tests.processes import python, run_ranks
+from tests.processes import run_ranks, warm
 
 NOT_NEEDED = "no longer needed: torch does right by itself"
 
@@ -59,7 +59,6 @@ def test_put_linear_back(tmp_path):
     program = """
 import torch, dsframe
 from dsframe.engines import torch_patches
-from tests.processes import python, run_ranks
 from dsframe.engines.deepspeed import engine
 from torch.nn import functional
 class Line(dsframe.Task):
@@ -76,7 +75,7 @@ dsframe.fit(Line(), file | {"dsframe": {"engine": "deepspeed", "steps": 1, "run_
 print(functional.linear is theirs)
 """
     (tmp_path / "program.py").write_text(program)
-    finished = run_ranks(python(["program.py"]), cwd=tmp_path, timeout_seconds=120).check()
+    finished = run_ranks(warm(1, ["program.py"]), cwd=tmp_path, timeout_seconds=120).check()
     assert [line for line in finished.stdout.splitlines() if line in ("True", "False")] == ["False", "True"], NOT_NEEDED
 
 
