@@ -3,17 +3,21 @@
 On other engines: tests/engines/test_groups.py.
 """
 
+import re
 import shutil
+from functools import partial
 
 import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import dsframe
 from dsframe import engines, tasks
 from dsframe.checkpoint import store
+from dsframe.cluster.exchange import all_gather_text
 from dsframe.config import load
 from dsframe.data import Loader, as_source
 from dsframe.errors import CheckpointError, ConfigError
@@ -23,6 +27,7 @@ from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests import text_files
 from tests.files import ds_config, read_json, write_json
+from tests.unit.test_checkpoint_files import Room
 
 LLAMA = {**text_files.LLAMA, "intermediate_size": 64, "vocab_size": 256, "tie_word_embeddings": True}
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
@@ -160,10 +165,11 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
         fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
     write_json(here / "peft" / "adapter_config.json", settings)
     saved = load_file(here / "peft" / "adapter_model.safetensors")
-    del saved[next(iter(saved))]
-    save_file(saved, here / "peft" / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"is an adapter of another model: base_model\.model\..* differs"):
-        fit(file(here / "other", {"folder": "peft"}, steps=1))
+    first = next(iter(saved))
+    for others in ({first: saved[first][:-1].clone()}, {}):  # of another shape, and gone
+        save_file({**dict(list(saved.items())[1:]), **others}, here / "peft" / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match=rf"is an adapter of another model: {re.escape(first)} differs"):
+            fit(file(here / "other", {"folder": "peft"}, steps=1))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +193,49 @@ def test_4_bits_are_refused_where_they_cannot_be(tmp_path):
     assert [(one.path, one.message) for one in refused] == [
         ("dsframe.adapter.base_format", "a base in 4 bits is not supported by engine fsdp")
     ]
+
+
+class Mixed(nn.Module):
+    """Linear layers of every kind: two that share a weight, a frozen one, one that trains, one that gives logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.frozen, self.trained, self.head = (nn.Linear(64, 64) for _ in range(5))
+        self.again.weight = self.first.weight
+        self.requires_grad_(False)
+        self.trained.weight.requires_grad_(True)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_4_bits_are_for_frozen_weights_of_one_layer(tmp_path):
+    config, model = load(file(tmp_path, adapter={**LORA, "base_format": "nf4"})), Mixed()
+    bias = model.frozen.bias
+    model_adapter.quantise(config, model, torch.float32)
+    assert [name for name, layer in model.named_children() if type(layer) is not nn.Linear] == ["frozen"]
+    assert torch.equal(model.frozen.bias, bias)
+
+
+def test_the_base_is_what_is_frozen_and_no_part_of_the_adapter():
+    own = ("a.lora_A.default.weight", "a.lora_embedding_A.default", "a.modules_to_save.default.bias")
+    assert all(model_adapter.is_adapters(name) for name in own)
+    assert not any(map(model_adapter.is_adapters, ("default.weight", "a.default.weight", "a.lora_A.weight")))
+
+
+def test_ranks_share_the_work_of_a_digest_of_the_base(tmp_path):
+    """Without a part of it, a base with other numbers there would be taken."""
+    config, models = load(file(tmp_path)), [Mixed() for _ in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    whole = model_adapter.digest_of(models[2])
+
+    def settled(ranks):
+        rank = ranks.plan.world.rank
+        exchange = partial(all_gather_text, ranks)
+        return model_adapter.settle_adapter(config, models[rank], "", (rank, 2), exchange, lambda _: None).digest
+
+    assert Room(2).run(settled) == [whole] * 2
 
 
 def test_a_new_head_is_trained_whole(here):

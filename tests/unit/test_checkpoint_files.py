@@ -212,6 +212,18 @@ def test_what_changes_between_two_saves_is_laid_out_anew():
         assert [plan is before for before, plan in itertools.pairwise(plans)] == [True, False, False, False]
 
 
+def test_numbers_are_those_of_the_first_rank_that_lists_the_parameter():
+    """A rank without elements of it may have none."""
+
+    def run(room):
+        main = room.plan.world.is_main
+        own = {WEIGHT: range_of([2], 0, torch.zeros(2 if main else 0))}
+        shards = ShardedParameters([ParameterShard("w", own, {"step": 3.0} if main else {})], [])
+        return layout.Layout().agree(room, EngineState(1, None, {}, {}, shards))[1]
+
+    assert Room(2).run(run) == [{"w": {"step": 3.0}}] * 2
+
+
 def test_a_tensor_that_has_to_be_gathered_is_read_by_all_and_converted_in_windows(tmp_path, monkeypatch):
     """Of 16 bits on a rank, fp32 in the file; each rank reads every one, in order, whether it writes it or not."""
     monkeypatch.setattr(writer_module, "WINDOW_BYTES", 64)
@@ -252,6 +264,8 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path):
     for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file
         assert (8 + length + place["data_offsets"][0]) % tensors[name].element_size() == 0, name
     assert damage_of(tmp_path / "all", asdict(entry), slice(None)) == ""
+    with pytest.raises(CheckpointError, match=r"^wide: checkpoints do not support torch\.complex128$"):
+        write_tensors(tmp_path / "wide", {"wide": torch.ones(1, dtype=torch.complex128)})
 
 
 def test_after_a_failed_write_the_rank_still_takes_part(tmp_path):

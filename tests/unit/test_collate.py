@@ -91,6 +91,9 @@ def test_what_is_padded_is_masked_and_no_target():
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [0] * 4]
     assert batch["labels"].tolist() == [[2, 3, 4, -100], [-100] * 4]
     assert {tensor.dtype for tensor in Pad()(rows[::-1]).values()} == {torch.int64}, "an empty row makes no floats"
+    assert Pad(fill={"labels": -1})(rows)["labels"].tolist() == [[2, 3, 4], [-1] * 3]
+    masked = [{"attention_mask": [0, 1], "input_ids": [1, 2]}, {"attention_mask": [1], "input_ids": [3]}]
+    assert Pad()(masked)["attention_mask"].tolist() == [[0, 1], [1, 0]], "the rows' own"
 
 
 def test_the_row_that_is_first_does_not_decide_the_type():
@@ -141,6 +144,11 @@ def broken(rows):
             ({"x": 1, "label": 0, "labels": 0},) * 2,
             None,
             "rows have both 'labels' and 'label', and one of them would be lost",
+        ),
+        (
+            ({"x": [1], "labels": 0}, {"x": [1], "labels": 0, "y": 2}),
+            Pad(),
+            "row 1 of these or row 2 of these lacks 'y'",
         ),
         (({"x": [1] * 9, "labels": 0},) * 2, Pad(length=4), "x has a row of 9, longer than length=4"),
         (((1.0, 1), (1.0, 2**64)), None, r"row \d has \[1\] \[\] object"),

@@ -150,6 +150,7 @@ def test_auto_is_resolved_once_the_model_and_the_data_are_known():
     [
         ("Muon", {"muon_lr": 0.02, "adam_lr": 3e-4}, "WarmupLR", None),
         ("Muon", {"adam_lr": 0.02}, "WarmupDecayLR", 0.02),
+        ("Muon", {"lr": 0.1, "muon_lr": 0.04, "adam_lr": 0.04}, "WarmupDecayLR", 0.04),
         ("SGD", {"lr": 0.1}, "WarmupLR", 0.1),
     ],
 )
@@ -159,6 +160,19 @@ def test_auto_is_the_rate_of_the_optimizer(optimizer, params, scheduler, rate):
     sections = {"optimizer": {"type": optimizer, "params": params}, "scheduler": {"type": scheduler, "params": course}}
     found = load({TRAIN: 8, **sections}).deepspeed.scheduler
     assert found.params["warmup_max_lr"] == rate
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("WarmupLR", "warmup_num_steps"), ("constant_with_warmup", "num_warmup_steps")]
+)
+def test_a_warm_up_may_be_a_part_of_the_training(kind, key):
+    """Rounded up, as transformers counts it."""
+    file = {TRAIN: 8, "scheduler": {"type": kind, "params": {key: 0.25}}, "dsframe": {}}
+    assert load(file).resolve(Facts(1, total_steps=10)).deepspeed.scheduler.params[key] == 3
+    assert load(file, overrides=["dsframe.steps=10"]).deepspeed.scheduler.params[key] == 3
+    del file["dsframe"]
+    with pytest.raises(ConfigError, match=rf"{key}: a part of the training is dsframe's way to count steps"):
+        load(file)
 
 
 # The batch triangle

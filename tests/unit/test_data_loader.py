@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
+from dsframe.data import EvaluationLoader, ImageSource, Loader, Pad, TensorSource, as_source
 from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
 from dsframe.errors import DataError
 
@@ -57,7 +57,9 @@ def test_a_data_set_does_not_disturb_the_generators_of_training(workers):
 def test_what_kind_of_data_is_taken():
     source = images()
     assert as_source(source, 0) is source
-    assert isinstance(as_source(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 0), TensorSource)
+    tensors = TensorDataset(torch.zeros(3, 2), torch.zeros(3))
+    assert isinstance(as_source(tensors, 0), TensorSource)
+    assert isinstance(as_source(tensors, 0, list), DatasetSource), "which calls the task's collate"
     assert isinstance(as_source(Noisy(), 0), DatasetSource)
     assert isinstance(as_source([(1.0, 2), (3.0, 4)], 0), DatasetSource)
     with pytest.raises(DataError, match="int is neither a map-style torch Dataset nor"):
@@ -94,6 +96,8 @@ def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said()
     loader = Loader(Stream(), seed=0, micro_batch_size=2)
     with pytest.raises(DataError, match='Stream does not say how many rows it has; write "steps"'):
         loader.lines(loader.sampler.total_steps(1))
+    with pytest.raises(DataError, match=r"StreamSource gives the order of its samples itself; remove Task\.order"):
+        Loader(Stream(), seed=0, micro_batch_size=2, order=lambda epoch, samples: torch.arange(samples))
 
 
 class Nothing(IterableDataset):
@@ -132,6 +136,36 @@ def test_a_source_that_gives_more_than_tensors_is_refused_in_the_first_batch():
         DataError, match=r"OddLeaf\.batch must return tensors, in any nesting; got str; .* a map-style Dataset"
     ):
         next(Loader(OddLeaf(), seed=0, micro_batch_size=2).stream())
+
+
+def test_an_evaluation_of_more_samples_than_there_are_has_all():
+    loader = EvaluationLoader(Noisy(), seed=0, micro_batch_size=4)
+    loader.limit(99)
+    assert [sample for batch in loader for sample in batch.samples] == list(range(13))
+    loader.limit(5)
+    assert loader.samples == 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_trial_of_an_evaluation_has_a_batch_of_each_size(rank):
+    """A model that fails for one of them would end the training at its first evaluation."""
+    loader = EvaluationLoader(Noisy(17), seed=0, micro_batch_size=3, rank=rank, ranks=2)
+    sizes = [len(batch.samples) for batch in loader]
+    assert sizes == [3, 3, 2, 1]
+    assert [len(batch.samples) for batch in loader.trial()] == [3, 2, 1]
+    assert [batch.counts for batch in loader.trial()] == [True, True, rank == 0]
+
+
+def test_padding_mixes_no_samples():
+    made = [as_source(Noisy(), 0, collate) for collate in (None, Pad(), default_collate)]
+    assert [Loader(source, seed=0, micro_batch_size=2).collates for source in made] == [False, False, True]
+
+
+def test_the_samples_of_a_step_have_their_numbers_though_an_order_repeats_them():
+    """A sample that comes again is another one to its transforms, but not to who reads what is wrong with it."""
+    order = torch.tensor([2, 2, 0, 2])
+    loader = Loader(Noisy(4), seed=0, micro_batch_size=2, accumulation_steps=2, order=lambda *_: order)
+    assert [loader.samples_at(1, row) for row in range(2)] == [[2, 0], [2, 2]]
 
 
 def test_too_little_data_is_refused_before_training():
@@ -227,6 +261,25 @@ class Shuffling(IterableDataset):
         yield from buffer
 
 
+def test_a_stream_goes_back_to_its_start_and_draws_anew_in_each_pass():
+    source = as_source(Shuffling(), 1, streams=True)
+    first, second = ([source.item(0, row) for row in range(start, start + 64)] for start in (0, 64))
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+    assert [source.item(0, row) for row in (70, 3)] == [second[6], first[3]]
+
+
+def test_what_collate_draws_follows_from_the_first_row_of_a_stream():
+    """Whatever was read before. A collate that draws gave each batch of a stream that does not draw the same numbers."""
+
+    def batch(*rows):
+        source = as_source(Stream(), 0, lambda rows: (torch.tensor(rows), random.random()), streams=True)
+        return [source.batch(torch.tensor([row]), 0)[1] for row in rows]
+
+    assert len(set(batch(0, 1, 2))) == 3
+    assert batch(1, 2) == batch(0, 1, 2)[1:]
+
+
 def test_what_collate_draws_does_not_change_which_rows_a_stream_gives():
     """It gave two ranks 47 of 64 rows, some of them twice, and other ones after a resume."""
 
@@ -289,13 +342,18 @@ def test_nor_is_that_of_a_source():
 
 
 class Batched(Curriculum):
+    def __init__(self, given):
+        self.given = given
+
     def __getitems__(self, indices):
-        return {"x": torch.zeros(len(indices)), "labels": torch.zeros(len(indices))}
+        return self.given
 
 
-def test_a_data_set_that_gives_a_batch_where_rows_are_asked_for_is_named():
-    with pytest.raises(DataError, match=r"Batched.__getitems__ returned dict, and not a list with a row"):
-        as_source(Batched(), 0).batch(torch.tensor([0]), 0)
+@pytest.mark.parametrize("given", [{"x": torch.zeros(1), "labels": torch.zeros(1)}, [(torch.zeros(1), 0)] * 2])
+def test_a_data_set_that_gives_a_batch_where_rows_are_asked_for_is_named(given):
+    said = f"Batched.__getitems__ returned {type(given).__name__}, and not a list with a row for each index"
+    with pytest.raises(DataError, match=said):
+        as_source(Batched(given), 0).batch(torch.tensor([0]), 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

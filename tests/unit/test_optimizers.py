@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dsframe
+from dsframe.checkpoint.changes import course_of, kind_of
 from dsframe.config import load
 from dsframe.data import Sampler
 from dsframe.engines import optimizer_watch
@@ -67,6 +68,15 @@ def test_deepspeeds_own_op_on_request_and_where_torchs_will_not_do(params):
     assert spec.for_deepspeed() == section
     with pytest.raises(EngineError, match="exists in DeepSpeed only"):
         spec.build([])
+
+
+@pytest.mark.parametrize(("kind", "decoupled"), [("Adam", True), ("Adam", False), ("AdamW", True)])
+def test_a_checkpoint_of_torchs_adam_is_one_of_deepspeeds(kind, decoupled):
+    """By its name in the manifest, which has to stay."""
+    mode = {} if decoupled else {"adam_w_mode": False}
+    names = {kind_of(read(kind, {**mode, **more})) for more in ({}, {"torch_adam": False})}
+    assert names == {"adamw" if decoupled else "adam"}
+    assert course_of(read(kind, mode)) == {"weight_decay": 0.0}, "whose kernels compute is no other training"
 
 
 def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own():

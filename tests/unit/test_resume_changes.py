@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 import dsframe
-from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, differences, step_now
+from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, _versions, compare_classes, differences, step_now
 from dsframe.checkpoint.store import Store, read_manifest
+from dsframe.config import load
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
 from dsframe.model.build import described
 from dsframe.model.built import FROZEN
+from dsframe.run import execute
 from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, run_ranks, warm
 
@@ -123,6 +125,20 @@ def test_what_the_checkpoint_alone_has_must_stay():
     kept = {**MANIFEST, "training": {**MANIFEST["training"], "adapter": {"r": 8}}}
     with pytest.raises(CheckpointError, match="adapter was "):
         differences(kept, MANIFEST)
+
+
+def test_versions_are_of_what_computes():
+    pytest.importorskip("transformers")
+    assert {"dsframe", "torch", "deepspeed", "transformers"} <= _versions("deepspeed").keys()
+    assert "deepspeed" not in _versions(None)
+
+
+def test_classes_in_another_order_are_other_classes():
+    """Sorted, they are the same, and a model trained on would take each picture for one of another class."""
+    compare_classes({"classes": ["cat", "dog"]}, ["cat", "dog"])
+    compare_classes({}, ["dog"])
+    with pytest.raises(CheckpointError, match="classes are dog, cat, but the checkpoint was trained with cat, dog: "):
+        compare_classes({"classes": ["cat", "dog"]}, ["dog", "cat"])
 
 
 def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
@@ -385,6 +401,26 @@ def test_a_change_of_a_setting_or_of_the_model_is_said_by_a_run(said_at_a_resume
     said = said_at_a_resume(first, then)
     assert len(said) == bool(line)
     assert not line or said[0].startswith(line)
+
+
+class Opened(Shaped):
+    """Its data are behind a key."""
+
+    def __init__(self, api_key):
+        super().__init__()
+
+
+def test_where_the_data_are_and_what_opens_them_may_change_and_is_not_kept(tmp_path):
+    images = {"name": "vision", "dataset": "synthetic", "image_size": 16, "samples": 8}
+    elsewhere = {"workers": 1, "data_dir": str(tmp_path)}
+    opened = {"name": f"{__name__}:Opened", "options": {"api_key": "the-key"}}
+    for one, other in ((images, images | elsewhere), (opened, opened | {"options": {"api_key": "the-key of today"}})):
+        folder = tmp_path / one["name"].rpartition(":")[2]
+        for steps, task in ((1, one), (2, other)):
+            file = FILE | {"dsframe": {"engine": "single", "steps": steps, "run_dir": str(folder), "task": task}}
+            execute(load(file), resume="auto", quiet=True)
+        newest = Store(folder / "checkpoints").newest_first()[0]
+        assert "the-key" not in (newest / "manifest.json").read_text()
 
 
 def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume):
