@@ -15,7 +15,7 @@ import pytest
 from dsframe import run
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.errors import ConfigError, WorldError
+from dsframe.errors import CheckpointError, ConfigError, WorldError
 from dsframe.run_dir import lock
 from dsframe.run_dir.lock import RunLock
 from tests.engines.odd_task import Odd
@@ -104,6 +104,29 @@ def test_a_job_that_slurm_started_again_goes_on(tmp_path, monkeypatch):
             own.take(tmp_path, World(), print)
 
 
+def test_who_is_another_rank_in_the_next_training_lets_go(tmp_path):
+    with RunLock() as own:
+        own.take(tmp_path, World(), print)
+        own.take(tmp_path, World(1, 2, 1, 2), print)
+        assert not own.held
+        with held(tmp_path):
+            pass
+
+
+def test_a_directory_that_another_run_has_made_anew_is_not_taken(tmp_path):
+    """What this run holds it goes on holding: the one that was moved away."""
+    place = tmp_path / "run"
+    with RunLock() as own:
+        own.take(place, World(), print)
+        place.rename(tmp_path / "moved")
+        with (
+            held(place),
+            pytest.raises(CheckpointError, match=r"is not this run's any more: .* is in use by another run"),
+        ):
+            own.renew(lambda line: None)
+        assert own.held
+
+
 def test_a_run_that_fails_lets_go(tmp_path):
     own = RunLock()
     with suppress(KeyboardInterrupt), own:
@@ -123,6 +146,18 @@ def test_a_file_system_without_locks(number, tmp_path, monkeypatch):
     with RunLock() as own:
         own.take(tmp_path, World(), print)
         assert not own.held
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_another_has_is_no_lack_of_locks(number, tmp_path, monkeypatch):
+    """POSIX leaves it open which of the two says so."""
+
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with RunLock() as own, pytest.raises(WorldError, match="is in use by another run"):
+        own.take(tmp_path, World(), print)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

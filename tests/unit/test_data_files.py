@@ -46,8 +46,8 @@ def settings(dataset="fashion-mnist", **fields):
     return VisionTask.model_validate({"dataset": dataset, "augment": False, **fields})
 
 
-def load(section, *, train=True):
-    return vision.load(section, vision.describe(section), train=train, seed=0)
+def load(section, *, train=True, seed=0):
+    return vision.load(section, vision.describe(section), train=train, seed=seed)
 
 
 def mapped_files(part):
@@ -60,6 +60,18 @@ def test_the_ranks_of_a_host_share_one_copy(here):
     source = load(settings(data_dir=str(here)))
     assert str(here / "train-images-idx3-ubyte") in mapped_files(str(here))
     assert len(source) == 6
+
+
+@pytest.mark.parametrize(("name", "mirrored"), [("mnist", False), ("fashion-mnist", True)])
+def test_what_is_trained_on_is_augmented_and_what_is_evaluated_is_not(name, mirrored, here):
+    """A mirror image of a digit is none."""
+    write_mnist(here)
+    section = settings(name, data_dir=str(here), augment=True)
+    for train, moved in ((True, True), (False, False)):
+        looks = [load(section, train=train).batch(torch.tensor([1]), epoch)[0] for epoch in range(30)]
+        assert any(not torch.equal(look, looks[0]) for look in looks) == moved
+        rising = {bool((look.diff(dim=-1) > 0).float().mean() > 0.5) for look in looks}
+        assert (len(rising) == 2) == (train and mirrored)
 
 
 @pytest.mark.parametrize(("layout", "compressed"), [("", False), ("FashionMNIST/raw", True), ("fashion-mnist", False)])
@@ -239,13 +251,14 @@ def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path):
         for number in range(20):
             (tmp_path / "train" / name / f"{number}.png").touch()
 
-    def chosen(samples):
-        return list(load(settings("image-folder", data_dir=str(tmp_path), samples=samples)).indices)
+    def chosen(samples, seed=0):
+        return list(load(settings("image-folder", data_dir=str(tmp_path), samples=samples), seed=seed).indices)
 
     assert {index // 20 for index in chosen(40)} == set(range(8))
     assert chosen(40) == sorted(set(chosen(40)))
     assert set(chosen(30)) < set(chosen(40))  # more samples are these and others
     assert chosen(1000) == list(range(160))
+    assert chosen(30, seed=5) == chosen(30), "trainings with other seeds have the same samples"
 
 
 def test_image_folders_that_are_not_there(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dsframe.config.schema.settings import VisionTask as Settings
-from dsframe.data import _torchvision
+from dsframe.data import _torchvision, vision
 from dsframe.errors import TaskError
 from dsframe.tasks import build
 from dsframe.tasks.layers import assemble
@@ -60,6 +60,13 @@ def test_unknown_models_and_too_small_images_are_refused():
         task(model="zzz")
     with pytest.raises(TaskError, match=r'model "alexnet" cannot take images of . x 16 x 16'):
         task(model="alexnet", image_size=16)
+
+
+def test_a_model_of_other_classes_is_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 7))
+    with pytest.raises(TaskError, match=r"own gives \[2, 7\], not one score for each of 10 classes"):
+        vision.KNOWN["mnist"].tried(model, "own")
 
 
 def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning():

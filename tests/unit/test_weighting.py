@@ -90,11 +90,15 @@ def test_slices_of_a_sequence_count_by_what_counts_in_them():
     refuse(Padded(), batch(1, 1, sequence_parallel_size=2))
 
 
-def test_sums_of_slices_are_refused():
-    class Summed(Plain):
-        loss_is = "sum"
-        loss_weight = Task.loss_weight
+class Summed(Plain):
+    loss_is = "sum"
 
+
+def test_a_sum_is_that_of_all_micro_batches_and_ranks():
+    assert factors([[6, 2], [0, 4]], batch(2, 2), Summed()) == [[4.0, 4.0]] * 2
+
+
+def test_sums_of_slices_are_refused():
     with pytest.raises(TaskError, match=r'Summed\.loss_is = "sum" cannot be used with sequence parallelism'):
         refuse(Summed(), batch(1, 1, sequence_parallel_size=2))
     refuse(Summed(), batch(2, 1))

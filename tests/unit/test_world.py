@@ -166,6 +166,7 @@ def test_meeting_points():
     assert meeting_point(World(), {})[0] == "127.0.0.1"
     one_host, job = World(0, 2, 0, 2, 0, "mpirun"), {"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "job1"}
     assert meeting_point(one_host, job) == meeting_point(one_host, job)
+    assert meeting_point(one_host, job) != meeting_point(one_host, {**job, "PMIX_NAMESPACE": "job2"})
     with pytest.raises(WorldError, match="set MASTER_ADDR"):
         meeting_point(world.read(ENVIRONMENTS["mpirun"]), ENVIRONMENTS["mpirun"])
     # MPICH's simple PMI: the variables of one process name nothing that the others know as well.
