@@ -31,7 +31,7 @@ from torch import Tensor
 from dsframe.checkpoint import store
 from dsframe.tools import export
 from dsframe.tools.compare import losses
-from tests.files import write_json
+from tests.files import write_json, zero
 from tests.kept import run as in_kept_ranks
 from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun, warm
 
@@ -92,11 +92,6 @@ class Case:
         if self.file.get("dsframe", {}).get("model", {}).get("channels_last"):
             return "fp32, channels last"
         return "bf16" if "bf16" in self.file else "fp32"
-
-
-def zero(stage, **more):
-    """The section of a ZeRO stage."""
-    return {"zero_optimization": {"stage": stage, **more}}
 
 
 def pipeline(**more):

@@ -28,8 +28,8 @@ from dsframe.checkpoint import store
 from dsframe.tools import export
 from tests import equivalence
 from tests.engines.parts import GROUPS, SGD, SMOOTH
-from tests.equivalence import EARLY, STEPS, Run, floor_of, pipeline, zero
-from tests.files import write_json
+from tests.equivalence import EARLY, STEPS, Run, floor_of, pipeline
+from tests.files import write_json, zero
 from tests.kept import run as in_kept_ranks
 from tests.text_files import LLAMA
 

@@ -24,6 +24,11 @@ def ds_config(
     return document
 
 
+def zero(stage, **more):
+    """The section of a ZeRO stage."""
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
 def write_json(path, value):
     path.write_text(json.dumps(value))
     return path

@@ -21,6 +21,7 @@ from pathlib import Path
 from dsframe.tools.compare import losses
 from tests import kept
 from tests.processes import COMPILING_SECONDS, python, run_ranks, torchrun
+from tests.text_files import LLAMA
 
 SAVED_STEP, STEPS = 5, 15
 
@@ -87,23 +88,22 @@ SETUPS = {
     "mixtral experts+zero3@2": Setup("deepspeed", 2, (*_EXPERTS, "zero_optimization.stage=3"), "mixtral"),
 }
 
-_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+_MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
 }
-_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _TEXT = {"context": 32, "corpus": "synthetic", "samples": 300}
 MODELS = {
     "gpt": {"name": "language", "layers": 2, "width": 64, "context": 64, "corpus": "synthetic", "samples": 300},
     "llama": {
         "name": "causal-language-model",
-        "model": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True},
+        "model": {**LLAMA, "tie_word_embeddings": True},
         **_TEXT,
     },
-    "mixtral": {"name": "causal-language-model", "model": {"model_type": "mixtral", **_MIXTRAL}, **_TEXT},
+    "mixtral": {"name": "causal-language-model", "model": _MIXTRAL, **_TEXT},
 }
 """The tasks."""
 

@@ -7,7 +7,8 @@ other's state. By SGD without clipping unless it says otherwise: Adam and clippi
 """
 
 from tests.engines import several
-from tests.engines.tensor import BF16, measure, zero
+from tests.engines.tensor import BF16, measure
+from tests.files import zero
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}, "gradient_clipping": 0.0}
 SGD |= {"zero_allow_untested_optimizer": True}

@@ -6,7 +6,8 @@ Each case as in tests/engines/tensor.py: losses, states with every parameter's m
 """
 
 from tests.engines import several
-from tests.engines.tensor import BF16, CUT, TASKS, measure, zero
+from tests.engines.tensor import BF16, CUT, TASKS, measure
+from tests.files import zero
 
 STAGES = {"pipeline": {"stages": 2}}
 GROUPS = {

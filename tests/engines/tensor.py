@@ -18,6 +18,7 @@ from dsframe.model.ema import KEY
 from dsframe.model.micro_batch import MicroBatch
 from tests.engines import several
 from tests.engines.snapshot import Snapshot
+from tests.files import zero
 
 BF16 = {"bf16": {"enabled": True}}
 LLAMA = {
@@ -45,10 +46,6 @@ TASKS = {
     "balanced qwen3 moe": {"name": "causal-language-model", "model": {**QWEN_MOE, **BALANCED}, **TEXT},
     "opt": {"name": "causal-language-model", "model": OPT, **TEXT},
 }
-
-
-def zero(stage, **more):
-    return {"zero_optimization": {"stage": stage, **more}}
 
 
 EPS = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}}

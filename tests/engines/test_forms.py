@@ -7,8 +7,8 @@ import torch
 
 from dsframe.tools import export
 from tests import kept
-from tests.engines.test_round_trips import BF16, CPU, PIPELINE, configuration, zero
-from tests.files import read_json, write_json
+from tests.engines.test_round_trips import BF16, CPU, PIPELINE, configuration
+from tests.files import read_json, write_json, zero
 from tests.processes import run_ranks, warm
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

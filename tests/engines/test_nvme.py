@@ -3,7 +3,8 @@
 import pytest
 
 from tests.engines.test_forms import forms
-from tests.engines.test_round_trips import configuration, round_trips, zero
+from tests.engines.test_round_trips import configuration, round_trips
+from tests.files import zero
 from tests.processes import COMPILING_SECONDS
 
 

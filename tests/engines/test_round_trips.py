@@ -2,13 +2,8 @@
 
 import pytest
 
-from tests.files import ds_config, write_json
+from tests.files import ds_config, write_json, zero
 from tests.processes import reported
-
-
-def zero(stage, **more):
-    return {"zero_optimization": {"stage": stage, **more}}
-
 
 BF16 = {"bf16": {"enabled": True}}
 PIPELINE = {"pipeline": {"stages": 2}}

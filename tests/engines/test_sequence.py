@@ -14,8 +14,8 @@ from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import MicroBatch
 from tests import equivalence, kept
-from tests.equivalence import SINGLE, Case, switched, zero
-from tests.files import ds_config, read_rows
+from tests.equivalence import SINGLE, Case, switched
+from tests.files import ds_config, read_rows, zero
 from tests.text_files import LLAMA
 
 

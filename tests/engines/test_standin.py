@@ -25,7 +25,7 @@ from dsframe.tools.compare import losses
 from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.footprint import predict
 from dsframe.tools.plan.model import traced
-from tests.files import read_json, write_json
+from tests.files import read_json, write_json, zero
 from tests.processes import Finished, run_ranks, warm
 from tests.standin import build
 
@@ -43,10 +43,6 @@ BF16_BOUND = 5e-3
 """Against fp32: a rounding to bf16 is 2**16 times larger than one to fp32."""
 _CPU = {"device": "cpu", "pin_memory": True}
 _BF16 = {"bf16": {"enabled": True}}
-
-
-def zero(stage, **more):
-    return {"zero_optimization": {"stage": stage, **more}}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from dsframe.config.load import examine
+from tests.files import zero
 from tests.processes import REPOSITORY, run_program
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -19,10 +20,6 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 def adam(**params):
     return {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, **params}}}
-
-
-def zero(stage, **keys):
-    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 REFUSED = {

@@ -13,7 +13,7 @@ from dsframe.engines.deepspeed.handover import handover
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
-from tests.files import ds_config
+from tests.files import ds_config, zero
 
 FILE = ds_config(
     16,
@@ -54,10 +54,6 @@ def plan(changes, ranks=2, *, verbose=False):
         torch.device("cpu"),
         verbose,
     )
-
-
-def zero(stage, **more):
-    return {"zero_optimization": {"stage": stage, **more}}
 
 
 def copied(stage, **more):
