@@ -28,7 +28,7 @@ from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Sums, Task, gives, sums
 from dsframe.text import Say, reason
-from dsframe.training import held, unmoved, whole_set
+from dsframe.training import held, parts_of_batch, unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
@@ -57,6 +57,8 @@ class Evaluation:
         self._kept: list[bytes] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = gives(engine.plan.task, "metrics_of_all")
+        self._looks: bool | None = True
+        """Whether the next batch is to show if its metrics depend on its size; None: they do."""
         self._before: Task | None = None
         """The task as it was before a set, if it may make numbers of what the batches of this rank have left in it."""
         self._joins: bool | None = None if engine.built.watch else False
@@ -116,6 +118,7 @@ class Evaluation:
         with (
             torch.compiler.set_stance("force_eager") if self._compiled else nullcontext(),
             watch.trial() if watch else nullcontext(),
+            unmoved.task_unmoved(self._engine),
             self._one_model(),
         ):
             for name, loader in self._loaders.items():
@@ -152,6 +155,7 @@ class Evaluation:
         """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
+        self._looks = self._looks is not None
         task, context = self._engine.plan.task, self._engine.plan.task.context
         context.local_rows = False
         if gives(task, "finalize") and self._engine.plan.world.size > 1:
@@ -209,12 +213,34 @@ class Evaluation:
         with nullcontext() if watch is None else watch.inside(), self._joint(), elsewhere(watch):
             for metric in task.metric_objects.values():
                 task.update_metric(metric, outputs, targets)
-            metrics = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
-            if "loss" not in metrics:
-                metrics = {**self._loss(outputs, targets), **metrics}
+            metrics = self._metrics(outputs, targets)
             if self._keeps:
                 self._kept.append(whole_set.packed(task.keep(outputs, targets)))
-        return {name: Sum(metric.total.detach(), metric.count) for name, metric in metrics.items()}
+        if self._looks:
+            self._looks = False
+            self._look_at_parts(outputs, targets)
+        return {name: _counted(metric) for name, metric in metrics.items()}
+
+    def _look_at_parts(self, outputs: Any, targets: Any) -> None:
+        """Says once which metrics depend on the size of a batch."""
+        task = self._engine.plan.task
+        drawn = self._draws and (self._draws.drawn or self._draws.left_out)
+        if drawn or self._joins is not False or task.context.local_rows or not self._engine.plan.world.is_main:
+            return
+        names = parts_of_batch.dependent(self._engine, self._metrics, outputs, targets)
+        known = {"loss"} if task.batch_dependent else set[str]()
+        if own := [name for name in names if name not in known]:
+            self._looks = None
+            self._tell(
+                f"note: {', '.join(own)} of an evaluation depends on eval_micro_batch_size and the number of processes: "
+                "return the sum over rows and their number (for a loss, loss_weight), or compute it in metrics_of_all() of what "
+                "keep() returns"
+            )
+
+    def _metrics(self, outputs: Any, targets: Any) -> Sums:
+        task = self._engine.plan.task
+        metrics = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
+        return metrics if "loss" in metrics else {**self._loss(outputs, targets), **metrics}
 
     def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
         """The same, for the hooks to see: not in a trial."""
@@ -243,19 +269,19 @@ class Evaluation:
         """Calls what other ranks call together, with rows that another rank has, and returns nothing."""
         if self._joins is not False:
             engine = self._engine
-            held, copied = unmoved.HeldBuffers(engine), unmoved.twin(engine.plan.task)
-            try:
-                for metric in copied.metric_objects.values():
-                    copied.update_metric(copy.deepcopy(metric), outputs, targets)
-                if "loss" not in copied.metrics(outputs, targets):
-                    copied.validation_loss(outputs, targets)
-                if self._keeps:
-                    copied.keep(outputs, targets)
-            except EngineError:
-                raise
-            except Exception:  # the rank that has these rows says it
-                pass
-            held.put_back()
+            task = engine.plan.task
+            with unmoved.task_unmoved(engine):
+                try:
+                    for metric in task.metric_objects.values():
+                        task.update_metric(copy.deepcopy(metric), outputs, targets)
+                    if "loss" not in task.metrics(outputs, targets):
+                        task.validation_loss(outputs, targets)
+                    if self._keeps:
+                        task.keep(outputs, targets)
+                except EngineError:
+                    raise
+                except Exception:  # the rank that has these rows says it
+                    pass
         return {}
 
     def _loss(self, outputs: Any, targets: Any) -> Sums:
@@ -323,6 +349,11 @@ class Evaluation:
                     put(kept[name], buffer)
 
 
+def _counted(metric: Sum) -> Sum:
+    """A mean over nothing is NaN, whatever it is times 0."""
+    return Sum(torch.where(torch.as_tensor(metric.count) != 0, metric.total.detach(), 0.0), metric.count)
+
+
 def _collectives() -> int:
     """Number of collectives that this process has taken part in with all ranks, as far as torch sees them."""
     everybody: Any = dist.group.WORLD
@@ -358,10 +389,14 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
     """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums, or would with
     the task's attributes as ``before`` the evaluation: those are of this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
+    metrics = held.attributes(held.modules_of(task))  # those of torchmetrics gather what all ranks have left in them
     try:
         finished = finalized(task, sums)
     finally:  # other ranks wait for this one's numbers
+        after = held.attributes(held.modules_of(task))
+        metrics.put_back()
         told = [finished, _changed_by_batches(finished, before, sums) if before else []]
+        after.put_back()
         of_ranks = all_gather_json(engine, told)
         changed = {name for _, names in of_ranks for name in names}
         for name in sorted({name for metrics, _ in of_ranks for name in metrics}):

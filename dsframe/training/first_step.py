@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from dsframe.checkpoint.saver import Saver
@@ -32,7 +33,7 @@ class FirstStep(Listener):
         """**Collective.** Raises TaskError after the first step where the loss is of another kind than the task says."""
         step, progress = training.step, training.progress
         if step != training.first_step:
-            if line := self._trial.judge_again():
+            for line in filter(None, (self._trial.judge_again(), self._trial.branches.judge())):
                 progress.say(f"dsframe: this task's {line}")
             return
         self._by_hooks, differ = self._trial.changed_by_hooks(), differing(training.engine)
@@ -63,8 +64,15 @@ class FirstStep(Listener):
         self._saver.prepare()
         progress.begin(step)
 
+    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+        """Says what the next checkpoint will lack."""
+        self._say_what_changed(training)
+
     def on_checkpoint(self, training: Training, path: Path) -> None:
         """Says what the checkpoint lacks."""
+        self._say_what_changed(training)
+
+    def _say_what_changed(self, training: Training) -> None:
         if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
             training.progress.say(f"dsframe: {names} changed in training, and no checkpoint has it: {_REMEDY}")
 

@@ -17,6 +17,7 @@ from dsframe.engine import Engine
 from dsframe.model import user_spaces, user_state
 from dsframe.model.user_spaces import ABSENT, Space
 from dsframe.model.user_state import generators_of
+from dsframe.tasks.task import Task
 from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
 
 _SMALL = 1 << 20
@@ -75,6 +76,13 @@ class Values:
             self._most == math.inf
             or sum(getattr(value, "nbytes", 0) or sys.getsizeof(value) for value in values) <= self._most
         )
+
+
+def modules_of(task: Task) -> nn.Module:
+    """Returns the modules that a task holds in its attributes, as a module of them by their names."""
+    every = nn.Module()
+    every._modules.update({name: value for name, value in vars(task).items() if isinstance(value, nn.Module)})
+    return every
 
 
 def attributes(model: nn.Module, *, buffers: bool = False) -> Values:

@@ -30,6 +30,7 @@ from dsframe.errors import TaskError
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
 from dsframe.training import held, sample_trial, unmoved
+from dsframe.training.branches import Branches
 from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
 
@@ -77,20 +78,23 @@ class LossTrial:
         """True if NumPy's or Python's generator, or one that task or model hold, has moved on this rank in the step; one
         of these."""
         self.of_model = ModuleState(engine)
+        self.branches = Branches(engine, loader)
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
         """Before a step, so many after the first one. ``logs``: values are read off the device after it anyway."""
         self._is_first = steps_since == 0
+        self.branches.begin_step(steps_since, logs=logs)
         self._is_due = self._looks_again and logs and steps_since >= self._next_look
         if self._is_due:
             self._next_look = steps_since + max(1, steps_since - _EARLY_LOOKS)
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch of a step, with its loss to be inspected where it is time."""
+        self.branches.begin()
         if not self._is_first:
-            return replace(batch, inspect=self._inspect_again) if self._is_due else batch
+            return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
         self.of_model.begin(batch)
@@ -171,7 +175,12 @@ class LossTrial:
             return ""
         alike = not but_statistics(engine, differing)
         line = sample_trial.refuse_other_numbers(engine, self._loader, buffers_alike=alike, resumed=resumed)
-        return "" if self._neither and line == sample_trial.ROWS_DEPEND else line
+        is_known = line == sample_trial.ROWS_DEPEND
+        self.branches.looks = not (self._neither or self._loader.collate_draws) and sample_trial.has_rows_of_its_own(
+            engine
+        )
+        self.branches.said = is_known
+        return "" if self._neither and is_known else line
 
     def _tally(self) -> dict[str, float]:
         """**Collective.** Returns how many looks have seen each kind, and on how many ranks the loss draws."""
@@ -200,14 +209,18 @@ class LossTrial:
 
     @torch.no_grad()
     def _inspect_again(self, outputs: Any, targets: Any) -> None:
+        self.branches.end()
+        if not self._is_due:
+            return
         kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
-            if _kind_of(unmoved.twin(self._engine.plan.task), outputs, targets) == "neither":
-                self._votes["neither"] += 1
+            task = unmoved.twin(self._engine.plan.task)
+            self._votes["neither"] += _kind_of(task, outputs, targets) not in ("", task.loss_is)
         kept.put_back()
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
+        self.branches.end()
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
             return  # the look would use it up
         task = self._engine.plan.task
@@ -217,7 +230,7 @@ class LossTrial:
                 again = []
                 for _ in range(2):
                     kept.put_back()
-                    part = slice(0, _rows_of(outputs, targets) or None)
+                    part = slice(0, rows_of(outputs, targets) or None)
                     again.append(_loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
                 self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
                 kept.put_back()
@@ -236,17 +249,15 @@ class LossTrial:
 
 
 def _agreed(tally: Mapping[str, float]) -> str:
-    """Returns what most ranks have seen; "neither" if one has."""
-    if tally["neither"]:
-        return "neither"
-    return max(_KINDS, key=tally.__getitem__) if any(tally[kind] for kind in _KINDS) else ""
+    """Returns what ranks have seen; "neither" if one has, or if they have seen several kinds."""
+    return sample_trial.agreed([kind for kind in _KINDS if tally[kind]])
 
 
-def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
+def rows_in(part: slice | Tensor, leaf: Tensor) -> Tensor:
     return (leaf[part] if leaf.ndim else leaf).clone()  # a loss may write to it
 
 
-def _rows_of(outputs: Any, targets: Any) -> int:
+def rows_of(outputs: Any, targets: Any) -> int:
     """Returns how many rows of a micro-batch are looked at, an even number, or 0 where its tensors do not have rows alike."""
     of_outputs, of_targets = (
         [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
@@ -260,7 +271,7 @@ def _rows_of(outputs: Any, targets: Any) -> int:
 
 def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
-    rows = _rows_of(outputs, targets)
+    rows = rows_of(outputs, targets)
     if not rows:
         task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
         return ""
@@ -305,7 +316,7 @@ def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, .
 
 
 def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
-    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
+    some, of = tree_map_only(Tensor, partial(rows_in, part), (outputs, targets))
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     with torch.enable_grad(), _Cuts():
         loss = loss_and_terms(task.loss(some, of))[0]
@@ -313,7 +324,7 @@ def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> 
 
 
 def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[float, float]:
-    some, of = tree_map_only(Tensor, partial(_rows, part), batch)
+    some, of = tree_map_only(Tensor, partial(rows_in, part), batch)
     with cuts or nullcontext():
         loss = task.loss(some, of)
     return float(loss_and_terms(loss)[0]), float(task.loss_weight(of))

@@ -51,12 +51,12 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
-    return _is_users(engine)
+    return is_users(engine)
 
 
 def has_few_rows(engine: Engine) -> bool:
     """True if halves of a micro-batch are single rows, of which a loss with statistics over its rows may be the mean."""
-    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
+    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and is_users(engine)
 
 
 def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None) -> tuple[str, str]:
@@ -77,6 +77,18 @@ def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None) -> tupl
     return _kind(engine, losses, wholes=1), ""
 
 
+def kind_of_step(engine: Engine, loader: Loader, step: int) -> str:
+    """**Collective.** Returns the kind by this rank's first micro-batch of ``step`` (from 0), in training mode; "" if unknown."""
+    batch, watch = engine.plan.batch, engine.built.watch
+    if watch is None or isinstance(loader.source, StreamSource):
+        return ""
+    parts = loader.sampler.micro_batch(step, 0, loader.rank, loader.ranks, batch.micro_batch_size // 2 * 2)
+    samples = (torch.cat([indices for _, indices in parts]) % len(loader.source)).tolist()
+    trial = _Trial(engine, loader, samples, training=not watch.has_writes, ways=1)
+    losses, _ = trial.take()
+    return "" if losses is None or trial.draws else _kind(engine, losses, wholes=1)
+
+
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
     """**Collective.** Takes the same samples on every rank, in training mode. Returns what is to be said, or nothing.
 
@@ -86,7 +98,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     plan, watch = engine.plan, engine.built.watch
     # Of fewer rows than a training step has: a step has shown that there is memory for them.
     samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
-    if watch is None or plan.config.settings.model.compile or not _is_users(engine):
+    if watch is None or plan.config.settings.model.compile or not is_users(engine):
         return ""
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
     losses, _ = trial.take()
@@ -113,8 +125,15 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    known = plan.task.batch_dependent or any(isinstance(module, _BatchNorm) for module in watch.model.modules())
-    return "" if known or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
+    return ROWS_DEPEND if has_rows_of_its_own(engine) and _kind(engine, losses, wholes=2) == "neither" else ""
+
+
+def has_rows_of_its_own(engine: Engine) -> bool:
+    """True where a row is to have the same outputs beside all others, as far as is known of task and model."""
+    task, watch = engine.plan.task, engine.built.watch
+    if watch is None or engine.plan.config.settings.model.compile or not is_users(engine) or task.batch_dependent:
+        return False
+    return not any(isinstance(module, _BatchNorm) for module in watch.model.modules())
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
@@ -125,12 +144,20 @@ class _Trial:
     """A few samples, if asked all of them again, and each halving of them."""
 
     def __init__(
-        self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
+        self,
+        engine: Engine,
+        loader: Loader,
+        samples: list[int],
+        *,
+        training: bool = False,
+        again: bool = False,
+        ways: int = 3,
     ) -> None:
+        """``ways``: to halve them, at most."""
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
-        ways = halvings(len(samples)) if len(samples) > 1 else []
-        halves = [part.tolist() for first in ways for part in (places[first], places[~first])]
+        chosen = halvings(len(samples))[:ways] if len(samples) > 1 else []
+        halves = [part.tolist() for first in chosen for part in (places[first], places[~first])]
         self._wholes = 2 if again else 1
         self._parts = [*[places.tolist()] * self._wholes, *halves]
         """Places in ``samples``."""
@@ -202,7 +229,7 @@ def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]
             hook.remove()
 
 
-def _is_users(engine: Engine) -> bool:
+def is_users(engine: Engine) -> bool:
     """True of a task with a loss of the user's whose micro-batches are not shared by ranks: of a pipeline, one rank would see the
     loss. The built-in tasks give means."""
     module = type(engine.plan.task).__module__
@@ -242,8 +269,10 @@ def halvings(rows: int) -> list[Tensor]:
 
 
 def agreed(kinds: Collection[str]) -> str:
-    """Returns the kind of a loss of which several halvings have shown ``kinds``."""
-    return next((kind for kind in ("neither", "sum", "mean") if kind in kinds), "")
+    """Returns the kind of a loss of which several halvings, or ranks, have shown ``kinds``: a mean over chosen rows is a sum, too,
+    where all of them are in one half."""
+    found = {*kinds} - {""}
+    return found.pop() if len(found) == 1 else "neither" if found else ""
 
 
 class Losses:

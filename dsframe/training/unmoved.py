@@ -85,6 +85,21 @@ class Buffers:
 
 
 @contextmanager
+def task_unmoved(engine: Engine) -> Iterator[None]:
+    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back."""
+    attributes = vars(engine.plan.task)
+    now, buffers, kept = dict(attributes), HeldBuffers(engine), held.attributes(held.modules_of(engine.plan.task))
+    attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(now)
+        buffers.put_back()
+        kept.put_back()
+
+
+@contextmanager
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     """Puts back the random generators, buffers, attributes and modes of the modules of ``model``, and what user code keeps
     elsewhere."""
