@@ -28,7 +28,7 @@ from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Sums, Task, gives, sums
 from dsframe.text import Say, reason
-from dsframe.training import held, parts_of_batch, unmoved, whole_set
+from dsframe.training import held, loss_kind, unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
@@ -219,22 +219,26 @@ class Evaluation:
         if self._looks:
             self._looks = False
             self._look_at_parts(outputs, targets)
-        return {name: _counted(metric) for name, metric in metrics.items()}
+        return {  # a mean over nothing is NaN
+            name: Sum(
+                torch.where(torch.as_tensor(one.count, device=one.total.device) != 0, one.total.detach(), 0.0),
+                one.count,
+            )
+            for name, one in metrics.items()
+        }
 
     def _look_at_parts(self, outputs: Any, targets: Any) -> None:
         """Says once which metrics depend on the size of a batch."""
-        task = self._engine.plan.task
-        drawn = self._draws and (self._draws.drawn or self._draws.left_out)
+        task, drawn = self._engine.plan.task, self._draws and (self._draws.drawn or self._draws.left_out)
         if drawn or self._joins is not False or task.context.local_rows or not self._engine.plan.world.is_main:
             return
-        names = parts_of_batch.dependent(self._engine, self._metrics, outputs, targets)
-        known = {"loss"} if task.batch_dependent else set[str]()
-        if own := [name for name in names if name not in known]:
+        no_loss, names = self._no_loss, loss_kind.unequal_metrics(self._engine, self._metrics, outputs, targets)
+        self._no_loss = no_loss  # of a part
+        if own := ", ".join(name for name in names if name != "loss" or not task.batch_dependent):
             self._looks = None
             self._tell(
-                f"note: {', '.join(own)} of an evaluation depends on eval_micro_batch_size and the number of processes: "
-                "return the sum over rows and their number (for a loss, loss_weight), or compute it in metrics_of_all() of what "
-                "keep() returns"
+                f"note: {own} of an evaluation depends on eval_micro_batch_size and the number of processes: return the sum over "
+                "rows and their number (for a loss, loss_weight), or compute it in metrics_of_all() of what keep() returns"
             )
 
     def _metrics(self, outputs: Any, targets: Any) -> Sums:
@@ -268,8 +272,7 @@ class Evaluation:
     def _join(self, outputs: Any, targets: Any) -> Sums:
         """Calls what other ranks call together, with rows that another rank has, and returns nothing."""
         if self._joins is not False:
-            engine = self._engine
-            task = engine.plan.task
+            engine, task = self._engine, self._engine.plan.task
             with unmoved.task_unmoved(engine):
                 try:
                     for metric in task.metric_objects.values():
@@ -347,11 +350,6 @@ class Evaluation:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
                     put(kept[name], buffer)
-
-
-def _counted(metric: Sum) -> Sum:
-    """A mean over nothing is NaN, whatever it is times 0."""
-    return Sum(torch.where(torch.as_tensor(metric.count) != 0, metric.total.detach(), 0.0), metric.count)
 
 
 def _collectives() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from dsframe.checkpoint.saver import Saver
@@ -64,15 +63,8 @@ class FirstStep(Listener):
         self._saver.prepare()
         progress.begin(step)
 
-    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
-        """Says what the next checkpoint will lack."""
-        self._say_what_changed(training)
-
     def on_checkpoint(self, training: Training, path: Path) -> None:
         """Says what the checkpoint lacks."""
-        self._say_what_changed(training)
-
-    def _say_what_changed(self, training: Training) -> None:
         if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
             training.progress.say(f"dsframe: {names} changed in training, and no checkpoint has it: {_REMEDY}")
 

@@ -12,12 +12,13 @@ halves are taken again in steps that log: in each of the early ones, and then fu
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -28,11 +29,11 @@ from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.tasks.task import Task, loss_and_terms
+from dsframe.tasks.task import Sum, Sums, Task, gives, loss_and_terms
 from dsframe.training import held, sample_trial, unmoved
-from dsframe.training.branches import Branches
 from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
+from dsframe.values import tensors_of
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
@@ -47,6 +48,46 @@ _EARLY_LOOKS = 8
 _CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
+
+
+class Branches:
+    """Finds rows that depend on each other only later: a block as often as the hardest row needs it, an early exit, a limit. Then
+    a forward pass has another number of operations than before, and a few samples of such a micro-batch are looked at."""
+
+    def __init__(self, engine: Engine, loader: Loader) -> None:
+        self._engine, self._loader = engine, loader
+        self.looks = self.said = self._is_due = False
+        self._next, self._begun, self._step, self._count = 1, 0, 0, 0
+        self._seen, self._looked = set[int](), set[int]()
+        """Numbers of operations."""
+
+    def begin_step(self, steps_since: int, *, logs: bool) -> None:
+        """As of :class:`LossTrial`."""
+        self._is_due = self.looks and logs and steps_since >= self._next
+        if self._is_due:
+            self._next = steps_since + max(1, steps_since // 4)
+
+    def begin(self) -> None:
+        """Before the forward pass of the first micro-batch."""
+        self._begun = torch._C._autograd._get_sequence_nr()
+
+    def end(self) -> None:
+        """After it."""
+        count = torch._C._autograd._get_sequence_nr() - self._begun
+        self._seen.add(count)
+        if len(self._seen) > 1 and count not in self._looked:
+            self._step, self._count = self._engine.plan.task.context.step, count
+
+    def judge(self) -> str:
+        """**Collective.** Returns what is to be said after a step, or nothing."""
+        steps = [int(text) for text in all_gather_text(self._engine, str(self._step))] if self._is_due else [0]
+        if not (step := max(steps)):
+            return ""
+        self._looked |= {self._count} if step == self._step else set()
+        self._step = 0
+        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, steps.index(step), training=True)
+        self.looks = "neither" not in all_gather_text(self._engine, kind)
+        return "" if self.looks or self.said else sample_trial.ROWS_DEPEND
 
 
 class LossTrial:
@@ -132,7 +173,7 @@ class LossTrial:
         self._state |= {name for name in self._buffers.intersection(differing) if but_statistics(engine, [name])}
         verdict = self._judge_state(resumed=resumed)
         tally = self._tally()
-        kind, why = _agreed(tally), ""
+        kind, why = sample_trial.agreed([kind for kind in _KINDS if tally[kind]]), ""
         if task.gathers_rows:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
@@ -175,12 +216,9 @@ class LossTrial:
             return ""
         alike = not but_statistics(engine, differing)
         line = sample_trial.refuse_other_numbers(engine, self._loader, buffers_alike=alike, resumed=resumed)
-        is_known = line == sample_trial.ROWS_DEPEND
-        self.branches.looks = not (self._neither or self._loader.collate_draws) and sample_trial.has_rows_of_its_own(
-            engine
-        )
-        self.branches.said = is_known
-        return "" if self._neither and is_known else line
+        self.branches.said = line == sample_trial.ROWS_DEPEND
+        self.branches.looks = not (self._neither or self._loader.collate_draws or sample_trial.mixes_rows(engine))
+        return "" if self._neither and self.branches.said else line
 
     def _tally(self) -> dict[str, float]:
         """**Collective.** Returns how many looks have seen each kind, and on how many ranks the loss draws."""
@@ -230,7 +268,7 @@ class LossTrial:
                 again = []
                 for _ in range(2):
                     kept.put_back()
-                    part = slice(0, rows_of(outputs, targets) or None)
+                    part = slice(0, _rows_of(outputs, targets) or None)
                     again.append(_loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
                 self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
                 kept.put_back()
@@ -248,16 +286,11 @@ class LossTrial:
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
 
 
-def _agreed(tally: Mapping[str, float]) -> str:
-    """Returns what ranks have seen; "neither" if one has, or if they have seen several kinds."""
-    return sample_trial.agreed([kind for kind in _KINDS if tally[kind]])
-
-
-def rows_in(part: slice | Tensor, leaf: Tensor) -> Tensor:
+def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
     return (leaf[part] if leaf.ndim else leaf).clone()  # a loss may write to it
 
 
-def rows_of(outputs: Any, targets: Any) -> int:
+def _rows_of(outputs: Any, targets: Any) -> int:
     """Returns how many rows of a micro-batch are looked at, an even number, or 0 where its tensors do not have rows alike."""
     of_outputs, of_targets = (
         [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
@@ -271,7 +304,7 @@ def rows_of(outputs: Any, targets: Any) -> int:
 
 def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
-    rows = rows_of(outputs, targets)
+    rows = _rows_of(outputs, targets)
     if not rows:
         task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
         return ""
@@ -316,7 +349,7 @@ def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, .
 
 
 def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
-    some, of = tree_map_only(Tensor, partial(rows_in, part), (outputs, targets))
+    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     with torch.enable_grad(), _Cuts():
         loss = loss_and_terms(task.loss(some, of))[0]
@@ -324,7 +357,31 @@ def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> 
 
 
 def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[float, float]:
-    some, of = tree_map_only(Tensor, partial(rows_in, part), batch)
+    some, of = tree_map_only(Tensor, partial(_rows, part), batch)
     with cuts or nullcontext():
         loss = task.loss(some, of)
     return float(loss_and_terms(loss)[0]), float(task.loss_weight(of))
+
+
+def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs: Any, targets: Any) -> list[str]:
+    """Returns the metrics of a batch whose mean is another one over two unequal parts of it, and whose total is not theirs, where
+    the task takes totals. Nothing where tensors do not have rows alike, or a metric takes no other number of them."""
+    context, seen = engine.plan.task.context, list[Sums]()
+    samples = context.eval_samples
+    if samples < 2 or {len(leaf) for leaf in tensors_of((outputs, targets)) if leaf.ndim} != {samples}:
+        return []
+    try:
+        for part in (slice(0, samples), slice(0, (samples + 3) // 4), slice((samples + 3) // 4, samples)):
+            context.eval_samples = part.stop - part.start
+            with unmoved.task_unmoved(engine):
+                seen.append(measure(*tree_map_only(Tensor, partial(_rows, part), (outputs, targets))))
+    except Exception:
+        return []
+    finally:
+        context.eval_samples = samples
+    names, near = [], partial(np.isclose, rtol=1e-3, equal_nan=True)
+    for name, whole in seen[0].items():
+        parts = sum((sums[name] for sums in seen[1:] if name in sums), Sum(0.0 * whole.total, 0))
+        is_total = gives(engine.plan.task, "finalize") and near(float(whole.total), float(parts.total))
+        names += [] if is_total or near(whole.mean, parts.mean) else [name]
+    return names

@@ -27,7 +27,6 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
 from dsframe.model.user_spaces import Space, hooks_of
 from dsframe.model.user_state import words_of
-from dsframe.tasks.task import gives
 from dsframe.training import held, sample_trial, unmoved
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import ELEMENTS, same
@@ -120,12 +119,9 @@ class ModuleState:
 
     def _modules(self) -> nn.Module:
         """The model and the modules that the task holds, by the names that they have there."""
-        watch, task, every = self._engine.built.watch, self._engine.plan.task, nn.Module()
-        every._modules.update({"": watch.model} if watch else {})  # its names come first
-        for name, module in held.modules_of(task).named_children():
-            # What metrics of torchmetrics add up is of use to finalize() alone.
-            if gives(task, "finalize") or not any(hasattr(part, "_reductions") for part in module.modules()):
-                every._modules[name] = module
+        watch, every = self._engine.built.watch, nn.Module()
+        of_task = held.modules_of(self._engine.plan.task)._modules
+        every._modules.update({"": watch.model} if watch else {}, **of_task)
         return every
 
     def _values(self) -> tuple[held.Values, held.Values]:

@@ -51,16 +51,16 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
-    return is_users(engine)
+    return _is_users(engine)
 
 
 def has_few_rows(engine: Engine) -> bool:
     """True if halves of a micro-batch are single rows, of which a loss with statistics over its rows may be the mean."""
-    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and is_users(engine)
+    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
 
 
-def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None) -> tuple[str, str]:
-    """**Collective.** Returns the kind, or "" and what is to be said.
+def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, training: bool = False) -> tuple[str, str]:
+    """**Collective.** Returns the kind, or "" and what is to be said. ``training``: the mode of the model.
 
     ``rank``: whose first micro-batch of ``step`` (from 0) is looked at, because its halves have shown that the loss is neither;
     None: a few of its samples will do.
@@ -71,22 +71,11 @@ def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None) -> tupl
         samples = (indices % len(loader.source)).tolist()
     count = max(2, size // 2 * 2) if rank is not None else 2 if size == 1 else _SAMPLES
     chosen = samples[(rank or 0) * size :][:count]
-    losses, why = _Trial(engine, loader, chosen if len(chosen) == count else list(range(count))).take()
-    if losses is None:
+    trial = _Trial(engine, loader, chosen if len(chosen) == count else list(range(count)), training=training)
+    losses, why = trial.take()
+    if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
     return _kind(engine, losses, wholes=1), ""
-
-
-def kind_of_step(engine: Engine, loader: Loader, step: int) -> str:
-    """**Collective.** Returns the kind by this rank's first micro-batch of ``step`` (from 0), in training mode; "" if unknown."""
-    batch, watch = engine.plan.batch, engine.built.watch
-    if watch is None or isinstance(loader.source, StreamSource):
-        return ""
-    parts = loader.sampler.micro_batch(step, 0, loader.rank, loader.ranks, batch.micro_batch_size // 2 * 2)
-    samples = (torch.cat([indices for _, indices in parts]) % len(loader.source)).tolist()
-    trial = _Trial(engine, loader, samples, training=not watch.has_writes, ways=1)
-    losses, _ = trial.take()
-    return "" if losses is None or trial.draws else _kind(engine, losses, wholes=1)
 
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
@@ -98,7 +87,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     plan, watch = engine.plan, engine.built.watch
     # Of fewer rows than a training step has: a step has shown that there is memory for them.
     samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
-    if watch is None or plan.config.settings.model.compile or not is_users(engine):
+    if watch is None or plan.config.settings.model.compile or not _is_users(engine):
         return ""
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
     losses, _ = trial.take()
@@ -125,15 +114,15 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    return ROWS_DEPEND if has_rows_of_its_own(engine) and _kind(engine, losses, wholes=2) == "neither" else ""
+    return "" if mixes_rows(engine) or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
 
 
-def has_rows_of_its_own(engine: Engine) -> bool:
-    """True where a row is to have the same outputs beside all others, as far as is known of task and model."""
-    task, watch = engine.plan.task, engine.built.watch
-    if watch is None or engine.plan.config.settings.model.compile or not is_users(engine) or task.batch_dependent:
-        return False
-    return not any(isinstance(module, _BatchNorm) for module in watch.model.modules())
+def mixes_rows(engine: Engine) -> bool:
+    """True if task or model say that rows depend on others, or a look could not tell."""
+    watch, plan = engine.built.watch, engine.plan
+    if watch is None or plan.task.batch_dependent or plan.config.settings.model.compile or not _is_users(engine):
+        return True
+    return any(isinstance(module, _BatchNorm) for module in watch.model.modules())
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
@@ -144,20 +133,12 @@ class _Trial:
     """A few samples, if asked all of them again, and each halving of them."""
 
     def __init__(
-        self,
-        engine: Engine,
-        loader: Loader,
-        samples: list[int],
-        *,
-        training: bool = False,
-        again: bool = False,
-        ways: int = 3,
+        self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
     ) -> None:
-        """``ways``: to halve them, at most."""
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
-        chosen = halvings(len(samples))[:ways] if len(samples) > 1 else []
-        halves = [part.tolist() for first in chosen for part in (places[first], places[~first])]
+        ways = halvings(len(samples)) if len(samples) > 1 else []
+        halves = [part.tolist() for first in ways for part in (places[first], places[~first])]
         self._wholes = 2 if again else 1
         self._parts = [*[places.tolist()] * self._wholes, *halves]
         """Places in ``samples``."""
@@ -229,7 +210,7 @@ def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]
             hook.remove()
 
 
-def is_users(engine: Engine) -> bool:
+def _is_users(engine: Engine) -> bool:
     """True of a task with a loss of the user's whose micro-batches are not shared by ranks: of a pipeline, one rank would see the
     loss. The built-in tasks give means."""
     module = type(engine.plan.task).__module__
@@ -269,8 +250,8 @@ def halvings(rows: int) -> list[Tensor]:
 
 
 def agreed(kinds: Collection[str]) -> str:
-    """Returns the kind of a loss of which several halvings, or ranks, have shown ``kinds``: a mean over chosen rows is a sum, too,
-    where all of them are in one half."""
+    """Returns the kind of a loss of which halvings, or ranks, have shown ``kinds``: a mean over chosen rows is a sum, too, where
+    all of them are in one half."""
     found = {*kinds} - {""}
     return found.pop() if len(found) == 1 else "neither" if found else ""
 

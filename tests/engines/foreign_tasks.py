@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric
 
 import dsframe
 from dsframe import Hooks, Task
@@ -2060,6 +2061,73 @@ class Centring(nn.Module):
         if self.what == "branch":
             return h if rows[:, 0].mean() > 0 else 2 * h
         return h - h.mean(0) if self.training or self.what == "always" else h
+
+
+class _Pondering(nn.Module):
+    """A block that is called twice where a row of the batch is hard, or a loop over as many columns as the batch has."""
+
+    def __init__(self, loops):
+        super().__init__()
+        self.first, self.block, self.last, self.loops = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3), loops
+
+    def forward(self, rows):
+        hidden, hard = self.first(rows), rows.abs().amax(1, keepdim=True) > 2.9
+        if self.loops:
+            for _ in range(1 + int(hard.any())):
+                hidden = torch.where(hard, self.block(hidden).tanh(), hidden)  # each row for itself
+        else:
+            for _ in range(1 + int(hard.any())):
+                hidden = self.block(hidden).tanh()
+        return self.last(hidden)
+
+
+class Pondering(Rows):
+    """Hard rows come in the third step."""
+
+    def __init__(self, loops=False):
+        self.loops = loops
+
+    def model(self):
+        return _Pondering(self.loops)
+
+    def train_data(self):
+        rows, labels = super().train_data().tensors
+        rows = rows.clamp(-2, 2)
+        rows[17, 0] = 3.5
+        return TensorDataset(rows, labels)
+
+
+class Chosen(Rows):
+    """A mean over the rows of one class, of which micro-batches later have one, or none: then it is a sum, or 0."""
+
+    def train_data(self):
+        rows, _ = super().train_data().tensors
+        labels = torch.zeros(48, dtype=torch.int64)
+        labels[:8] = labels[9::4] = 2
+        return TensorDataset(rows, labels)
+
+    def loss(self, outputs, targets):
+        some = targets > 0
+        return F.cross_entropy(outputs[some], targets[some]) if some.any() else outputs.sum() * 0
+
+
+class HeldMetric(Rows):
+    """A metric of torchmetrics that the task holds."""
+
+    def __init__(self):
+        self.mean = MeanMetric()
+
+    def eval_data(self):
+        return _eleven(self)
+
+    def metrics(self, outputs, targets):
+        self.mean.update((outputs.argmax(1) == targets).float())
+        return {"right": dsframe.Sum((outputs.argmax(1) == targets).sum(), len(targets))}
+
+    def finalize(self, sums):
+        held = self.mean.compute().item()
+        self.mean.reset()
+        return {"right": sums["right"].mean, "held": held}
 
 
 class Centred(Rows):

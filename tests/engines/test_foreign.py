@@ -483,6 +483,31 @@ def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
+@pytest.mark.parametrize("setup", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("loops", [False, True])
+def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
+    """Where the hardest row decides for all; not where each row has its own, whatever else is computed."""
+    finished = kept.train(tmp_path, file(("Pondering", {"loops": loops}), setup, steps=5), SETUPS[setup][0]).check()
+    text = "model or collate gives a row other outputs beside other rows"
+    assert finished.stderr.count(text) == (not loops), finished
+
+
+def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):
+    document = file(("Chosen", {}), "single") | {"gradient_accumulation_steps": 2}
+    finished = kept.train(tmp_path, document, 1).check()
+    assert "this task's loss is neither a mean nor a sum over rows" in finished.stderr
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp", "zero3"])
+def test_a_metric_that_the_task_holds_is_over_all_rows(setup, tmp_path):
+    kept.train(tmp_path, file(("HeldMetric", {}), setup, eval_every_steps=2), SETUPS[setup][0]).check()
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    of_evaluations = [row["evaluation"] for row in rows if "evaluation" in row]
+    assert len(of_evaluations) == 2
+    for evaluation in of_evaluations:
+        assert evaluation["held"] == pytest.approx(evaluation["right"])
+
+
 def test_limits_hold_in_several_models(tmp_path):
     found = []
     for setup in ("single", "ddp", "zero3"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 
 import dsframe
 from dsframe.data import EvaluationLoader, TensorSource, as_source
@@ -357,3 +358,78 @@ def test_the_trial_may_be_without_a_class(how, error):
     _, evaluation = make(Classes(how, samples=5))
     with pytest.raises(error):  # these are all samples, so that no evaluation can succeed
         evaluation.try_out()
+
+
+class Judged(ReadyTask):
+    """Outputs are numbers of rows, from 0 to 11."""
+
+    calls = 0
+
+    def __init__(self, metric):
+        self.metric, self.mean = metric, MeanMetric()
+
+    def model(self):
+        return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+    def train_data(self):
+        return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.arange(12.0))
+
+    def metrics(self, outputs, targets):
+        self.calls += 1
+        self.mean.update(outputs)
+        return {"metric": self.metric(targets)}
+
+
+class Totals(Judged):
+    def finalize(self, sums):
+        return {"metric": float(sums["metric"].total)}
+
+
+def mean_of_batch(targets):
+    return Sum(targets.mean(), 1)
+
+
+METRICS = {
+    "a mean of a batch": (Judged(mean_of_batch), True),
+    "a largest one": (Judged(lambda targets: Sum(targets.max() * len(targets), len(targets))), True),
+    "a function of a mean": (Judged(lambda targets: Sum(targets.mean().sqrt() * len(targets), len(targets))), True),
+    "a number of batches": (Totals(mean_of_batch), True),
+    "a sum": (Judged(lambda targets: Sum(targets.sum(), len(targets))), False),
+    "a sum over some": (Judged(lambda targets: Sum(targets[targets > 1].sum(), (targets > 1).sum())), False),
+    "a constant": (Judged(lambda targets: Sum(torch.tensor(3.0), 1)), False),
+    "a total": (Totals(lambda targets: Sum(targets.sum(), 1)), False),
+    "one row each": (Judged(lambda targets: Sum(targets.sum(), len(targets)) if len(targets) == 5 else 1 / 0), False),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_that_depends_on_the_size_of_a_batch_is_said_once(name, capsys):
+    task, said = METRICS[name]
+    _, evaluation = make(task)
+    evaluation._looks = True
+    batch = next(iter(evaluation._loaders[""]))
+    outputs, targets = torch.zeros(5), batch.batch[1]
+    evaluation._joins = False
+    for _ in range(2):
+        evaluation._looks = evaluation._looks is not None
+        evaluation._measure(batch, outputs, targets)
+    assert capsys.readouterr().out.count("metric of an evaluation depends on eval_micro_batch_size") == said
+    assert task.context.eval_samples == 5
+
+
+def test_a_look_and_a_trial_leave_the_task_and_its_metrics_as_they_were():
+    task = Judged(mean_of_batch)
+    _, evaluation = make(task)
+    evaluation.try_out()
+    assert (task.calls, task.mean.update_count) == (0, 0)
+    evaluation.run()
+    assert (task.calls, task.mean.update_count) == (3, 3)
+
+
+def test_a_sum_over_nothing_adds_nothing():
+    def some(targets):
+        chosen = targets[targets > 4]  # none of the first batch
+        return Sum(chosen.mean() * len(chosen), len(chosen))
+
+    _, evaluation = make(Judged(some))
+    assert evaluation.run()["metric"] == 8.0
