@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,30 +64,18 @@ def fit(
     *,
     overrides: Sequence[str] = (),
     resume: str = "never",
-    processes: int | None = None,
 ) -> Summary:
     """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a dict.
 
-    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. ``processes``: None trains in this process, which a
-    launcher may have started beside others; a number starts so many on this machine, from a notebook too, and waits for them.
+    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. It trains in this process, which a launcher may have
+    started beside others.
     ``dsframe.load_model(summary.directory, task)`` gives the model of the last checkpoint.
     Environment, random generators, gradient mode and threads of torch are afterwards as before.
     For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
     and tells mistakes in one voice. Raises the subclasses of DsframeError.
     """
-    loaded = load(config, overrides=overrides)
-    if processes is None:
-        with _signals_restored():
-            return execute(loaded, task=task, resume=resume)
-    from dsframe import spawn
-    from dsframe.results import Summary
-    from dsframe.run_dir.record import read_summary
-
-    directory = spawn.train(task, loaded, processes, resume=resume)
-    kept = read_summary(directory)
-    names = {field.name for field in fields(Summary)} - {"directory"}
-    kept["peak_memory_bytes"] = tuple(kept["peak_memory_bytes"])
-    return Summary(**{name: value for name, value in kept.items() if name in names}, directory=str(directory))
+    with _signals_restored():
+        return execute(load(config, overrides=overrides), task=task, resume=resume)
 
 
 def execute(

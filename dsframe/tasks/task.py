@@ -391,7 +391,7 @@ class Task:
         """Returns the order of the training samples in ``epoch`` (from 0): int64 ``[samples]``; None: as the file says.
 
         A function of :attr:`seed` and its arguments alone: the same on every rank and after a restart. An index may come more than
-        once. :mod:`dsframe.data.orders` has weighted and class-balanced sampling, and batches of equal lengths.
+        once.
         """
         return None
 

@@ -43,7 +43,6 @@ LAYERS = (
     "trainer",
     "job",
     "inference",
-    "spawn",
     "run",
     "arguments",
     "train",

@@ -1,45 +1,14 @@
-"""Orders of samples: from the file, from the task, with weights and by length; none depends on ranks, and each can go on."""
-
-from collections import Counter
+"""Orders of samples: from the file, and from the task; none depends on ranks, and each can go on."""
 
 import pytest
 import torch
 from torch import nn
 
 import dsframe
-from dsframe.data import ImageSource, Loader, Sampler, orders
+from dsframe.data import ImageSource, Loader, Sampler
 from dsframe.data.source import TensorSource
 from dsframe.errors import CheckpointError, DataError, TaskError
 from tests.files import ds_config
-
-
-def test_weights_decide_how_often():
-    weights = torch.tensor([0.0, 1.0, 3.0, 0.0]).repeat(1000)
-    found = Counter((orders.weighted(weights, 0, 0) % 4).tolist())
-    assert set(found) == {1, 2}
-    assert found[2] / found[1] == pytest.approx(3, rel=0.1)
-    first, *others = (orders.weighted(weights, *place).tolist() for place in ((0, 0), (0, 1), (1, 0)))
-    assert first not in others
-    assert first == orders.weighted(weights.tolist(), 0, 0).tolist()
-    for wrong in ([0.0, 0.0], [1.0, -1.0], [float("nan")], [[1.0]], []):
-        with pytest.raises(DataError, match="weights of samples must be"):
-            orders.weighted(torch.tensor(wrong), 0, 0)
-
-
-def test_classes_are_balanced():
-    labels = torch.tensor([0] * 900 + [7] * 90 + [9] * 10)
-    found = Counter(labels[orders.balanced(labels, 0, 0)].tolist())
-    assert all(count == pytest.approx(1000 / 3, rel=0.15) for count in found.values())
-    assert len(found) == 3
-
-
-def test_batches_of_equal_lengths():
-    lengths = torch.randint(1, 100, (205,), generator=torch.Generator().manual_seed(0))
-    order = orders.by_length(lengths, 10, 0, 0)
-    assert sorted(order.tolist()) == list(range(205))
-    spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order.split(10)[:-1]]
-    assert sum(spread) / len(spread) < 15
-    assert len({int(lengths[batch][0]) // 20 for batch in order.split(10)[:5]}) > 1  # batches are shuffled
 
 
 def test_the_order_cuts_batches_as_ever():
