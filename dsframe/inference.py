@@ -21,7 +21,7 @@ from dsframe.checkpoint import changes, store
 from dsframe.checkpoint.byte_files import sync_folder
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.cluster.exchange import failures
-from dsframe.data.loader import DatasetSource
+from dsframe.data.datasets import DatasetSource
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.host.restored import restored

@@ -5,9 +5,9 @@ rank its batches; ``draws`` is randomness that belongs to a sample.
 """
 
 from dsframe.data.collate import Pad as Pad
+from dsframe.data.datasets import as_source as as_source
 from dsframe.data.loader import EvaluationLoader as EvaluationLoader
 from dsframe.data.loader import Loader as Loader
-from dsframe.data.loader import as_source as as_source
 from dsframe.data.sampler import Sampler as Sampler
 from dsframe.data.sampler import permutation as permutation
 from dsframe.data.source import Batch as Batch

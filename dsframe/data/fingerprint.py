@@ -20,7 +20,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from xxhash import xxh3_64
 
 from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_text, by_value, numbered
-from dsframe.data.loader import EvaluationLoader, Loader, StreamSource
+from dsframe.data.datasets import StreamSource
+from dsframe.data.loader import EvaluationLoader, Loader
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
 

@@ -10,41 +10,38 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
-from dsframe.config.value import Config
 from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
+from dsframe.engines.part_models import Drawn, LossInputs, Part, Pass
+from dsframe.engines.part_views import Calls, Draws, SavedPart, config_of, groups_of, terms_of
 from dsframe.engines.teachers import Teacher
-from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
+from dsframe.errors import CheckpointError, TaskError
 from dsframe.model import digests, extra_state, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups
 from dsframe.model.built_memory import BuiltMemory
-from dsframe.model.forward import call
 from dsframe.model.micro_batch import Arguments, Inputs, Measure, MicroBatch, Pair
 from dsframe.model.persistent import persistent_buffers, put, saved_buffers
 from dsframe.model.plan import Plan
-from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, Shapes, ShardedParameters
+from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.task import Sum, Sums, Task, gives, loss_and_terms, sums
-from dsframe.values import Tensors, elements, tensors_of, trainable
+from dsframe.tasks.task import Sums, Task, gives, loss_and_terms, sums
+from dsframe.values import Tensors, trainable
 
 Make = Callable[[Plan], ModelEngine]
 
@@ -80,44 +77,6 @@ def names(task: Task) -> list[str]:
     return models
 
 
-@dataclass(frozen=True)
-class _LossInputs:
-    """What a loss is computed from. No library looks inside."""
-
-    inputs: Inputs
-    targets: Any
-
-
-class _Part(nn.Module):
-    """One model under its name. Its forward pass is the loss that trains it, or for anything but a micro-batch the model's own."""
-
-    def __init__(self, name: str, model: nn.Module, loss: Callable[[_LossInputs], Any] | None) -> None:
-        super().__init__()
-        self.add_module(name, model)
-        self._loss, self._trained = loss, loss is not None
-        self.size = elements(model.parameters())
-
-    @property
-    def inner(self) -> nn.Module:
-        """The model."""
-        return next(self.children())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is not None and args and isinstance(args[0], _LossInputs):
-            return self._loss(args[0])
-        return call(self.inner, Arguments(args, kwargs))
-
-    def train(self, mode: bool = True) -> _Part:
-        return super().train(mode and self._trained)
-
-
-class _Pass(nn.Module):
-    """One loss as a module, whose random draws are looked for: a model also runs for other losses."""
-
-    def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: _LossInputs) -> Any:
-        return loss(models, batch.inputs, batch.targets)
-
-
 class PartsEngine(Engine):
     """One engine for each model of a task, as one engine."""
 
@@ -125,9 +84,9 @@ class PartsEngine(Engine):
         """**Collective.** Raises TaskError for models and losses that do not fit each other, else as each engine does."""
         self.plan = plan
         every, self._losses = names(plan.task), plan.task.losses()
-        self._passes = {name: _Pass() for name in self._losses}
+        self._passes = {name: Pass() for name in self._losses}
         self._digests: dict[str, str] = {}
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Part] = {}
         self._engines: dict[str, ModelEngine] = {}
         for name in plan.config.settings.optimizers:
             if name not in self._losses:
@@ -170,7 +129,7 @@ class PartsEngine(Engine):
     def _set_built(self) -> None:
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
-        draws: Any = _Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
+        draws: Any = Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
         trained = {name: engine.built.groups for name, engine in self._trained.items()}
         groups = ParameterGroups(
             asked={
@@ -180,7 +139,7 @@ class PartsEngine(Engine):
             lines=tuple(f"{name}, {line}" for name, group in trained.items() for line in group.lines),
         )
         called = {name: engine.built.calls for name, engine in self._engines.items() if engine.built.calls is not None}
-        self._calls = _Calls(called) if called else None
+        self._calls = Calls(called) if called else None
         specs = {name: engine.plan.optimizer for name, engine in self._trained.items()}
         how = {
             name: f"loss {number}, {changes.kind_of(specs[name])}" for number, name in enumerate(self._losses, start=1)
@@ -230,11 +189,11 @@ class PartsEngine(Engine):
         plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
         task: Any = copy.copy(whole)
         task.model, task.loss = lambda: self._build(name), lambda outputs, targets: outputs
-        task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
+        task.parameter_groups = lambda model: groups_of(whole.parameter_groups(model), others)
         task.after_step = whole.after_step  # whose attributes and context are those of now
         if name not in self._losses:
             task.parameter_groups = lambda model: ()
-        config = _config_of(plan.config, name, others, frozen=name not in self._losses)
+        config = config_of(plan.config, name, others, frozen=name not in self._losses)
         optimizer, schedule = plan.optimizer, plan.schedule
         if name in plan.config.settings.optimizers:
             optimizer = optimizers.of_task(optimizers.read(config), whole)
@@ -246,16 +205,16 @@ class PartsEngine(Engine):
         part_plan = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
         return replace(part_plan, part=name, frozen=name not in self._losses)
 
-    def _build(self, name: str) -> _Part:
-        task, drawn = self.plan.task, _Drawn()
+    def _build(self, name: str) -> Part:
+        task, drawn = self.plan.task, Drawn()
         if name in self._losses:
-            part = _Part(name, task.model_of(name), partial(self._loss, name))
+            part = Part(name, task.model_of(name), partial(self._loss, name))
         elif name in self._averages:
-            part = _Part(name, task.model_of(name), None)
+            part = Part(name, task.model_of(name), None)
             part.requires_grad_(False)
         else:
             with drawn:
-                part = _Part(name, task.model_of(name), None)
+                part = Part(name, task.model_of(name), None)
             if random := drawn.among(part):
                 raise TaskError(
                     f"{type(task).__name__}: no loss trains the model {name!r}, and its {random} is drawn from random numbers; "
@@ -267,7 +226,7 @@ class PartsEngine(Engine):
         self._parts[name] = part
         return part
 
-    def _refuse_shared(self, name: str, part: _Part) -> None:
+    def _refuse_shared(self, name: str, part: Part) -> None:
         owners = {
             id(one): other for other, made in self._parts.items() for one in (*made.modules(), *made.parameters())
         }
@@ -278,7 +237,7 @@ class PartsEngine(Engine):
                     "by a loss of its own: keep it in one of them, and let the loss of the other call that model"
                 )
 
-    def _loss(self, name: str, batch: _LossInputs) -> Any:
+    def _loss(self, name: str, batch: LossInputs) -> Any:
         models = {other: partial(self._outputs, other, other == name) for other in self._engines}
         return self._passes[name](self._losses[name], models, batch)
 
@@ -296,7 +255,7 @@ class PartsEngine(Engine):
         """
         if self._calls is not None:
             self._calls.begin()
-        batches = [replace(batch, inputs=_LossInputs(batch.inputs, batch.targets)) for batch in micro_batches]
+        batches = [replace(batch, inputs=LossInputs(batch.inputs, batch.targets)) for batch in micro_batches]
         results: dict[str, StepResult] = {}
         self._steps += 1
         for name in self._losses:
@@ -317,7 +276,7 @@ class PartsEngine(Engine):
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((step.loss for step in steps[1:]), steps[0].loss)
         skipped = any(step.skipped for step in steps)
-        return StepResult(loss, steps[0].learning_rate, norm, skipped, _terms(results, len(self._losses) > 1))
+        return StepResult(loss, steps[0].learning_rate, norm, skipped, terms_of(results, len(self._losses) > 1))
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
@@ -413,7 +372,7 @@ class PartsEngine(Engine):
             raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {strange[0]} is gone")
         self._steps = saved.updates
         for name, engine in self._trained.items():
-            engine.load_state(_OfPart(saved, name, self._every.get(name, 1)))
+            engine.load_state(SavedPart(saved, name, self._every.get(name, 1)))
         buffers = saved.buffers()
         for name, teacher in self._teachers.items():
             teacher.resume()
@@ -436,130 +395,3 @@ class PartsEngine(Engine):
             for engine in others:
                 engine.close()
         opener.close()
-
-
-def _terms(results: Mapping[str, StepResult], several: bool) -> dict[str, Sum]:
-    """Returns the terms that the losses returned with their values; with ``several`` losses, these too."""
-    terms: dict[str, Sum] = {}
-    for name, result in results.items():
-        if several:
-            terms[f"{name}_loss"] = Sum(result.loss.detach(), 1)
-        terms.update(result.terms)
-    return terms
-
-
-def _groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
-    """The groups without patterns that begin with the name of another model that is trained."""
-    kept = []
-    for group in groups:
-        match = group.get("match") if isinstance(group, Mapping) else None
-        patterns = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
-        if patterns or not match:  # what is no group is for others to say
-            kept.append({**group, "match": patterns} if patterns else group)
-    return kept
-
-
-def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
-    """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
-    raw = config.written()
-    section = raw.get("dsframe", {})
-    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
-        return config
-    optimizer = section.pop("optimizers", {}).get(name)
-    if optimizer is not None:
-        raw["optimizer"] = {key: value for key, value in optimizer.items() if key != "every_steps"}
-    if frozen:
-        section.pop("layer_decay", None)
-        section.get("model", {}).pop("activation_checkpointing", None)
-    groups = _groups_of(section.pop("parameter_groups", []), others)
-    if groups and not frozen:
-        section["parameter_groups"] = groups
-    try:
-        loaded = config.with_content(raw)
-    except ConfigError as error:
-        whose = f"with dsframe.optimizers.{name}: "
-        raise ConfigError([replace(problem, message=whose + problem.message) for problem in error.problems]) from None
-    known = {feature.name for feature in config.features}
-    for feature in loaded.features:
-        if feature.name not in known:
-            raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
-    return loaded
-
-
-class _OfPart(SavedView):
-    """A saved state as one model's engine sees it."""
-
-    def __init__(self, saved: SavedState, name: str, every: int) -> None:
-        super().__init__(saved)
-        self._prefix, self._every = f"{name}.", every
-
-    @property
-    def updates(self) -> int:
-        return self._saved.updates // self._every
-
-    @property
-    def shapes(self) -> Shapes:
-        return {name: shape for name, shape in self._saved.shapes.items() if name.startswith(self._prefix)}
-
-    def buffers(self) -> Tensors:
-        return {name: buffer for name, buffer in self._saved.buffers().items() if name.startswith(self._prefix)}
-
-
-class _Draws:
-    """Knows whether any model, or loss, draws random numbers in training."""
-
-    def __init__(self, every: Sequence[DrawTrial]) -> None:
-        self._every = every
-
-    @property
-    def moved(self) -> bool:
-        """True once one has."""
-        return any(trial.moved for trial in self._every)
-
-
-class _Calls:
-    """The calls of all engines that compare them, for the watchdog."""
-
-    def __init__(self, every: Mapping[str, Any]) -> None:
-        self._every, self._log = every, list[str]()
-        for calls in every.values():
-            calls.log = self._log
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._log.clear()
-
-    def connect(self, store: Any) -> None:
-        """``store``: as for each."""
-        for name, calls in self._every.items():
-            calls.connect(PrefixStore(name, store))
-
-    def difference(self, store: Any, moment: str) -> str:
-        """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
-        difference: str = next(iter(self._every.values())).difference(store, moment)
-        return difference
-
-
-class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows which tensors have been filled with random numbers inside, and not with others since."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._filled: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._filled.update(_storage(result) for result in tensors_of(results))
-        elif func is torch.ops.aten.copy_.default and isinstance(args[1], Tensor):
-            change = self._filled.add if _storage(args[1]) in self._filled else self._filled.discard
-            change(_storage(args[0]))
-        return results
-
-    def among(self, model: nn.Module) -> str:
-        """Returns the name of the first parameter with random numbers; "" where there is none."""
-        return next((name for name, parameter in model.named_parameters() if _storage(parameter) in self._filled), "")
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.detach().untyped_storage())  # type: ignore[no-untyped-call]

@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
-from dsframe.data.loader import DatasetSource, EvaluationBatch, Loader, StreamSource
+from dsframe.data.datasets import DatasetSource, StreamSource
+from dsframe.data.loader import EvaluationBatch, Loader
 from dsframe.engines import precision
 from dsframe.host import source_files
 from dsframe.model import forward

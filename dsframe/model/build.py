@@ -27,7 +27,8 @@ from dsframe.model.parts import parts_of
 from dsframe.model.persistent import aliases
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
-from dsframe.model.weight_watch import WeightWatch, refuse_unusual
+from dsframe.model.unusual import refuse_unusual
+from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Task
 from dsframe.values import elements
 

@@ -13,98 +13,47 @@ So the first steps are watched, and then every step whose number is a power of t
 from __future__ import annotations
 
 import json
-import sys
-import sysconfig
 import traceback
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import DsframeError, EngineError, TaskError
-from dsframe.host import source_files
 from dsframe.model import linearity
-from dsframe.model.built_memory import BuiltMemory, storage_of
-from dsframe.model.gathered import is_whole, library_of
-from dsframe.values import tensors_of
+from dsframe.model.built_memory import BuiltMemory
+from dsframe.model.weight_calls import CallWatch
 
-_METADATA = frozenset(
-    "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
-    "is_complex is_contiguous stride names _version is_cuda is_sparse is_meta is_quantized itemsize nbytes register_hook "
-    "__hash__ __repr__ __format__ __len__ data_ptr untyped_storage storage_offset _backward_hooks requires_grad_ "
-    "register_post_accumulate_grad_hook".split()
-)
-"""What tells nothing of a tensor's numbers."""
-_TORCH = str(Path(torch.__file__).parent)
-_SITE = str(Path(_TORCH).parent)
-_MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deepspeed/", "/horovod/"))
-"""Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
-_LINEAR = f"{_SITE}/deepspeed/runtime/zero/linear.py"
-"""What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at ZeRO-3."""
-_MODULES = str(Path(_TORCH, "nn", "modules"))
-_STDLIB = sysconfig.get_path("stdlib")
 _OTHER_ENGINES = 'choose engine "single" or "horovod", or ZeRO 0 to 2'
-_WHOLE_STEPS = (
-    "write whole_weights = True in the task, which gathers all for each step, or choose an engine that keeps whole weights on each "
-    "rank (ddp, horovod, or ZeRO 0 to 2)"
-)
 
 
-class WeightWatch(TorchFunctionMode):
+class WeightWatch(CallWatch):
     """The watch over one engine's model."""
 
     def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory, but: frozenset[str] = frozenset()) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights, as ``model()`` has returned them.
-        ``but``: weights that dsframe itself writes in forward passes."""
-        super().__init__()
-        self._memory = memory
-        self._engine, self._model, self._but = weakref.proxy(engine), model, but
+        """``engine``, ``memory``: as for :class:`CallWatch`. ``but``: weights that dsframe itself writes in forward passes."""
+        super().__init__(engine, model, memory)
+        self._but = but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
         if self._looks_inside:
             linearity.examine_hooks(model, self._say_not_linear)
-        # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
-        self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._held = ""
-        """A digest of their names: ranks of another stage of a pipeline have others."""
-        self._trained: list[bool] = []
-        self._dtypes: list[torch.dtype] = []
-        self._whole, self._never_whole, self._gives_up = True, "", False
-        self.whole_steps = False
-        """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
-        self._direct: dict[str, str] = {}
-        self._writes: dict[str, str] = {}
-        self._replaced: dict[str, Tensor] | None = None
-        """In a trial, the contents of the weights that it writes to."""
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._versions: list[int] = []
-        self._examined = False
-        """True once the first loss of a step has been looked at."""
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since the ranks last compared what each has written."""
-        self._watching = self._aside = False
+        self._watching = False
         self._first = 0
-        self._without_gradients: Counter[nn.Module] = Counter()
         self.recomputes_inside = False
         """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
         self.elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around a loss or metrics: refuses what other ranks have of the model."""
-        self.notes: list[str] = []
-        """What the run says once."""
 
     # One step.
 
@@ -153,26 +102,6 @@ class WeightWatch(TorchFunctionMode):
     def _written(self) -> dict[str, Any]:
         return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
 
-    def note_parameters(self) -> None:
-        """The model as the engine has made it."""
-        if self._parameters:
-            return
-        self._parameters = dict(self._model.named_parameters())
-        self._held = xxh3_64_hexdigest("\n".join(self._parameters).encode())
-        self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
-        self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        self._memory.keep_left(self._model)
-        libraries = [library_of(parameter) for parameter in self._parameters.values()]
-        self._whole = not any(libraries)
-        self._puts_others = any(library is not None and library.puts_others for library in libraries)
-        self._never_whole = next((library.never_whole for library in libraries if library and library.never_whole), "")
-        self._gives_up = any(library is not None and not library.never_whole for library in libraries)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is watched."""
-        return self._model
-
     @property
     def has_writes(self) -> bool:
         """True if forward passes write to weights, or may, as far as the last watched step has shown."""
@@ -210,15 +139,6 @@ class WeightWatch(TorchFunctionMode):
         self._writes = self._writes | before
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside of :meth:`inside`, around what dsframe makes the model do: not looked at, unless weights are shards."""
-        self._aside = self._whole
-        try:
-            yield
-        finally:
-            self._aside = False
-
-    @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass, whose hooks torch calls where it likes: counts writes, which some libraries hide."""
         self._versions = self._counted()
@@ -233,21 +153,6 @@ class WeightWatch(TorchFunctionMode):
         """The weights that were written since they were counted."""
         counts = zip(self._parameters, self._versions, self._counted(), strict=True)
         return [name for name, before, now in counts if before != now]
-
-    def _called(self, module: nn.Module, _: Any) -> None:
-        """Before each module is called, and before a library's own hooks."""
-        self._refuse_transforms()
-        if module.training and not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
-            self._without_gradients[module] += 1
-
-    def _refuse_transforms(self) -> None:
-        if self._whole or self.whole_steps or self._puts_others:
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch has no public name for it
-            raise EngineError(
-                f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
-                f"them; {self._whole_steps}"
-            )
 
     def computed(self, loss: Tensor) -> None:
         """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
@@ -312,114 +217,6 @@ class WeightWatch(TorchFunctionMode):
         return EngineError(
             f"{line} uses {name} itself, not by a call of its module, and the backward pass failed: {self._shards()}"
         )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._aside:
-            return func(*args, **kwargs)
-        if func is Tensor.register_hook and not self._examined and not args[0].is_leaf and (line := _caller()):
-            args = (args[0], linearity.examining(args[1], line, self._say_not_linear))
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
-        if name not in _METADATA or func is torch.autograd.grad:
-            self._check_call(func, name, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _say_not_linear(self, what: str) -> None:
-        text = f"{what}, and not linearly: it is of one micro-batch, so the training depends on the micro batch size"
-        if text not in self.notes:  # once for a line that registers many
-            self.notes.append(text)
-
-    def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._refuse_transforms()
-        if func is torch.autograd.grad and not (self._whole or self.whole_steps) and (line := _caller()):
-            raise EngineError(
-                f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; "
-                f"{self._whole_steps}"
-            )
-        alone = self._whole and self._engine.updates_in_place and self._engine.plan.world.size == 1
-        if func is Tensor.backward and not alone and (line := _caller()):
-            raise EngineError(
-                f"{line} calls backward() itself, which adds to the gradients that {self._engine.description} reduces and updates "
-                "with; use torch.autograd.grad, which gives derivatives alone"
-            )
-        if kwargs.get("max_norm") is not None and not self._whole:
-            raise EngineError(
-                f"max_norm of a function writes to its weight, and {self._engine.description} shards weights: use "
-                "nn.Embedding(max_norm=...), which dsframe applies on every engine"
-            )
-        sparse = kwargs.get("sparse") or kwargs.get("sparse_grad")
-        if sparse and any(leaf.requires_grad for leaf in _tensors(args, kwargs)) and (line := _caller()):
-            raise TaskError(
-                f"{line} asks for a sparse gradient, which no engine adds up; leave sparse out: dense ones are the same numbers"
-            )
-        if name in ("numpy", "__array__") and not self._whole and (known := self._name_of_memory(args[0])):
-            raise EngineError(
-                f"{_caller()} takes {known} to NumPy without a copy, and {self._engine.description} frees its memory; write "
-                "clone() before numpy()"
-            )
-        for leaf in _tensors(args, kwargs):
-            if isinstance(leaf, nn.Parameter):
-                self._touched(leaf)
-            elif (left := self._memory.name_of(leaf)) and (line := _caller()):
-                raise EngineError(
-                    f"{line} uses a tensor in the memory that {left} had when the model was built. {self._engine.description} has "
-                    "moved the weight, so the tensor stays as it was: use the weight itself, or clone() the tensor in model() if "
-                    "it shall stay so"
-                )
-        if (
-            args
-            and isinstance(args[0], Tensor)
-            and (name.startswith("=") or (name.endswith("_") and name[-2:] != "__"))
-        ):
-            self._wrote(args[0])
-
-    def _touched(self, parameter: nn.Parameter) -> None:
-        known, original = self._built.get(id(parameter), ("", None))
-        if original is None or original() is not parameter:
-            known = ""
-        stale = known and not self._whole and self._parameters.get(known) is not parameter
-        if not stale and is_whole(parameter):
-            if not self._whole and known and (line := _caller(direct=True)):
-                self._direct.setdefault(known, line)
-            return
-        line = _caller()
-        if line:
-            if stale:
-                raise EngineError(
-                    f"{line} uses {known} by a reference from before the training (in a list or a dict, for example), and "
-                    f"{self._engine.description} has put another tensor in its place: take it from its module where it is used"
-                )
-            name = known or next((n for n, other in self._parameters.items() if other is parameter), "a weight")
-            raise EngineError(f"{line} uses {name} outside of its module's forward pass: {self._shards()}")
-
-    def _wrote(self, target: Tensor) -> None:
-        if target.requires_grad and not target.is_leaf:
-            return
-        name = self._name_of_memory(target)
-        if name and (line := _caller()):
-            if not self._whole:
-                raise EngineError(
-                    f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
-                )
-            self._writes.setdefault(name, line)
-            if self._replaced is not None and name not in self._replaced:
-                self._replaced[name] = self._parameters[name].detach().clone()
-
-    def _name_of_memory(self, tensor: Tensor) -> str:
-        """The weight in whose memory a tensor lies; "" for none."""
-        storage = storage_of(tensor)
-        weights = self._parameters.items() if self._whole else self._model.named_parameters()
-        names = {
-            name: weight for name, weight in weights if storage and is_whole(weight) and storage_of(weight) == storage
-        }
-        if len(names) > 1:  # of a flat buffer of an engine's, the one that is there
-            place = tensor.data_ptr()
-            for name, weight in names.items():
-                if 0 <= place - weight.data_ptr() < weight.nbytes:
-                    return name
-        return next(iter(names), "")
 
     # What is found.
 
@@ -532,105 +329,6 @@ class WeightWatch(TorchFunctionMode):
                 f"use_reentrant=True, and {self._engine.description} would count a part of its gradients; write "
                 "use_reentrant=False: the same numbers"
             )
-
-    @property
-    def _whole_steps(self) -> str:
-        return self._never_whole or _WHOLE_STEPS
-
-    def _shards(self) -> str:
-        if self._never_whole:
-            return f"{self._engine.description} shards weights, and no rank has whole ones; {self._never_whole}"
-        return (
-            f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
-            "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or "
-            f"{_WHOLE_STEPS}"
-        )
-
-
-_UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda parameter: parameter.is_complex(),
-        "is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, nn.Parameter(torch.view_as_real(weight)), "
-        "and use torch.view_as_complex(self.weight) in the forward pass; a frozen one may be a buffer",
-    ),
-    (
-        is_lazy,
-        "have no shape before the first forward pass, and the optimizer is made before it. Call the model once in model(), or give "
-        "the layer its sizes",
-    ),
-    (
-        lambda parameter: parameter.is_meta,
-        'have no memory (device "meta"), so there is nothing to train; make them on the CPU, or give them memory and numbers in '
-        'model(): to_empty(device="cpu"), then an initialisation or load_state_dict()',
-    ),
-    (
-        lambda parameter: parameter.layout != torch.strided,
-        "is a sparse tensor, which no engine can send; train its values() as a dense parameter, and make the sparse tensor of them "
-        "in the forward pass; a frozen one may be a buffer",
-    ),
-)
-"""Kinds of parameters that no engine trains, and what to do."""
-
-
-def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex and sparse ones, and for memory
-    that a trained one shares with another."""
-    for is_unusual, text in _UNUSUAL:
-        if names := [name for name, parameter in model.named_parameters() if is_unusual(parameter)]:
-            raise TaskError(f"{whose}.model: {', '.join(names)} {text}")
-    if pair := _shared_memory(model):
-        raise TaskError(
-            f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "
-            "weights. To share a weight, give both modules the one parameter (head.weight = embedding.weight); else clone() it"
-        )
-
-
-def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of two tensors of which at least one is trained, and that have an element in common."""
-    tensors = [
-        (name, tensor)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.numel() and tensor.layout == torch.strided and tensor.device.type != "meta"
-    ]
-    end, before = 0, None
-    for name, tensor in sorted(tensors, key=lambda entry: entry[1].data_ptr()):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if before and tensor.data_ptr() < end and (before[1].requires_grad or tensor.requires_grad):
-            places = (_places(tensor), _places(before[1]))
-            if torch.isin(*places).any():
-                return before[0], name
-        if (reaches := tensor.data_ptr() + (last + 1) * tensor.element_size()) > end:
-            end, before = reaches, (name, tensor)
-    return None
-
-
-def _places(tensor: Tensor) -> Tensor:
-    """Where the elements of a tensor lie in its storage."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return torch.arange(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
-
-
-def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (tuple, list)):
-            yield from tensors_of(argument)
-
-
-def _caller(*, direct: bool = False) -> str:
-    """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has, or, if
-    ``direct``, one of torch's own modules."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        ours = source_files.is_ours(file) and "/tasks/" not in file and file != __file__
-        if ours or (file.startswith(_MOVERS) and file != _LINEAR) or (direct and file.startswith(_MODULES)):
-            return ""
-        if file != __file__ and not file.startswith((_TORCH, _LINEAR, "<")) and str(Path(file).parent) != _STDLIB:
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from dsframe.data.loader import as_source
+from dsframe.data.datasets import as_source
 from dsframe.errors import TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.given import given

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dsframe.data.datasets import DatasetSource, StreamSource, as_source
 from dsframe.data.fingerprint import digest
-from dsframe.data.loader import DatasetSource, StreamSource, as_source, in_one_line
+from dsframe.data.reading import in_one_line
 from dsframe.data.source import Source
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, view_as_real
 
 from dsframe.data.collate import LABELS, Collate, collated
-from dsframe.data.loader import DatasetSource
+from dsframe.data.datasets import DatasetSource
 from dsframe.errors import TaskError
 from dsframe.tasks.task import Task, gives
 from dsframe.values import attributes_of, tensors_of

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from dsframe.cluster.exchange import all_gather_json, by_value
 from dsframe.data import Loader
+from dsframe.data.datasets import StreamSource
 from dsframe.data.fingerprint import digest
-from dsframe.data.loader import StreamSource
 from dsframe.data.sample_draws import RowDraws
 from dsframe.data.source import Batch
 from dsframe.engine import Engine

@@ -14,7 +14,7 @@ from torch import nn
 
 from dsframe import Hooks, Sum, Task
 from dsframe.data import EvaluationLoader, TensorSource
-from dsframe.data.loader import as_source
+from dsframe.data.datasets import as_source
 from dsframe.host import generators
 from dsframe.training.evaluation import Evaluation
 from dsframe.training.loaders import sets

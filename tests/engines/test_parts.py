@@ -14,7 +14,7 @@ from dsframe import engines
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
-from dsframe.engines import parts
+from dsframe.engines.part_models import Drawn
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.tools.compare import losses
 from dsframe.tools.plan.meta import model_of
@@ -374,7 +374,7 @@ def test_another_rhythm_is_another_training(tmp_path):
 
 def test_what_has_been_drawn_is_known():
     """Also where it has been copied, and no longer where a file's numbers have been copied over it."""
-    with parts._Drawn() as drawn:
+    with Drawn() as drawn:
         fresh, copied, loaded = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
         with torch.no_grad():
             for parameter in loaded.parameters():

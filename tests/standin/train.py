@@ -121,9 +121,9 @@ def item_in_every_step():
 
 def batch_on_the_host():
     """The loader forgets the device."""
-    from dsframe.data.loader import _Fetcher
+    from dsframe.data.reading import Fetcher
 
-    _Fetcher._to_device = lambda self, batches: batches
+    Fetcher._to_device = lambda self, batches: batches
 
 
 def model_on_the_host():
@@ -150,9 +150,9 @@ def whole_model_at_stage_3():
 
 def pageable_batch():
     """Batches are not pinned."""
-    from dsframe.data import loader
+    from dsframe.data import ahead
 
-    loader._dense = lambda leaf: leaf.contiguous()
+    ahead._dense = lambda leaf: leaf.contiguous()
     torch.Tensor.pin_memory = lambda self, *_: self
 
 

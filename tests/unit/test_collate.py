@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 import dsframe
 from dsframe.data import Loader, Pad, TensorSource, as_source
 from dsframe.data.collate import collated
-from dsframe.data.loader import DatasetSource
+from dsframe.data.datasets import DatasetSource
 from dsframe.errors import DataError
 from tests.files import ds_config
 

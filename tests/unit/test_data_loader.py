@@ -11,7 +11,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, Pad, TensorSource, as_source
-from dsframe.data.loader import DatasetSource, _Ahead, _dense, in_one_line
+from dsframe.data.ahead import Ahead, _dense
+from dsframe.data.datasets import DatasetSource
+from dsframe.data.reading import in_one_line
 from dsframe.errors import DataError
 
 
@@ -198,7 +200,7 @@ def test_the_next_batch_is_on_its_way_before_one_is_given():
             taken.append(number)
             yield torch.full((2,), number), torch.zeros(2)
 
-    ahead = _Ahead(torch.device("meta"))
+    ahead = Ahead(torch.device("meta"))
     items = ahead(batches(4))
     assert taken == []
     assert next(items)[0].device.type == "meta"
@@ -219,7 +221,7 @@ class Movable:
 
 def test_what_moves_itself_is_moved():
     packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
-    ((inputs, targets),) = _Ahead(torch.device("meta"))(iter([((Movable(torch.zeros(2)), packed), torch.zeros(2))]))
+    ((inputs, targets),) = Ahead(torch.device("meta"))(iter([((Movable(torch.zeros(2)), packed), torch.zeros(2))]))
     assert inputs[0].values.device.type == targets.device.type == inputs[1].data.device.type == "meta"
     assert inputs[1].batch_sizes.device.type == "cpu", "torch wants them on the host"
 

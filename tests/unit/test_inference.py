@@ -18,7 +18,7 @@ from dsframe import inference
 from dsframe.checkpoint import store
 from dsframe.cluster.world import World
 from dsframe.data import Pad, TensorSource
-from dsframe.data.loader import DatasetSource
+from dsframe.data.datasets import DatasetSource
 from dsframe.errors import CheckpointError, DsframeError, TaskError
 from dsframe.host import generators
 from dsframe.inference import load_model

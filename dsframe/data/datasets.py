@@ -1,0 +1,215 @@
+"""What a task returns, as a source: map-style data sets row by row, and streams in their own order.
+
+:func:`as_source` accepts a :class:`~dsframe.data.source.Source`, a map-style torch ``Dataset``, and for training an
+``IterableDataset``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from dsframe.data.collate import Collate, Pad, collated
+from dsframe.data.sample_draws import RowDraws
+from dsframe.data.sampler import Part
+from dsframe.data.source import Batch, Source, TensorSource, draw
+from dsframe.errors import DataError
+from dsframe.host import generators
+
+Item = tuple[int, int, Any]
+"""An epoch, an index and the row."""
+_ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+_TOLD = "_told_by_dsframe"
+"""The attribute of a data set with the epoch that it was told last."""
+READINGS = 5
+"""So many rows are collated so often, less one, to see whether they come out the same."""
+ENDLESS = 2**53
+"""Length of a stream that does not say how long it is."""
+
+
+def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: bool = False) -> Source:
+    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one.
+
+    ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`). ``streams``: take an ``IterableDataset``
+    too, which can only be read from its start.
+
+    Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so that
+    random transforms give a sample the same look on every rank, in every worker and after every restart.
+
+    Raises DataError for an ``IterableDataset`` elsewhere (it has no indices) and anything else.
+    """
+    if isinstance(data, IterableDataset):
+        if streams:
+            return StreamSource(data, seed, collate)
+        raise DataError(
+            f"{type(data).__name__} is an IterableDataset: it can be trained on, but not evaluated, because its samples "
+            "cannot be read by index; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
+        )
+    if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
+        return TensorSource(*data.tensors)
+    if isinstance(data, Source) and callable(getattr(type(data), "batch", None)) and not _of_datasets(data):
+        if collate is not None:
+            raise DataError(
+                f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
+            )
+        return data
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return DatasetSource(data, seed, collate)
+    raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
+
+
+def _of_datasets(data: Any) -> bool:
+    """True for a data set of the library ``datasets``, which has a method ``batch`` too: another one."""
+    return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
+
+
+class DatasetSource:
+    """A map-style torch ``Dataset`` as a source: ``dataset[i]`` one by one, then ``collate``, or torch's ``default_collate``."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
+        self._draws = RowDraws(seed, torch.device("cpu"))
+        self._listens = _who_listen(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        return self.gather([(epoch, indices)])
+
+    def gather(self, parts: list[Part]) -> Batch:
+        """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
+        with generators.kept():
+            items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
+            return self.collated(items)
+
+    def item(self, epoch: int, index: int) -> Any:
+        """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
+        bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
+        _tell_epoch(self._listens, epoch)
+        generators.seed(bits, gpus=False)
+        place = index % len(self)
+        many = getattr(self.dataset, "__getitems__", None)
+        try:
+            if many is None or _of_datasets(self.dataset):
+                return self.dataset[place]
+            rows = many([place])  # as torch's DataLoader reads it
+        except StopIteration as error:  # which would be taken for the end of the data
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for row {place}: a next() found nothing; give it a default "
+                f"({last.filename}:{last.lineno})"
+            ) from error
+        if isinstance(rows, (list, tuple)) and len(rows) == 1:
+            return rows[0]
+        name = type(self.dataset).__name__
+        raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
+
+    def refuse_other_order(self) -> None:
+        """Raises DataError where ``collate`` gives rows in another order than it gets them, as one that sorts them by length."""
+        count = min(len(self), READINGS)
+        with generators.kept():
+            items = [(0, index, self.item(0, index)) for index in range(count)]
+            ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1], items[1:])] if count > 1 else []
+        leaves = (tree_leaves(way, is_leaf=lambda part: isinstance(part, PackedSequence)) for way in ways)
+        for there, back, fewer in zip(*leaves, strict=False):
+            if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (there, back, fewer)):
+                continue
+            if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # it is one row of a list
+                continue
+            rows, others = there.tolist(), back.tolist()
+            if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):
+                whose = getattr(self.collate, "__qualname__", type(self.collate).__qualname__)
+                raise DataError(
+                    f"{whose} gives the rows of a batch in another order, so predictions would be of other "
+                    "samples; leave the order as it is (pack_padded_sequence takes "
+                    "enforce_sorted=False), or write eval_collate"
+                )
+
+    def collated(self, items: list[Item]) -> Batch:
+        """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
+        numbered = [(index % len(self), row) for _, index, row in items]
+        if self.collate is None or isinstance(self.collate, Pad):
+            return collated(numbered, self.collate)
+        with self._draws.collating([(epoch, index) for epoch, index, _ in items]):
+            return collated(numbered, self.collate)
+
+
+def _who_listen(dataset: Any) -> list[Any]:
+    """The data set, or those inside of it (of a ``Subset``, a ``ConcatDataset``), that have ``set_epoch``."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    several = getattr(dataset, "datasets", ())
+    several = several.values() if isinstance(several, dict) else several if isinstance(several, (list, tuple)) else ()
+    inside = [part for part in (getattr(dataset, "dataset", None), *several) if part is not None]
+    return [listener for part in inside for listener in _who_listen(part)]
+
+
+def _tell_epoch(datasets: list[Any], epoch: int) -> None:
+    """Calls ``set_epoch`` where this process has not said so yet. A set that is trained and evaluated on is told both in turn."""
+    for dataset in datasets:
+        if getattr(dataset, _TOLD, None) != epoch:
+            dataset.set_epoch(epoch)
+            setattr(dataset, _TOLD, epoch)
+
+
+class StreamSource(DatasetSource):
+    """An ``IterableDataset``: rows in its own order, numbered as they come, one pass after the other. Reading goes forward."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
+        super().__init__(dataset, seed, collate)
+        self.dataset: Any = dataset
+        self._read = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._rows: Iterator[Any] = iter(())
+        self._next: int | None = None
+
+    def __len__(self) -> int:
+        try:
+            return super().__len__()
+        except TypeError:
+            return ENDLESS
+
+    def read(self) -> list[int]:
+        """Rows that were read from the data set so far, some of them ahead, passes that ended, and rows until the last of these
+        ended: of whichever process of this rank reads."""
+        return [int(count) for count in self._read]
+
+    def item(self, epoch: int, index: int) -> Any:
+        wanted = epoch * len(self) + index
+        if self._next is None or wanted < self._next:
+            self._rows, self._next = self._passes(), 0
+        while True:
+            row = next(self._rows)
+            self._next += 1
+            if self._next > wanted:
+                return row
+
+    def collated(self, items: list[Item]) -> Batch:
+        """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
+        may shuffle with them, and ranks make other batches of its rows."""
+        with generators.kept():
+            generators.seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF, gpus=False)
+            return super().collated(items)
+
+    def _passes(self) -> Iterator[Any]:
+        self._read.zero_()
+        for number in itertools.count():
+            generators.seed(draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF, gpus=False)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(number)
+            row = None
+            for row in self.dataset:
+                self._read[0] += 1
+                yield row
+            self._read[1], self._read[2] = number + 1, self._read[0]
+            if row is None:
+                raise DataError(f"{type(self.dataset).__name__} gives no row")

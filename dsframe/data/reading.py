@@ -1,0 +1,155 @@
+"""From requests for samples to batches: read in place or by worker processes, and sent to the device."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset
+
+from dsframe.data.ahead import Ahead
+from dsframe.data.datasets import READINGS, DatasetSource, Item
+from dsframe.data.sampler import Part
+from dsframe.data.source import Batch, GatheringSource, ImageSource, Source, own_rows
+from dsframe.data.workers import held, outlive_signals
+from dsframe.errors import DataError
+from dsframe.host import generators
+from dsframe.values import same
+
+Request = list[Part]
+"""The samples of one batch."""
+
+
+def _pair(batch: Any, source: Source) -> Batch:
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        raise DataError(f"{type(source).__name__}.batch must return (inputs, targets); got {type(batch).__name__}")
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            raise DataError(
+                f"{type(source).__name__}.batch must return tensors, in any nesting; got {type(leaf).__name__}; "
+                "leave it out, or give a map-style Dataset, whose samples may hold other things"
+            )
+    return batch
+
+
+class _Keyed(Dataset[Any]):
+    """The data set that a worker process reads: samples by ``(epoch, index)``."""
+
+    def __init__(self, source: DatasetSource) -> None:
+        self.source = source
+
+    def __getitem__(self, key: tuple[int, int]) -> Item:
+        epoch, index = key
+        return epoch, index, self.source.item(epoch, index)
+
+    def draws(self, rows: list[Item]) -> bool:
+        """True where ``collate`` draws what belongs to no row, or makes another batch each time of the same rows."""
+        batches, following = [], []
+        for reading in range(READINGS):
+            generators.seed(0, gpus=False)
+            if reading:
+                batches.append(tree_leaves(DatasetSource.collated(self.source, copy.deepcopy(rows))))
+            following.append((torch.rand(()).item(), np.random.random(), random.random()))
+        return len(set(following)) > 1 or not all(same(batches[0], batch) for batch in batches[1:])
+
+
+class Fetcher:
+    """Turns requests into batches on a device, ahead of time where that helps."""
+
+    def __init__(self, source: Source, device: torch.device, workers: int) -> None:
+        self.source, self.device, self.workers = source, device, workers
+        self._read: Callable[[Tensor, int], Any] = source.batch
+        self._finish: Callable[[Batch], Batch] | None = None
+        # Images travel as uint8, and the device normalises them; but a subclass may have changed what a batch is.
+        if device.type != "cpu" and isinstance(source, ImageSource) and type(source).batch is ImageSource.batch:
+            self._read, self._finish = source.pixels, source.normalised
+
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        if self.workers and isinstance(self.source, DatasetSource):
+            keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
+            batches: Iterator[Batch] = _loaded(_Keyed(self.source), keys, self.source.collated, self.workers)
+        else:
+            batches = (self._fetch(parts) for parts in requests)  # a map would take a StopIteration in it for its end
+        return self._to_device(batches)
+
+    def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        if self.device.type == "cpu":
+            return batches
+        ahead = Ahead(self.device, self._finish)
+        # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
+        return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
+
+    def _fetch(self, parts: list[Part]) -> Batch:
+        if isinstance(self.source, GatheringSource):
+            return self.source.gather(parts)
+        batches = [_pair(self._read(own_rows(self.source, rows), epoch), self.source) for epoch, rows in parts]
+        if len(batches) == 1:
+            return batches[0]
+        try:
+            inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)
+        except (RuntimeError, ValueError) as error:
+            shapes = "; then ".join(
+                ", ".join(str(list(leaf.shape)) for leaf in tree_leaves(batch)) for batch in batches
+            )
+            raise DataError(
+                f"{type(self.source).__name__}.batch gives rows of different sizes. This batch has rows of two epochs, and "
+                f"its two parts cannot be joined: shapes {shapes}. Give all rows one size, or write "
+                '"dataloader_drop_last": true'
+            ) from error
+        return inputs, targets
+
+    def collate_draws(self) -> bool:
+        """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
+        source = self.source
+        keys = [[(0, index) for index in range(min(READINGS, len(source)))]]
+        read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
+        with generators.kept():
+            return bool(next(_loaded(read, keys, read.draws, min(self.workers, 1))))
+
+    def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
+        share."""
+        fetch = Fetcher(self.source, torch.device(device), min(self.workers, 1))
+        return fetch([(0, torch.tensor(list(indices)))] for indices in samples)
+
+    def rows(self, indices: list[int]) -> Iterator[Batch]:
+        """Batches of one sample each, on the CPU."""
+        return self.batches([index] for index in indices)
+
+
+def _loaded(
+    rows: _Keyed, keys: Iterable[list[tuple[int, int]]], collate: Callable[[list[Item]], Any], workers: int
+) -> Iterator[Any]:
+    """What ``collate`` makes of the rows of each list of ``keys``, by worker processes or, with none, here."""
+    loader = DataLoader(
+        rows,
+        batch_sampler=keys,  # any iterable of lists of keys will do
+        num_workers=workers,
+        collate_fn=collate,
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # else it would draw a number from training's own generator
+    )
+    with held():
+        return in_one_line(iter(loader))
+
+
+def in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
+    """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
+    try:
+        yield from batches
+    except DataError as error:
+        raise DataError(str(error).strip().rpartition("DataError: ")[2]) from None
+    except (EOFError, ConnectionError) as error:  # of a worker that was killed in the middle of a batch
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("multiprocessing/connection.py"):
+            raise
+        raise DataError(
+            "a process that reads data has ended while it handed over a batch, perhaps because memory was short; go on with "
+            "--resume auto, and with fewer workers"
+        ) from error

@@ -1,0 +1,119 @@
+"""What one of several models has of what belongs to all: its part of the file and of a saved state. And what all have together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from dsframe.config.value import Config
+from dsframe.data.sample_draws import DrawTrial
+from dsframe.engine import StepResult
+from dsframe.errors import ConfigError, EngineError
+from dsframe.model.state import SavedState, SavedView, Shapes
+from dsframe.tasks.task import Sum
+from dsframe.values import Tensors
+
+
+def terms_of(results: Mapping[str, StepResult], several: bool) -> dict[str, Sum]:
+    """Returns the terms that the losses returned with their values; with ``several`` losses, these too."""
+    terms: dict[str, Sum] = {}
+    for name, result in results.items():
+        if several:
+            terms[f"{name}_loss"] = Sum(result.loss.detach(), 1)
+        terms.update(result.terms)
+    return terms
+
+
+def groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
+    """The groups without patterns that begin with the name of another model that is trained."""
+    kept = []
+    for group in groups:
+        match = group.get("match") if isinstance(group, Mapping) else None
+        patterns = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
+        if patterns or not match:  # what is no group is for others to say
+            kept.append({**group, "match": patterns} if patterns else group)
+    return kept
+
+
+def config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
+    """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
+    raw = config.written()
+    section = raw.get("dsframe", {})
+    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
+        return config
+    optimizer = section.pop("optimizers", {}).get(name)
+    if optimizer is not None:
+        raw["optimizer"] = {key: value for key, value in optimizer.items() if key != "every_steps"}
+    if frozen:
+        section.pop("layer_decay", None)
+        section.get("model", {}).pop("activation_checkpointing", None)
+    groups = groups_of(section.pop("parameter_groups", []), others)
+    if groups and not frozen:
+        section["parameter_groups"] = groups
+    try:
+        loaded = config.with_content(raw)
+    except ConfigError as error:
+        whose = f"with dsframe.optimizers.{name}: "
+        raise ConfigError([replace(problem, message=whose + problem.message) for problem in error.problems]) from None
+    known = {feature.name for feature in config.features}
+    for feature in loaded.features:
+        if feature.name not in known:
+            raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
+    return loaded
+
+
+class SavedPart(SavedView):
+    """A saved state as one model's engine sees it."""
+
+    def __init__(self, saved: SavedState, name: str, every: int) -> None:
+        super().__init__(saved)
+        self._prefix, self._every = f"{name}.", every
+
+    @property
+    def updates(self) -> int:
+        return self._saved.updates // self._every
+
+    @property
+    def shapes(self) -> Shapes:
+        return {name: shape for name, shape in self._saved.shapes.items() if name.startswith(self._prefix)}
+
+    def buffers(self) -> Tensors:
+        return {name: buffer for name, buffer in self._saved.buffers().items() if name.startswith(self._prefix)}
+
+
+class Draws:
+    """Knows whether any model, or loss, draws random numbers in training."""
+
+    def __init__(self, every: Sequence[DrawTrial]) -> None:
+        self._every = every
+
+    @property
+    def moved(self) -> bool:
+        """True once one has."""
+        return any(trial.moved for trial in self._every)
+
+
+class Calls:
+    """The calls of all engines that compare them, for the watchdog."""
+
+    def __init__(self, every: Mapping[str, Any]) -> None:
+        self._every, self._log = every, list[str]()
+        for calls in every.values():
+            calls.log = self._log
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._log.clear()
+
+    def connect(self, store: Any) -> None:
+        """``store``: as for each."""
+        for name, calls in self._every.items():
+            calls.connect(PrefixStore(name, store))
+
+    def difference(self, store: Any, moment: str) -> str:
+        """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
+        difference: str = next(iter(self._every.values())).difference(store, moment)
+        return difference
