@@ -167,26 +167,15 @@ class Listener:
         """After a training that came to its end."""
 
 
-_EVENTS = (
-    "on_start",
-    "on_step",
-    "on_log",
-    "on_evaluation_batch",
-    "on_evaluation",
-    "on_checkpoint",
-    "on_finish",
-    "on_end",
-)
+_EVENTS = tuple(name for name in vars(Listener) if name.startswith("on_"))
 
 
 class Events:
     """The listeners of a training, told in the order of the list."""
 
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self) -> None:
         self._methods: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
         self._enclosing: list[Listener] = []
-        for listener in listeners:
-            self.add(listener)
 
     def add(self, listener: Listener) -> None:
         """Adds a listener behind those that are there."""

@@ -254,19 +254,14 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool
 
 
 def _write_jsonl(out: Path, rows: Iterator[Json]) -> None:
-    with _complete(out) as partial, partial.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _complete(out: Path) -> Iterator[Path]:
-    """Gives a file to write, which becomes ``out`` when it is complete."""
+    """Writes ``out``, which has its name when it is complete."""
     partial = out.with_name(f".{out.name}.partial")
     try:
-        yield partial
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         partial.rename(out)
         sync_folder(out.parent)
     finally:

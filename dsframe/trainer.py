@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
 from dsframe.events import Events, Listener, RunSchedule, Training, UserHooks
@@ -80,11 +79,12 @@ class Trainer:
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
         self.training.copy_model = partial(running_model.copy_of, engine)
         hooks = UserHooks(outputs.hooks)
+        self.events = events = Events()
         self.evaluation = None
         if work.evaluation:
-            show = self._show_batch if hooks.listens("on_evaluation_batch") else None
+            shown = partial(events.emit, "on_evaluation_batch", self.training)
+            show = shown if hooks.listens("on_evaluation_batch") else None
             self.evaluation = Evaluation(engine, work.evaluation, self._evaluating, outputs.progress.say, show)
-        self.events = events = Events()
         finite = FiniteCheck(engine)
         self._checkpoints = Checkpoints(outputs.saver, events, finite, hooks)
         self._first_step = FirstStep(self._trial, outputs.record, outputs.saver)
@@ -171,9 +171,6 @@ class Trainer:
         self._watchdog.beat()
         self._progress.evaluated()
 
-    def _show_batch(self, outputs: Any, targets: Any) -> None:
-        self.events.emit("on_evaluation_batch", self.training, outputs, targets)
-
     def _train_step(self, step: int, stream: Iterator[Any]) -> StepResult:
         """**Collective.** One update, watched for weights that are used outside of the engine."""
         plan, watch = self.engine.plan, self.engine.built.watch
@@ -222,7 +219,6 @@ class Trainer:
         units_per_step = plan.batch.train_batch_size * plan.task.units_per_sample
         units = units_per_step * max(steps - training.first_step, 0)
         rate = units / max(ended - first_done - training.paused_seconds, 1e-9)
-        memory = self._peak_memory()
         return Summary(
             steps=steps,
             seconds=ended - began - training.paused_seconds,
@@ -232,7 +228,7 @@ class Trainer:
             first_step_seconds=first_done - began,
             loss=training.loss,
             metrics=training.metrics,
-            peak_memory_bytes=memory,
+            peak_memory_bytes=self._peak_memory(),
             skipped_steps=training.skipped_steps,
             stopped=plan.stop.reached if plan.stop else "",
             directory=str(plan.directory),
@@ -240,7 +236,4 @@ class Trainer:
 
     def _peak_memory(self) -> tuple[int, ...]:
         """**Collective.** Returns the peak of each rank, in bytes."""
-        plan = self.engine.plan
-        peaks = torch.zeros(plan.world.size, dtype=torch.float64, device=plan.device)
-        peaks[plan.world.rank] = peak_memory_bytes(plan.device)
-        return tuple(int(peak) for peak in self.engine.sum_over_ranks(peaks).tolist())
+        return tuple(all_gather_json(self.engine, peak_memory_bytes(self.engine.plan.device)))

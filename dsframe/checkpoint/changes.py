@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config.read import secrets
 from dsframe.config.schema.optimizer import OF_TASK
 from dsframe.errors import CheckpointError
 from dsframe.tasks.sources import sources
+from dsframe.text import Json, table_of
 
 if TYPE_CHECKING:
     from dsframe.config.resolve.batch import Batch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsframe.model.optimizers import OptimizerSpec
     from dsframe.tasks.task import Task
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table_of(__file__)
 FOLLOWS: Mapping[str, str] = _TABLE["follows"]
 """What may change between two starts, by the beginning of its name -> what follows; docs/resuming.md has the table."""
 FIXED: Mapping[str, str] = _TABLE["fixed"]
@@ -35,7 +35,7 @@ _ELSEWHERE = {"data_dir", "workers"}
 """Settings of a task that say where its data are and how they are read, not what they are."""
 _FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
 _FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
-_OWN: dict[str, Any] = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
+_OWN: Json = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
 _OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
 """Keys of the file, and of its dsframe section, that may change and are pointed out."""
 
@@ -50,7 +50,7 @@ def about(
     world_size: int,
     engine: str,
     package: str | None,
-) -> dict[str, Any]:
+) -> Json:
     """Returns what the manifest tells of a run: ``training`` must be the same to continue, the rest may change and is reported.
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
@@ -97,7 +97,7 @@ def kind_of(optimizer: OptimizerSpec) -> str:
     return name
 
 
-def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
+def course_of(optimizer: OptimizerSpec) -> Json:
     """Returns those of its arguments that may change, and are pointed out."""
     return {key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")}
 
@@ -112,7 +112,7 @@ def _versions(engines: str | None) -> dict[str, str | None]:
     return versions
 
 
-def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def differences(manifest: Json, mine: Json) -> list[str]:
     """Returns what has changed and may change, one line each, with what follows. Says nothing of what an older checkpoint lacks.
 
     Raises CheckpointError, naming every difference, where the checkpoint is of another training.
@@ -145,7 +145,7 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
     return changed
 
 
-def compare_classes(manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+def compare_classes(manifest: Json, names: Sequence[str]) -> None:
     """Raises CheckpointError where the data's classes have other names, or another order, than those of the training."""
     trained = manifest.get("classes") or []
     if not (trained and names) or list(names) == trained:
@@ -158,7 +158,7 @@ def compare_classes(manifest: Mapping[str, Any], names: Sequence[str]) -> None:
     )
 
 
-def compare_adapters(manifest: Mapping[str, Any], settings: str) -> None:
+def compare_adapters(manifest: Json, settings: str) -> None:
     """Raises CheckpointError where the adapter counts otherwise than in the training: neither names nor shapes show it.
 
     ``settings``: peft's, as JSON."""
@@ -170,12 +170,12 @@ def compare_adapters(manifest: Mapping[str, Any], settings: str) -> None:
         )
 
 
-def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _of_run(manifest: Json) -> Json:
     names = {"engine": "engine", "world_size": "number of ranks", "micro_batch_size": "micro-batch size"}
     return {name: manifest["run"][key] for key, name in names.items() if key in manifest["run"]}
 
 
-def _lines_of(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
+def _lines_of(before: Json, now: Json, follows: str = "") -> list[str]:
     return [
         f"{line}: {FOLLOWS[follows or key]}"
         for key in _unlike(before, now)
@@ -183,7 +183,7 @@ def _lines_of(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = 
     ]
 
 
-def _unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _unlike(before: Json, now: Json) -> list[str]:
     return [key for key in now if key in before and before[key] != now[key]]
 
 
@@ -197,12 +197,12 @@ def _changes(name: str, before: Any, now: Any) -> list[str]:
     return [f"{name} was {json.dumps(before)}, is {json.dumps(now)}"]
 
 
-def new_batch(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+def new_batch(manifest: Json, mine: Json) -> bool:
     """True if this run has another global batch than the saved one."""
     return bool(manifest["training"].get(BATCH) != mine["training"].get(BATCH))
 
 
-def step_now(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
+def step_now(manifest: Json, mine: Json) -> int:
     """Returns the step at which this run stands in the data where the saved one stood: the number of its own batches that fit into
     what had been read. Less than a batch is read once more.
     """

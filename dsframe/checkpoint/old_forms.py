@@ -8,6 +8,7 @@ in ``shard-RANK-NUMBER.safetensors``, of which the manifest has file, first elem
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +76,7 @@ def _parameter(name: str, entry: Json, header: Callable[[str], Json]) -> Json:
 
 
 def _tensor(file: str, entry: Json) -> Json:
-    count = 1
-    for extent in entry["shape"]:
-        count *= extent
+    count = math.prod(entry["shape"])
     return {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": [[file, entry["begin"], count]]}
 
 

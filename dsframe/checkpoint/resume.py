@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
+from dsframe.checkpoint.byte_files import catch_io_error
 from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.preflight import damaged_files, preflight
 from dsframe.checkpoint.reader import Checkpoint
@@ -182,10 +184,10 @@ def _choose(engine: Engine, wanted: str, folder: Store, say: Say, sign_of_life: 
         if wrong := damaged_files(engine, path, sign_of_life):
             damaged[path] = "; ".join(wrong)
             continue
-        for old, text in damaged.items():
-            if not main:
-                break
-            moved = _quietly(lambda old=old: folder.set_aside(old))  # type: ignore[misc]
+        for old, text in damaged.items() if main else ():
+            moved = None
+            with suppress(OSError):
+                moved = folder.set_aside(old)
             say(f"warning: {old} is damaged and not used ({text}); it is now {moved or 'still there'}")
         return path
     if wanted != "auto" and len(paths) == 1:
@@ -217,19 +219,20 @@ def _of_another_format(path: Path) -> str:
 
 def remove_unfinished(engine: Engine, folder: Store, say: Say) -> None:
     """Rank 0 removes unfinished saves."""
-    if engine.plan.world.is_main and (removed := _quietly(folder.remove_unfinished)):
-        say(f"removed unfinished saves in {folder.directory}: {', '.join(removed)}")
+    if engine.plan.world.is_main:
+        with suppress(OSError):
+            if removed := folder.remove_unfinished():
+                say(f"removed unfinished saves in {folder.directory}: {', '.join(removed)}")
 
 
 def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Say) -> None:
     """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
-    failure = ""
-    if engine.plan.world.is_main:
-        try:
-            if moved := folder.archive_earlier(after):
-                say(f"{'earlier' if after is None else 'later'} checkpoints of {folder.directory} are now in {moved}")
-        except OSError as error:
-            failure = f"{error.filename}: {error.strerror}"
+
+    def archive() -> None:
+        if moved := folder.archive_earlier(after):
+            say(f"{'earlier' if after is None else 'later'} checkpoints of {folder.directory} are now in {moved}")
+
+    failure = catch_io_error(archive) if engine.plan.world.is_main else ""
     if wrong := failures(engine, failure):
         raise CheckpointError("; ".join(wrong))
 
@@ -246,11 +249,3 @@ def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
         generators.restore(kept[rank], plan.device)
     else:
         generators.seed(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
-
-
-def _quietly(action: Callable[[], Any]) -> Any:
-    """Returns the result of ``action``; None if the disk raises an error."""
-    try:
-        return action()
-    except OSError:
-        return None

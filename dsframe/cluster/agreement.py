@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from dsframe.cluster.exchange import Ranks, all_gather_text, same
+from dsframe.cluster.exchange import Ranks, all_gather_json, same
 from dsframe.cluster.process_group import meet, rendezvous_address
 from dsframe.cluster.world import World
 from dsframe.errors import WorldError
@@ -45,9 +45,8 @@ def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
 
 def assert_engines_agree(ranks: Ranks, facts: Mapping[str, str]) -> None:
     """**Collective.** The same over an engine that is there."""
-    text = json.dumps(dict(facts), sort_keys=True)
-    if not same(ranks, text):
-        of_ranks = [json.loads(gathered) for gathered in all_gather_text(ranks, text)]
+    if not same(ranks, json.dumps(dict(facts), sort_keys=True)):
+        of_ranks = all_gather_json(ranks, dict(facts))
         raise WorldError(_MESSAGE.format("; ".join(differences(of_ranks))))
 
 

@@ -141,7 +141,7 @@ def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
 
     if not differ():
         return []
-    longest = max(map(int, all_gather_text(ranks, str(len(entries)))))
+    longest = max(all_gather_json(ranks, len(entries)))
     position = bisect_left(range(longest), True, key=lambda position: differ(position + 1))
     return all_gather_text(ranks, entries[position] if position < len(entries) else "")
 

@@ -7,7 +7,6 @@ batch of a training, and no more of them than fit into a second.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from xxhash import xxh3_64
 
-from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_text, by_value, numbered
+from dsframe.cluster.exchange import Ranks, all_gather_json, by_value, numbered
 from dsframe.data.datasets import StreamSource
 from dsframe.data.loader import EvaluationLoader, Loader
 from dsframe.data.source import Batch
@@ -49,8 +48,8 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     if index is None:
         return {} if any(moves_there for _, moves_there in answers) else {index: digests[index] for index in common}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
-    again = json.dumps({"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
-    readings = [json.loads(text) for text in all_gather_text(ranks, again)]
+    again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])}
+    readings = all_gather_json(ranks, again)
     kinds = [reading["kind"] for reading in readings]
     if any(reading["random"] for reading in readings) and len(set(kinds)) == 1:
         return {}

@@ -36,9 +36,9 @@ def read_idx(path: Path) -> Tensor:
     return mapped(path, size, header).view(shape)
 
 
-def _first_bytes(path: Path, most: int = 4 + 4 * 255) -> bytes:
+def _first_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(most)
+            return file.read(4 + 4 * 255)  # the longest header
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.backends import mha
 from torch.jit import ScriptModule
 
+from dsframe.cluster import process_group
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
@@ -157,3 +158,11 @@ class ModelEngine(Engine):
 
     def release_outputs(self) -> None:
         """**Collective.** Frees what :meth:`outputs` left, after a step of another engine."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks, by torch.distributed."""
+        return process_group.sum_over_ranks(values)
+
+    def close(self) -> None:
+        """**Collective.** Leaves the process group."""
+        process_group.close_process_group()

@@ -42,13 +42,12 @@ class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
     reduces_repeatedly = False
+    only_averages = True
     explains: ClassVar[Mapping[str, str]] = {"Expected to mark a variable ready only once": TWICE}
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises WorldError where the processes cannot meet."""
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
-        if plan.config.deepspeed.gradient_allreduce_op == "sum":
-            self.gradient_factor = float(plan.world.size)  # DDP averages
         super().__init__(plan)
 
     @property
@@ -87,11 +86,3 @@ class DdpEngine(ReplicaEngine):
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         return cast(DistributedDataParallel, self.module).no_sync()
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
-        return process_group.sum_over_ranks(values)
-
-    def close(self) -> None:
-        """**Collective.** Leaves the process group."""
-        process_group.close_process_group()

@@ -52,6 +52,7 @@ class FsdpEngine(ReplicaEngine):
 
     forward_is_collective = True
     reduces_repeatedly = False
+    only_averages = True
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
@@ -72,8 +73,6 @@ class FsdpEngine(ReplicaEngine):
         self._settings = plan.config.settings.fsdp
         self._calls: NoCalls = NoCalls()
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
-        if plan.config.deepspeed.gradient_allreduce_op == "sum":
-            self.gradient_factor = float(plan.world.size)  # FSDP averages
         self._mesh = _mesh(plan)
         self._shards = self._mesh["shard"]
         super().__init__(plan)
@@ -323,14 +322,10 @@ class FsdpEngine(ReplicaEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
-        return process_group.sum_over_ranks(values)
-
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
         self._calls.close()
-        process_group.close_process_group()
+        super().close()
 
 
 class _ShardSlot(ParameterView):

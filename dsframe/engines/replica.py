@@ -35,12 +35,16 @@ class ReplicaEngine(ModelEngine):
 
     gradient_factor = 1.0
     """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
+    only_averages = False
+    """True if it can."""
     forward_is_collective = False
     """True if a rank without samples must run the model all the same, because others wait for its shards."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
+        if self.only_averages and plan.config.deepspeed.gradient_allreduce_op == "sum":
+            self.gradient_factor = float(plan.world.size)
         self._spill = self._spilled()
         self.model, self.built = build_model(self, keeps_float64=True, spill=self._spill)
         gradient_hooks.take(self.model, self.built.gradient_hooks)
@@ -272,10 +276,3 @@ class ReplicaEngine(ModelEngine):
 
     def _frozen(self) -> list[state_replica.ParameterView]:
         return [self._slot(name, p) for name, p in saved_parameters(self.model) if not p.requires_grad]
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """One process is its own sum."""
-        return values
-
-    def close(self) -> None:
-        """One process leaves nothing behind."""

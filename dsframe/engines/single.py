@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.model.plan import Plan
@@ -22,3 +24,10 @@ class SingleEngine(ReplicaEngine):
     @property
     def description(self) -> str:
         return "PyTorch, one process"
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """One process is its own sum."""
+        return values
+
+    def close(self) -> None:
+        """One process leaves nothing behind."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.data import Loader
 from dsframe.engine import Engine
 
@@ -51,8 +50,8 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
         bad_since = None  # it follows from them
     # Where no loss was: the gradients were not finite, made of somebody's samples.
     at = bad_since or gradients or step
-    report = json.dumps({"since": bad_since, "samples": _samples(loader, at), "broken": _broken(loader, at)})
-    ranks = [json.loads(text) for text in all_gather_text(engine, report)]
+    report = {"since": bad_since, "samples": _samples(loader, at), "broken": _broken(loader, at)}
+    ranks = all_gather_json(engine, report)
     since = min((reported["since"] for reported in ranks if reported["since"]), default=None)
     lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
     for rank, reported in enumerate(ranks):

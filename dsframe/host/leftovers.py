@@ -30,7 +30,7 @@ def stale_locks(cache: Path) -> list[Path]:
     locks = {path.resolve() for path in cache.glob("*/lock")}
     if locks and is_shared(cache):
         return []
-    return sorted(locks - _open_files() if locks else locks)
+    return sorted(locks - _files_in_use() if locks else locks)
 
 
 def is_shared(folder: Path) -> bool:
@@ -48,7 +48,7 @@ def unused_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # its owner has removed it meanwhile
             if path.stat().st_uid == os.getuid():
                 buffers.add(path)
-    return sorted(buffers - _open_files() - _mapped_files() if buffers else buffers)
+    return sorted(buffers - _files_in_use() if buffers else buffers)
 
 
 def unused_swap(directory: Path) -> list[Path]:
@@ -66,17 +66,11 @@ def host() -> str:
     return socket.gethostname().partition(".")[0]
 
 
-def _open_files() -> set[Path]:
+def _files_in_use() -> set[Path]:
+    """Files that some living process has open or mapped."""
     paths = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or gone meanwhile
             paths |= {Path(file.path).resolve() for file in process.open_files()}
-    return paths
-
-
-def _mapped_files() -> set[Path]:
-    paths = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
             paths |= {Path(region.path) for region in process.memory_maps()}
     return paths

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,6 +192,16 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
         spill.add(parameter)
     spill.evict()
     return spill.description if large else ""
+
+
+def small_copy(model: nn.Module, what: Any) -> Any:
+    """A deep copy of ``what``, which is ``model`` or holds it; None where that would need much memory, or cannot be made."""
+    if elements(model.parameters()) > LARGE:
+        return None
+    try:
+        return copy.deepcopy(what)
+    except Exception:  # modules may hold anything
+        return None
 
 
 def without_elements(model: nn.Module) -> str:

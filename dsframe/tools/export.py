@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
+from dsframe.checkpoint.byte_files import remove
 from dsframe.errors import CheckpointError
 from dsframe.text import Say
 from dsframe.tools.commands import Argv, add_average, command
@@ -125,14 +125,14 @@ def _whole(target: Path) -> Iterator[Path]:
     _check(target)
     unfinished = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        remove(unfinished)
         yield unfinished
         unfinished.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointError(f"{target} cannot be written: {why}") from None
     finally:
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        remove(unfinished)
 
 
 def _write(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_tensor, all_gather_text
+from dsframe.cluster.exchange import Ranks, all_gather_json, all_gather_tensor
 from dsframe.errors import TaskError
 from dsframe.model.metric_objects import FailedMetricError
 from dsframe.text import reason
@@ -79,7 +79,7 @@ def gathered(engine: Ranks, kept: Sequence[bytes]) -> list[bytes]:
     """
     if engine.plan.world.size == 1:
         return list(kept)
-    most = max(int(text) for text in all_gather_text(engine, str(len(kept))))
+    most = max(all_gather_json(engine, len(kept)))
     batches: list[bytes] = []
     for number in range(most):
         content = kept[number] if number < len(kept) else b""

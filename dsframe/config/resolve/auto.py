@@ -13,6 +13,7 @@ from typing import Any
 
 from dsframe.config.read.findings import Findings, Resolved
 from dsframe.config.read.reader import Path, Raw, inside, keys
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
 from dsframe.config.resolve.facts import Facts
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
@@ -21,7 +22,6 @@ from dsframe.config.schema.optimizer import muon_rates
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
 _TRAINER = "the default of Hugging Face's Trainer"
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 Answer = tuple[Any, str] | None
@@ -123,20 +123,19 @@ def _warm_up(raw: Raw, facts: Facts, findings: Findings) -> None:
 
 
 def _batch(raw: Raw, findings: Findings) -> None:
-    train, micro, steps = BATCH_KEYS
-    asked = [key for key in BATCH_KEYS if raw.get(key) == AUTO]
+    asked = [key for key in (TRAIN, MICRO, STEPS) if raw.get(key) == AUTO]
     for key in asked:
         del raw[key]
-    if asked and train not in raw and micro not in raw:
-        raw[micro] = TRAINER_MICRO_BATCH
-        if micro in asked:
-            findings.resolve((micro,), TRAINER_MICRO_BATCH, f"{_TRAINER} (per_device_train_batch_size)")
+    if asked and TRAIN not in raw and MICRO not in raw:
+        raw[MICRO] = TRAINER_MICRO_BATCH
+        if MICRO in asked:
+            findings.resolve((MICRO,), TRAINER_MICRO_BATCH, f"{_TRAINER} (per_device_train_batch_size)")
         else:
             message = f"no micro-batch size is given: {TRAINER_MICRO_BATCH}, {_TRAINER}"
             findings.note(asked[0], message, code="auto")
-    if steps in asked and not (train in raw and micro in raw):
-        raw[steps] = 1
-        findings.resolve((steps,), 1, _TRAINER)
+    if STEPS in asked and not (TRAIN in raw and MICRO in raw):
+        raw[STEPS] = 1
+        findings.resolve((STEPS,), 1, _TRAINER)
     for key in asked:
         if key not in raw:
             findings.note(key, '"auto" follows from the other two and the world size', code="auto", at_value=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import TaskError
-from dsframe.model.build import LARGE
+from dsframe.model.build import small_copy
 from dsframe.model.persistent import persistent_buffers
 from dsframe.model.user_spaces import HOOKS
 from dsframe.tasks.task import Task, gives
-from dsframe.values import elements, tensors_of
+from dsframe.values import tensors_of
 
 _REMEDY = "put it into a layer, or train without a pipeline"
 
@@ -84,12 +84,10 @@ class Trial:
     @classmethod
     def of(cls, whole: nn.Module, layers: list[nn.Module], seed: int) -> Trial | None:
         """None where a copy would need much memory, or cannot be made."""
-        if elements(whole.parameters()) > LARGE:
+        if (copied := small_copy(whole, (whole, layers))) is None:
             return None
-        try:
-            return cls(*copy.deepcopy((whole, layers)), seed)
-        except Exception:  # modules may hold anything
-            return None
+        whole_copy, layer_copies = copied
+        return cls(whole_copy, layer_copies, seed)
 
     def __call__(self, inputs: Tensor) -> None:
         """Raises TaskError where outputs differ in evaluation, of two rows at most."""

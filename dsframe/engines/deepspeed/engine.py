@@ -505,10 +505,6 @@ class ZeroEngine(ModelEngine):
             self._trial.load(whole)
         self._updates = updates
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
-        return process_group.sum_over_ranks(values)
-
     def close(self) -> None:
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
         self._calls.close()

@@ -8,7 +8,6 @@ Source: deepspeed 0.19.8, ``module_inject/auto_tp.py`` (_replace_with_config, up
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,14 +22,14 @@ from dsframe.cluster.process_group import gathered
 from dsframe.engines.deepspeed.replaced import OwnParts, replacing
 from dsframe.engines.deepspeed.state_tensor import Cut, note_of
 from dsframe.errors import EngineError
-from dsframe.model.build import LARGE
+from dsframe.model.build import small_copy
 from dsframe.model.forward import call
 from dsframe.model.gathered import LIBRARIES
 from dsframe.model.micro_batch import Inputs
 from dsframe.model.persistent import load_buffers, saved_parameters
 from dsframe.model.state import SavedState
 from dsframe.model.user_state import Generators
-from dsframe.values import elements, tensors_of
+from dsframe.values import tensors_of
 
 _LEAVE = "leave it out of partition_config, or train without tensor_parallel"
 _DIVIDED = (
@@ -75,12 +74,8 @@ class Trial:
     @classmethod
     def of(cls, whole: nn.Module) -> Trial | None:
         """None where a copy would need much memory, or cannot be made."""
-        if elements(whole.parameters()) > LARGE:
-            return None
-        try:
-            return cls(copy.deepcopy(whole))
-        except Exception:  # modules may hold anything
-            return None
+        copied = small_copy(whole, whole)
+        return None if copied is None else cls(copied)
 
     def load(self, saved: SavedState) -> None:
         """Gives the copy the weights that the model gets."""

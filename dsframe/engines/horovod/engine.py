@@ -136,10 +136,6 @@ class HorovodEngine(ReplicaEngine):
         if self._buckets:
             self._buckets.finish()
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
-        return process_group.sum_over_ranks(values)
-
     def close(self) -> None:
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         if self._buckets:

@@ -46,11 +46,3 @@ class ReferenceEngine(ReplicaEngine):
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
-        return process_group.sum_over_ranks(values)
-
-    def close(self) -> None:
-        """**Collective.** Leaves the process group."""
-        process_group.close_process_group()
