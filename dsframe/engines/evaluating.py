@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from dsframe.cluster.exchange import any_rank
 from dsframe.engine import Engine
 from dsframe.host.memory import available_bytes
 
@@ -16,4 +15,4 @@ def stays_gathered(engine: Engine, size: int) -> bool:
     and not once a batch, and metrics may call the model as often as they like."""
     plan = engine.plan
     lacks = size > SHARE * available_bytes(plan.device, plan.world.local_size)
-    return not engine.sum_over_ranks(torch.tensor([float(lacks)], device=plan.device)).item()
+    return not any_rank(engine, lacks)

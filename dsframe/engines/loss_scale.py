@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsframe.config.schema.precision import Fp16
 from dsframe.errors import TrainingError
 from dsframe.model.state import LossScaleState
 
@@ -12,24 +13,12 @@ class LossScale:
     Source: deepspeed 0.19.8, ``runtime/fp16/loss_scaler.py`` (DynamicLossScaler).
     """
 
-    def __init__(
-        self,
-        *,
-        loss_scale: float = 0.0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_loss_scale: float = 1.0,
-    ) -> None:
-        """``loss_scale`` 0: dynamic, from 2 ** ``initial_scale_power``; otherwise that fixed factor."""
-        self.dynamic = loss_scale == 0
-        self.scale = float(2**initial_scale_power) if self.dynamic else loss_scale
-        self.window = loss_scale_window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.minimum = min_loss_scale
-        self._left = hysteresis
+    def __init__(self, wanted: Fp16) -> None:
+        """``wanted.loss_scale`` 0: dynamic, from 2 ** ``initial_scale_power``; otherwise that fixed factor."""
+        self._wanted = wanted
+        self.dynamic = wanted.loss_scale == 0
+        self.scale = float(2**wanted.initial_scale_power) if self.dynamic else wanted.loss_scale
+        self._left = wanted.hysteresis
         self._steps = 0
         self._last_overflow = -1
 
@@ -51,20 +40,21 @@ class LossScale:
         """
         if not self.dynamic:
             return
+        wanted = self._wanted
         if overflow:
             if self._left == 1:
-                if self.scale <= self.minimum:
+                if self.scale <= wanted.min_loss_scale:
                     raise TrainingError(f"fp16 gradients overflow at the lowest loss scale, {self.scale:g}; try bf16")
-                self.scale = max(self.scale / 2, self.minimum)
+                self.scale = max(self.scale / 2, wanted.min_loss_scale)
             else:
                 self._left -= 1
             self._last_overflow = self._steps
         else:
-            if self.consecutive_hysteresis:
-                self._left = self.hysteresis
+            if wanted.consecutive_hysteresis:
+                self._left = wanted.hysteresis
             stable = self._steps - self._last_overflow - 1
-            if stable > 0 and stable % self.window == 0:
-                if not self.consecutive_hysteresis:
-                    self._left = self.hysteresis
+            if stable > 0 and stable % wanted.loss_scale_window == 0:
+                if not wanted.consecutive_hysteresis:
+                    self._left = wanted.hysteresis
                 self.scale *= 2
         self._steps += 1

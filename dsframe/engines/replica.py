@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsframe.config.schema.precision import Fp16
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
@@ -70,18 +71,8 @@ class ReplicaEngine(ModelEngine):
 
     def _make_loss_scale(self) -> LossScale | None:
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:
-            return LossScale(loss_scale_window=2000, hysteresis=1)  # torch.amp.GradScaler's own numbers
-        if self._dtype != torch.float16:
-            return None
-        section = self.plan.config.deepspeed.fp16
-        return LossScale(
-            loss_scale=section.loss_scale,
-            initial_scale_power=section.initial_scale_power,
-            loss_scale_window=section.loss_scale_window,
-            hysteresis=section.hysteresis,
-            consecutive_hysteresis=section.consecutive_hysteresis,
-            min_loss_scale=section.min_loss_scale,
-        )
+            return LossScale(Fp16(loss_scale_window=2000, hysteresis=1))  # torch.amp.GradScaler's own numbers
+        return LossScale(self.plan.config.deepspeed.fp16) if self._dtype == torch.float16 else None
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that the optimizer updates, by the model's own names."""

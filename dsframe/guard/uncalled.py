@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 
 from dsframe.config.read.suggest import closest
 from dsframe.hooks import Hooks
+from dsframe.model.user_state import codes_in
 from dsframe.tasks.task import Task
 
 _NAMES = {
@@ -37,16 +38,9 @@ def lines(user: type) -> Iterator[str]:
     classes = [kind for kind in theirs if issubclass(kind, base)]
     held = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("_")}
     functions = [value for kind in theirs for value in vars(kind).values() if isinstance(value, FunctionType)]
-    used = {name for function in functions for name in _names(function.__code__)}
+    used = {name for function in functions for code in codes_in(function.__code__) for name in code.co_names}
     for name in sorted(held.keys() - known - used):
         method = isinstance(held[name], FunctionType)
         meant = _MEANT.get(name) or (closest(name, [other for other in known if other[0] != "_"]) if method else None)
         if meant in known:
             yield f'warning: {user.__name__}.{name} is not called by dsframe; did you mean "{meant}"?'
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.autograd import Function
 
+from dsframe.model.user_state import codes_in
 from dsframe.tasks.task import Task
 
 _LIBRARIES = ("torch.", "dsframe.", "builtins", "collections", "abc", "typing", "enum")
@@ -31,7 +32,7 @@ def line_of(task: Task, model: nn.Module) -> str:
         if function in seen:
             continue
         seen.add(function)
-        for code in _codes(function.__code__):
+        for code in codes_in(function.__code__):
             if _differentiates(code, function.__globals__):
                 return f"{code.co_filename}:{code.co_firstlineno}"
             called = [function.__globals__.get(name) for name in code.co_names]
@@ -53,13 +54,6 @@ def _methods(cls: type) -> Iterator[FunctionType]:
         method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(method := inspect.unwrap(method) if callable(method) else method, FunctionType):
             yield method
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _differentiates(code: CodeType, variables: dict[str, Any]) -> bool:

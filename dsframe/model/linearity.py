@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import CodeType, FunctionType, ModuleType, NoneType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.host import source_files
+from dsframe.model.user_state import codes_in
 from dsframe.text import Say
 from dsframe.values import tensors_of
 
@@ -92,7 +93,7 @@ def _may_be_asked(backward: FunctionType, context: Any) -> bool:
     known = {*dir(builtins), *dir(torch), *dir(nn.functional), *dir(Tensor), *dir(type(context))} - _DIFFERENTIATES
     functions = [backward]
     for function in functions:
-        for name in _names(function.__code__):
+        for name in {name for code in codes_in(function.__code__) for name in code.co_names}:
             value = function.__globals__.get(name, None if name in known else getattr(context, name, function))
             if isinstance(value, FunctionType) and value is not function:
                 functions += [] if value in functions or value.__module__.startswith("torch.") else [value]
@@ -100,10 +101,6 @@ def _may_be_asked(backward: FunctionType, context: Any) -> bool:
                 return False
     codes = [function.__code__ for function in functions]
     return all(source_files.is_users(code.co_filename) and not code.co_freevars for code in codes)
-
-
-def _names(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _examine_function(node: Any, function: Any, say: Say) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsframe.errors import TaskError
 from dsframe.model.user_spaces import ABSENT, Space, attributes, code_of, names_of, outside
-from dsframe.model.user_state import Generators, generators_of
+from dsframe.model.user_state import Generators, codes_in, generators_of
 from dsframe.values import CONTAINERS, COUNTERS, ELEMENTS, copied, same
 
 
@@ -115,9 +115,9 @@ _FIRST = 2
 @lru_cache(4096)
 def _read_by(code: CodeType) -> frozenset[str]:
     """Returns the names and texts in ``code``, but for names that are only written."""
-    inner = [_read_by(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    steps = [step for step in dis.get_instructions(code) if not step.opname.startswith(("STORE_", "DELETE_"))]
-    return frozenset(step.argval for step in steps if isinstance(step.argval, str)).union(*inner)
+    steps = (step for inner in codes_in(code) for step in dis.get_instructions(inner))
+    read = (step.argval for step in steps if not step.opname.startswith(("STORE_", "DELETE_")))
+    return frozenset(name for name in read if isinstance(name, str))
 
 
 class _UserState:

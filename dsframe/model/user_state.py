@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -29,14 +29,18 @@ def functions_of(cls: type) -> list[FunctionType]:
     return [function for function in functions if isinstance(function, FunctionType)]
 
 
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yields ``code`` and that of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
 def words_of(code: CodeType) -> frozenset[str]:
     """Returns the names and texts in ``code`` and in the functions inside of it."""
-    words, codes = set[str](), [code]
-    while codes:
-        code = codes.pop()
-        words |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(words)
+    parts = (part for inner in codes_in(code) for part in (*inner.co_names, *inner.co_consts))
+    return frozenset(part for part in parts if isinstance(part, str))
 
 
 def is_generator(value: object) -> bool:

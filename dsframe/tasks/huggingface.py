@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.data import encoders, text
-from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Sum, Sums, Task, accuracy
+from dsframe.tasks.vision import ImagesTask
 from dsframe.text import Json, Say
 
 if TYPE_CHECKING:
@@ -254,14 +254,12 @@ _ELSEWHERE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_pad"
 second division; values from -1 on; borders."""
 
 
-class ImageClassificationTask(Task):
+class ImageClassificationTask(ImagesTask):
     """Classes of images, by transformers' own loss; reports loss and accuracy."""
 
     def __init__(self, settings: sections.ImageClassificationTask, seed: int) -> None:
         """Raises TaskError where there is no such model or where it cannot take the images."""
-        self.settings, self.seed = settings, seed
-        self.workers = settings.workers
-        self.images = images.describe(settings)
+        super().__init__(settings, seed)
         self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if (
             settings.dataset == "image-folder" and settings.image_size is None
@@ -306,11 +304,11 @@ class ImageClassificationTask(Task):
 
     @property
     def prepares(self) -> bool:
-        return images.prepares(self.settings) or bool(self._unlike())
+        return super().prepares or bool(self._unlike())
 
     def prepare(self, say: Say) -> None:
-        if images.prepares(self.settings):
-            images.prepare(self.settings, self.images, self.seed, say)
+        if super().prepares:
+            super().prepare(say)
         if self.images.channels == 3 and (unlike := self._unlike()):
             say(
                 f"task.model: the folder's preprocessor_config.json has {', '.join(unlike)}, which the training does not do: "
@@ -320,9 +318,6 @@ class ImageClassificationTask(Task):
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) else None
         return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
-
-    def example(self) -> tuple[Tensor, Tensor]:
-        return self.images.example()
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self._criterion(labels=targets, pooled_logits=outputs.logits, config=self.pretrained_config)
@@ -354,9 +349,3 @@ class ImageClassificationTask(Task):
             "origin": _transformers.origin(self.settings.model),
             "preprocessor_config": json.dumps(look, indent=2) if facts.channels == 3 else None,
         }
-
-    def train_data(self) -> Any:
-        return images.load(self.settings, self.images, train=True, seed=self.seed)
-
-    def eval_data(self) -> Any:
-        return images.load(self.settings, self.images, train=False, seed=self.seed)

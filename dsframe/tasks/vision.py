@@ -19,13 +19,37 @@ if TYPE_CHECKING:
     from dsframe.config.schema.settings import VisionTask as VisionSettings
 
 
-class VisionTask(Task):
-    """Cross entropy over classes; reports loss and accuracy."""
+class ImagesTask(Task):
+    """The data of a task whose samples are images and their classes."""
 
-    def __init__(self, settings: VisionSettings, seed: int) -> None:
+    def __init__(self, settings: Any, seed: int) -> None:
+        """``settings``: of a section with images."""
         self.settings, self.seed = settings, seed
         self.workers = settings.workers
         self.images = data.describe(settings)
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        return self.images.example()
+
+    @property
+    def prepares(self) -> bool:
+        return data.prepares(self.settings)
+
+    def prepare(self, say: Say) -> None:
+        data.prepare(self.settings, self.images, self.seed, say)
+
+    def train_data(self) -> Any:
+        return data.load(self.settings, self.images, train=True, seed=self.seed)
+
+    def eval_data(self) -> Any:
+        return data.load(self.settings, self.images, train=False, seed=self.seed)
+
+
+class VisionTask(ImagesTask):
+    """Cross entropy over classes; reports loss and accuracy."""
+
+    def __init__(self, settings: VisionSettings, seed: int) -> None:
+        super().__init__(settings, seed)
         self.class_names = self.images.names
         if settings.model != "cnn":
             from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
@@ -45,28 +69,12 @@ class VisionTask(Task):
 
         return _torchvision.classifier(self.settings.model, self.images.classes)
 
-    def example(self) -> tuple[Tensor, Tensor]:
-        return self.images.example()
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Sums:
         total = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs, targets)}
-
-    @property
-    def prepares(self) -> bool:
-        return data.prepares(self.settings)
-
-    def prepare(self, say: Say) -> None:
-        data.prepare(self.settings, self.images, self.seed, say)
-
-    def train_data(self) -> Any:
-        return data.load(self.settings, self.images, train=True, seed=self.seed)
-
-    def eval_data(self) -> Any:
-        return data.load(self.settings, self.images, train=False, seed=self.seed)
 
 
 def cnn(channels: int, size: int, classes: int) -> list[Layer]:

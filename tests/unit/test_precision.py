@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsframe.config import load
+from dsframe.config.schema.precision import Fp16
 from dsframe.engines import precision
 from dsframe.engines.loss_scale import LossScale
 from dsframe.errors import EngineError, TrainingError
@@ -24,9 +25,10 @@ def test_the_loss_scale_moves_as_deepspeeds_does(consecutive, hysteresis, monkey
     monkeypatch.setattr(loss_scaler.logger, "level", logging.ERROR)
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
     theirs = loss_scaler.DynamicLossScaler(2.0**100, 5, 1.0, hysteresis, consecutive, dtype=torch.half)
-    ours = LossScale(
+    wanted = Fp16(
         initial_scale_power=100, loss_scale_window=5, hysteresis=hysteresis, consecutive_hysteresis=consecutive
     )
+    ours = LossScale(wanted)
     draw = random.Random(0)
     for step in range(400):
         overflow = draw.random() < 0.2
@@ -36,13 +38,13 @@ def test_the_loss_scale_moves_as_deepspeeds_does(consecutive, hysteresis, monkey
 
 
 def test_a_static_scale_stays():
-    scale = LossScale(loss_scale=128.0)
+    scale = LossScale(Fp16(loss_scale=128.0))
     scale.update(overflow=True)
     assert scale.scale == 128.0
 
 
 def test_overflow_at_the_lowest_scale_ends_the_training():
-    scale = LossScale(initial_scale_power=0, hysteresis=1)
+    scale = LossScale(Fp16(initial_scale_power=0, hysteresis=1))
     with pytest.raises(TrainingError, match="lowest loss scale, 1"):
         scale.update(overflow=True)
 
