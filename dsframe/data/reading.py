@@ -74,7 +74,8 @@ class Fetcher:
     def __call__(self, requests: Iterable[Request]) -> Iterator[Batch]:
         if self.workers and isinstance(self.source, DatasetSource):
             keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
-            batches: Iterator[Batch] = _loaded(_Keyed(self.source), keys, self.source.collated, self.workers)
+            rows, collate = _Keyed(self.source), self.source.collated
+            batches: Iterator[Batch] = loaded(rows, self.workers, batch_sampler=keys, collate_fn=collate)
         else:
             batches = (self._fetch(parts) for parts in requests)  # a map would take a StopIteration in it for its end
         return self._to_device(batches)
@@ -111,7 +112,7 @@ class Fetcher:
         keys = [[(0, index) for index in range(min(READINGS, len(source)))]]
         read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
         with generators.kept():
-            return bool(next(_loaded(read, keys, read.draws, min(self.workers, 1))))
+            return bool(next(loaded(read, min(self.workers, 1), batch_sampler=keys, collate_fn=read.draws)))
 
     def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
         """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
@@ -124,17 +125,14 @@ class Fetcher:
         return self.batches([index] for index in indices)
 
 
-def _loaded(
-    rows: _Keyed, keys: Iterable[list[tuple[int, int]]], collate: Callable[[list[Item]], Any], workers: int
-) -> Iterator[Any]:
-    """What ``collate`` makes of the rows of each list of ``keys``, by worker processes or, with none, here."""
+def loaded(rows: Dataset[Any], workers: int, **how: Any) -> Iterator[Any]:
+    """What torch's ``DataLoader`` reads of ``rows`` by worker processes or, with none, here. ``how``: its other arguments."""
     loader = DataLoader(
         rows,
-        batch_sampler=keys,  # any iterable of lists of keys will do
         num_workers=workers,
-        collate_fn=collate,
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else it would draw a number from training's own generator
+        **how,
     )
     with held():
         return in_one_line(iter(loader))

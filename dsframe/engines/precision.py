@@ -117,11 +117,11 @@ class MasterWeights:
         torch._foreach_copy_(list[Tensor](self.parameters), list[Tensor](self.masters))
 
 
-def _windows(sizes: Sequence[int], most: int = 1 << 24) -> Iterator[slice]:
-    """Returns consecutive parts of ``sizes`` of at most ``most`` elements together (32 MiB in 16 bits), or one larger one."""
+def _windows(sizes: Sequence[int]) -> Iterator[slice]:
+    """Returns consecutive parts of ``sizes`` of at most 2^24 elements together (32 MiB in 16 bits), or one larger one."""
     first, total = 0, 0
     for index, size in enumerate(sizes):
-        if index > first and total + size > most:
+        if index > first and total + size > 1 << 24:
             yield slice(first, index)
             first, total = index, 0
         total += size

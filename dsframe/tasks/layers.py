@@ -80,25 +80,27 @@ def check_ties(layers: Sequence[Layer]) -> None:
 
 def ready(layers: Sequence[Layer]) -> list[nn.Module]:
     """Returns layers that are modules already, and ties, as modules. Raises TaskError for one that is to be made."""
+
+    def there(layer: Layer, index: int) -> nn.Module:
+        if isinstance(layer, nn.Module):
+            return layer
+        raise TaskError(f"layer {index} of cut() is no module; cut() gives the parts of a model that is there")
+
+    return _with_ties(layers, there)
+
+
+def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:
+    """The whole model: parameter names are ``INDEX.rest``. Raises TaskError as :func:`make` does."""
+    return nn.Sequential(*_with_ties(layers, lambda layer, index: make(layer, index, seed)))
+
+
+def _with_ties(layers: Sequence[Layer], module: Callable[[Layer, int], nn.Module]) -> list[nn.Module]:
+    """``layers`` as modules: ties by themselves, the others by ``module``."""
     check_ties(layers)
     modules: list[nn.Module] = []
     for index, layer in enumerate(layers):
         if isinstance(layer, Tied):
             modules.append(TiedLayer(layer, tied_weight(layers, index, modules[layer.layer])))
-        elif isinstance(layer, nn.Module):
-            modules.append(layer)
         else:
-            raise TaskError(f"layer {index} of cut() is no module; cut() gives the parts of a model that is there")
+            modules.append(module(layer, index))
     return modules
-
-
-def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:
-    """The whole model: parameter names are ``INDEX.rest``. Raises TaskError as :func:`make` does."""
-    check_ties(layers)
-    made: list[nn.Module] = []
-    for index, layer in enumerate(layers):
-        if isinstance(layer, Tied):
-            made.append(TiedLayer(layer, tied_weight(layers, index, made[layer.layer])))
-        else:
-            made.append(make(layer, index, seed))
-    return nn.Sequential(*made)

@@ -79,15 +79,10 @@ def _parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _options(what: str, argv: Argv) -> argparse.Namespace:
+def _main(what: str, argv: Argv) -> int:
     options = _parser(what).parse_args(argv)
     if options.engine:
         options.overrides.append(f"dsframe.engine={options.engine}")
-    return options
-
-
-def _main(what: str, argv: Argv) -> int:
-    options = _options(what, argv)
     world = World()
     try:
         world = worlds.here()

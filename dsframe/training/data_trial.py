@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dsframe.data.datasets import DatasetSource, StreamSource, as_source
 from dsframe.data.fingerprint import digest
-from dsframe.data.reading import in_one_line
+from dsframe.data.reading import loaded
 from dsframe.data.source import Source
-from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 from dsframe.host import generators
 from dsframe.model.user_state import functions_of, is_generator, state_of, words_of
@@ -107,18 +106,9 @@ class _Readings(Dataset[_Reading]):
 
 def _state(source: Source, which: str, workers: int) -> str:
     """Returns what is to be said of data that have a state, or a generator of their own."""
-    loader = DataLoader(
-        _Readings(source),
-        batch_size=None,
-        sampler=[0, 1],
-        num_workers=min(workers, 1) if isinstance(source, DatasetSource) else 0,
-        worker_init_fn=outlive_signals,
-        generator=torch.Generator(),
-    )
-    before = _positions()
-    with held():
-        first, second = in_one_line(iter(loader))
-    if loader.num_workers < workers and (name := _moved(before)):
+    readers, before = min(workers, 1) if isinstance(source, DatasetSource) else 0, _positions()
+    first, second = loaded(_Readings(source), readers, batch_size=None, sampler=[0, 1])
+    if readers < workers and (name := _moved(before)):
         return (
             f"the {which} data read {name}, which was open before the workers started: they share the position in it, so one may "
             "read what another has looked for; open files in __getitem__, once in each process"
@@ -177,16 +167,7 @@ def _refuse_shared_files(source: StreamSource) -> None:
 
 def _first_row(source: StreamSource) -> str:
     """A digest of the first row, read by a process of its own; empty where there is none."""
-    loader = DataLoader(
-        _FirstRow(source),
-        batch_size=None,
-        sampler=[0],
-        num_workers=1,
-        worker_init_fn=outlive_signals,
-        generator=torch.Generator(),
-    )
-    with held():
-        (row,) = in_one_line(iter(loader))
+    (row,) = loaded(_FirstRow(source), 1, batch_size=None, sampler=[0])
     return str(row)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from dsframe.cluster.exchange import any_rank
 from dsframe.engine import Engine, StepResult
 from dsframe.engines import precision
 from dsframe.errors import TrainingError
@@ -44,10 +45,7 @@ class FiniteCheck(Listener):
 
     def check_before_save(self, training: Training) -> None:
         """**Collective.** Raises TrainingError: a checkpoint of NaN would push good ones out."""
-        if not self._stops:
-            return
-        on_ranks = self._engine.sum_over_ranks(self._first.exists().detach().reshape(1))
-        if float(on_ranks) > 0:
+        if self._stops and any_rank(self._engine, bool(self._first.exists())):
             self.fail(training)
 
     def fail(self, training: Training) -> NoReturn:

@@ -44,6 +44,6 @@ def visible(environ: Environ, folder: Path | None = None) -> tuple[str, ...]:
     return tuple(takewhile(is_one, map(str.strip, given.split(","))))
 
 
-def hidden(environ: Environ, folder: Path | None = None) -> bool:
+def hidden(environ: Environ) -> bool:
     """True if this machine has GPUs and CUDA_VISIBLE_DEVICES shows none of them."""
-    return "CUDA_VISIBLE_DEVICES" in environ and installed(folder) > 0 and not visible(environ, folder)
+    return "CUDA_VISIBLE_DEVICES" in environ and installed() > 0 and not visible(environ)
