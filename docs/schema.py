@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from dsframe.config.resolve.auto import BATCH_KEYS, RULES
+from dsframe.config.resolve.auto import RULES
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN
 from dsframe.config.schema.base import AUTO, Epochs, Interval, Section
 from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.optimizer import SPELLINGS, Optimizer
@@ -160,7 +161,7 @@ def _annotate(definition: dict[str, Any], owner: type[Section], path: tuple[str,
 
 def takes_auto(owner: type[Section], path: tuple[str, ...]) -> bool:
     """Whether ``"auto"`` may stand at ``path``."""
-    if ".".join(path) in RULES or (path[-1:] == path and path[0] in BATCH_KEYS):
+    if ".".join(path) in RULES or (path[-1:] == path and path[0] in (TRAIN, MICRO, STEPS)):
         return True
     expected = shape(owner, path[-1])
     free = expected.section or expected.kinds & {"str", "any", "list", "dict"} or AUTO in expected.literals
