@@ -27,7 +27,7 @@ from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError, TaskError, TrainingError
-from dsframe.events import RunSchedule
+from dsframe.events import Listener, RunSchedule
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import generators, phases
@@ -45,7 +45,6 @@ from dsframe.text import Json, keys
 from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
 from dsframe.training.loaders import loaders
-from dsframe.training.traces import Traces
 from dsframe.version import __version__
 
 
@@ -90,6 +89,8 @@ class Run:
     model_files: ModelFiles
     """Makes what lies beside the weights in checkpoints, for other programs."""
     loggers: MakeLoggers
+    traces: Callable[..., Listener]
+    """Makes the profiler, where the file asks for it."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def train(run: Run, world: World) -> Summary:
     complete = over and finished(job.plan.directory, done)
     traces = None
     if profile := run.config.settings.profile:
-        traces = Traces(job.plan, profile, start.step, job.progress.say)
+        traces = run.traces(job.plan, profile, start.step, job.progress.say)
     keeps = world.is_main and not complete
     record = Record(job.plan, facts, done, loggers=run.loggers, say=job.say) if keeps else None
     phases.done("records")

@@ -30,6 +30,7 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.text import Say
 
 if TYPE_CHECKING:
+    from dsframe.events import Listener
     from dsframe.job import Run
     from dsframe.results import Summary
     from dsframe.tasks.task import Task
@@ -183,8 +184,14 @@ def prepared(
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
             named = "" if ours else _name(task)
-            more = pretrained.beside_weights, loggers.Loggers
+            more = pretrained.beside_weights, loggers.Loggers, _traces
             yield job.Run(config, task, named, engine, data, called, lines, options, host, *more)
+
+
+def _traces(*arguments: Any) -> Listener:
+    from dsframe.training.traces import Traces
+
+    return Traces(*arguments)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

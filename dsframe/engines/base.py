@@ -14,10 +14,11 @@ from torch.backends import mha
 from torch.jit import ScriptModule
 
 from dsframe.cluster import process_group
+from dsframe.cluster.exchange import any_rank
 from dsframe.engine import Engine, StepResult
-from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
+from dsframe.host.memory import available_bytes
 from dsframe.model import derivatives
 from dsframe.model.built import Dependence
 from dsframe.model.forward import loss_of
@@ -166,3 +167,10 @@ class ModelEngine(Engine):
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
         process_group.close_process_group()
+
+
+def stays_gathered(engine: Engine, size: int) -> bool:
+    """**Collective.** True if every rank has memory to keep ``size`` bytes of weights for an evaluation: they are gathered once
+    and not once a batch, and metrics may call the model as often as they like. They take a quarter of what is left at most."""
+    plan = engine.plan
+    return not any_rank(engine, size > 0.25 * available_bytes(plan.device, plan.world.local_size))

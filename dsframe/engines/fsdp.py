@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_map_only
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_json
 from dsframe.engines import fsdp_scalars, fsdp_units, precision
-from dsframe.engines.base import COPIED, JVP
+from dsframe.engines.base import COPIED, JVP, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
-from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView

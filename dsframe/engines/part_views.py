@@ -6,13 +6,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dsframe.config.value import Config
 from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import StepResult
+from dsframe.engines.base import ModelEngine
 from dsframe.errors import ConfigError, EngineError
+from dsframe.model import extra_state
+from dsframe.model.persistent import put
 from dsframe.model.state import SavedState, SavedView, Shapes
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.task import Sum
 from dsframe.values import Tensors
 
@@ -117,3 +123,35 @@ class Calls:
         """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
         difference: str = next(iter(self._every.values())).difference(store, moment)
         return difference
+
+
+class Teacher:
+    """A model that is the average of another one, in an engine that trains nothing: a copy of the average that the other one's
+    engine keeps beside its optimizer's state, in fp32 and in its shards."""
+
+    def __init__(self, of: AverageOf, engine: ModelEngine, student: nn.Module, teacher: nn.Module) -> None:
+        """``engine``: the student's."""
+        self.of = of
+        self._engine, self._student, self._teacher = engine, student, teacher
+        engine.begin_average()
+
+    def follow(self, update: int) -> None:
+        """**Collective.** After the student's update of this number, from 1. Raises TaskError."""
+        self._engine.average(self.of.momentum_at(update))
+        self.take_over()
+
+    def resume(self) -> None:
+        """**Collective.** After the student's state has been read."""
+        self._engine.begin_average()
+        self.take_over()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """**Collective.** Gives the teacher the averages; the student's weights where it has none. Buffers are the student's."""
+        with self._engine.averaged():
+            pairs = zip(self._teacher.parameters(), self._student.parameters(), strict=True)
+            for parameter, average in pairs:
+                self._engine.copy_shard(parameter, average)
+        for buffer, current in zip(self._teacher.buffers(), self._student.buffers(), strict=True):
+            put(current, buffer)
+        extra_state.load(self._teacher, extra_state.pack(self._student))

@@ -28,8 +28,7 @@ from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.part_models import Drawn, LossInputs, Part, Pass
-from dsframe.engines.part_views import Calls, Draws, SavedPart, config_of, groups_of, terms_of
-from dsframe.engines.teachers import Teacher
+from dsframe.engines.part_views import Calls, Draws, SavedPart, Teacher, config_of, groups_of, terms_of
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.model import digests, extra_state, max_norm, optimizers, schedules
 from dsframe.model.built import BuiltModel, ParameterGroups

@@ -79,10 +79,15 @@ def _parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _main(what: str, argv: Argv) -> int:
+def _options(what: str, argv: Argv) -> argparse.Namespace:
     options = _parser(what).parse_args(argv)
     if options.engine:
         options.overrides.append(f"dsframe.engine={options.engine}")
+    return options
+
+
+def _main(what: str, argv: Argv) -> int:
+    options = _options(what, argv)
     world = World()
     try:
         world = worlds.here()

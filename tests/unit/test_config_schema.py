@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from dsframe.config.read.legacy import REMOVED, RENAMED
-from dsframe.config.schema import expert_parallel, monitor, parallel, precision, system, zero, zero_offload
+from dsframe.config.schema import monitor, parallel, precision, system, zero
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.file import shape
 from dsframe.config.schema.parameters import (
@@ -22,9 +22,9 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 PAIRS = [
     (zero.Zero, "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    (zero_offload.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
-    (zero_offload.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
-    (zero_offload.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
+    (zero.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    (zero.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+    (zero.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
     (precision.Fp16, "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     (precision.Bf16, "deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
     (parallel.TensorParallel, "deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
@@ -94,7 +94,7 @@ def test_plain_sections_have_their_defaults():
     same(system.ActivationCheckpointing, dict(ACT_CHKPT_DEFAULT))
     same(system.Aio, dict(AIO_DEFAULT_DICT))
     experts = {key: value for key, value in vars(parse_autoep_config({})).items() if not key.startswith("_")}
-    same(expert_parallel.ExpertParallel, experts, {"expert_w3"})
+    same(parallel.ExpertParallel, experts, {"expert_w3"})
 
 
 class Recorder(dict):

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Positive, Section
-from dsframe.config.schema.expert_parallel import ExpertParallel
 from dsframe.config.schema.monitor import TensorBoard, Timers, Wandb
 from dsframe.config.schema.optimizer import Optimizer
-from dsframe.config.schema.parallel import Pipeline, TensorParallel
+from dsframe.config.schema.parallel import ExpertParallel, Pipeline, TensorParallel
 from dsframe.config.schema.parameters import passed
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
 from dsframe.config.schema.scheduler import Scheduler

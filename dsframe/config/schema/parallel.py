@@ -64,3 +64,17 @@ class TensorParallel(Coerced):
     """Rules of your own, for models that DeepSpeed does not know."""
     preset_model: str | None = None
     """Rules of a known model: llama, bloom, chatglm, mixtral, deepseek_v2, qwen2, phi3."""
+
+
+@passed
+class ExpertParallel(Section):
+    """AutoEP: the experts of a mixture-of-experts model over several ranks."""
+
+    nullable: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    autoep_size: Count = 1
+    """Ranks that share the experts."""
+    preset_model: str | None = None
+    """Name patterns of a known model."""

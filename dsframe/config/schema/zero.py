@@ -4,13 +4,12 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py`` and ``leaf_m
 DeepSpeed 0.19.8.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from dsframe.config.schema.base import Coerced, Count, Size, Unmodelled
 from dsframe.config.schema.parameters import passed
-from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam
 
 SMALL = 1 << 23
 """Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
@@ -18,6 +17,37 @@ PERSISTENCE = ("stage3_param_persistence_threshold", "stage3_model_persistence_t
 """The keys that say what to keep."""
 FETCHES = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 """The keys that say what is gathered ahead, and what stays until it is needed again."""
+
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+@passed
+class OffloadParam(Coerced):
+    """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
+
+    device: Device = "none"
+    """``cpu``, ``nvme``, or ``none`` for no offload."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
+
+
+@passed
+class OffloadOptimizer(Coerced):
+    """Where the optimizer's state lives and where its step is computed. Stages 1, 2 and 3."""
+
+    device: Device = "none"
+    """``cpu``, ``nvme`` (stage 3; stages 1 and 2 silently take ``cpu``), or ``none``. The step runs on the CPU either
+    way."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
+
+
+@passed
+class LeafModule(Coerced):
+    """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
+
+    wraps: ClassVar[bool] = True
 
 
 @passed

@@ -24,7 +24,7 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, torch_patches
-from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, without_gradients
+from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, stays_gathered, without_gradients
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
@@ -33,7 +33,6 @@ from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_mod
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
-from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.host.restored import at_end
