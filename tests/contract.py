@@ -17,7 +17,7 @@ from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import StepResult
-from dsframe.engines import evaluating
+from dsframe.engines import base
 from dsframe.model import optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
@@ -198,7 +198,7 @@ def check_weights_that_stay_gathered_change_nothing(engine):
     evaluation = Evaluation(engine, {"": held_out(engine, 2)}, lambda: None, lambda line: None)
     with Communication() as once:
         found = evaluation.run()
-    with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:
+    with mock.patch.object(base, "available_bytes", return_value=0), Communication() as each_time:
         assert evaluation.run() == found
     loss = engine.train_step(MicroBatch.of(micro_batches(engine, 6))).loss
     if engine.plan.world.is_main:

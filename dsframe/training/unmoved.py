@@ -86,8 +86,9 @@ class Buffers:
 
 @contextmanager
 def task_unmoved(engine: Engine) -> Iterator[None]:
-    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back."""
-    attributes = vars(engine.plan.task)
+    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back, and what
+    user code keeps elsewhere."""
+    attributes, outside = vars(engine.plan.task), held.outside(engine)
     now, buffers, kept = dict(attributes), HeldBuffers(engine), held.attributes(held.modules_of(engine.plan.task))
     attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
     try:
@@ -95,8 +96,8 @@ def task_unmoved(engine: Engine) -> Iterator[None]:
     finally:
         attributes.clear()
         attributes.update(now)
-        buffers.put_back()
-        kept.put_back()
+        for values in (outside, buffers, kept):
+            values.put_back()
 
 
 @contextmanager

@@ -10,25 +10,33 @@ import torch
 from dsframe import run
 from dsframe.checkpoint.store import Store, read_manifest, verify
 from dsframe.errors import StoppedError
+from dsframe.hooks import Hooks
 from tests.engines.odd_task import Odd
 from tests.files import ds_config, read_rows
 
 
+class Happening(Hooks):
+    """Something happens in each evaluation, and not in the trial."""
+
+    def __init__(self, happens):
+        self.happens = happens
+
+    def on_evaluation_batch(self, run, outputs, targets):
+        self.happens()
+
+
 class Disturbed(Odd):
-    """Something happens in each evaluation, and evaluation draws random numbers."""
+    """Evaluation draws random numbers."""
 
     def __init__(self, happens, **options):
         super().__init__(**options)
-        self.happens, self.calls = happens, 0
+        self.hooks = (Happening(happens),)
 
     def eval_data(self):
         return self.train_data()
 
     def metrics(self, outputs, targets):
         torch.rand(3)
-        self.calls += 1
-        if self.calls > 1:  # the first is the trial before training
-            self.happens()
         return super().metrics(outputs, targets)
 
 
