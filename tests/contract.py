@@ -181,7 +181,8 @@ def check_evaluation_is_of_one_model(engine):
     said = []
     evaluation = Evaluation(engine, {"": held_out(engine, 8)}, lambda: None, said.append)
     before = evaluation.run()
-    assert said == []
+    assert not any(line.startswith("warning") for line in said)  # totals depend on the batches: a note says so
+    said.clear()
     for buffer in engine.buffers().values():
         buffer += engine.plan.world.rank
     changed = {name: buffer.clone() for name, buffer in engine.buffers().items()}
