@@ -42,7 +42,7 @@ class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
     reduces_repeatedly = False
-    only_averages = True
+    cannot_sum = True
     explains: ClassVar[Mapping[str, str]] = {"Expected to mark a variable ready only once": TWICE}
 
     def __init__(self, plan: Plan) -> None:

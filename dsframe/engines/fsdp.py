@@ -51,7 +51,7 @@ class FsdpEngine(ReplicaEngine):
 
     forward_is_collective = True
     reduces_repeatedly = False
-    only_averages = True
+    cannot_sum = True
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,

@@ -35,16 +35,16 @@ class ReplicaEngine(ModelEngine):
     """A whole model on every rank, kept the same by averaging gradients."""
 
     gradient_factor = 1.0
-    """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
-    only_averages = False
-    """True if it can."""
+    """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library cannot."""
+    cannot_sum = False
+    """True if the library averages gradients, and cannot add them up."""
     forward_is_collective = False
     """True if a rank without samples must run the model all the same, because others wait for its shards."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
-        if self.only_averages and plan.config.deepspeed.gradient_allreduce_op == "sum":
+        if self.cannot_sum and plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)
         self._spill = self._spilled()
         self.model, self.built = build_model(self, keeps_float64=True, spill=self._spill)

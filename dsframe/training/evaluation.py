@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dsframe.cluster.exchange import all_gather_json, by_value, failures
@@ -109,10 +109,9 @@ class Evaluation:
         Training does not see it: random generators are put back, and what the file asks to be compiled is not, for the compiler
         would take the training's batches for others of the same graph where theirs is another size.
         """
-        device = self._engine.plan.device
-        kept = generators.capture(device)
+        kept = generators.capture(self._engine.plan.device)
         watch = self._engine.built.watch
-        moved = (held.attributes(watch.model), held.outside(self._engine)) if watch else ()
+        moved = held.attributes(watch.model if watch else nn.Module())
         metrics: dict[str, float] = {}
         complete = True
         with (
@@ -133,12 +132,10 @@ class Evaluation:
                     if refused or len(batches) == len(loader):
                         raise
                     complete = False
+            self._look_at_draws(kept)
         if complete:
             refuse_unknown(self._engine.plan, metrics)
-        self._look_at_draws(kept)
-        generators.restore(kept, device)
-        for values in moved:
-            values.put_back()
+        moved.put_back()
 
     def each(self, name: str, take: Take) -> None:
         """**Collective.** Gives ``take`` each batch of a set that counts, with its outputs and targets, in the place of metrics."""
@@ -219,13 +216,7 @@ class Evaluation:
         if self._looks:
             self._looks = False
             self._look_at_parts(outputs, targets)
-        return {  # a mean over nothing is NaN
-            name: Sum(
-                torch.where(torch.as_tensor(one.count, device=one.total.device) != 0, one.total.detach(), 0.0),
-                one.count,
-            )
-            for name, one in metrics.items()
-        }
+        return {name: _counted(one) for name, one in metrics.items()}
 
     def _look_at_parts(self, outputs: Any, targets: Any) -> None:
         """Says once which metrics depend on the size of a batch."""
@@ -372,6 +363,14 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
             raise TaskError(f"{key}: no metric {metric!r} in the evaluation; it has {', '.join(metrics) or 'none'}")
 
 
+def _counted(one: Sum) -> Sum:
+    """Without gradients, and without a total where nothing is counted: a mean over nothing is NaN."""
+    total = one.total.detach()
+    if isinstance(one.count, Tensor):
+        return Sum(total.where(one.count.to(total.device) != 0, 0.0), one.count)
+    return Sum(total if one.count else torch.zeros_like(total), one.count)
+
+
 def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
     """**Collective.** Exact sums over all ranks, float64 on the CPU; a rank that did not see a metric takes part with zeros."""
     names = sorted({name for names in all_gather_json(engine, sorted(sums)) for name in names})
@@ -387,11 +386,12 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
     """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums, or would with
     the task's attributes as ``before`` the evaluation: those are of this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
-    metrics = held.attributes(held.modules_of(task))  # those of torchmetrics gather what all ranks have left in them
+    modules = held.modules_of(task) if before else nn.Module()
+    metrics = held.attributes(modules)  # those of torchmetrics gather what all ranks have left in them
     try:
         finished = finalized(task, sums)
     finally:  # other ranks wait for this one's numbers
-        after = held.attributes(held.modules_of(task))
+        after = held.attributes(modules)
         metrics.put_back()
         told = [finished, _changed_by_batches(finished, before, sums) if before else []]
         after.put_back()

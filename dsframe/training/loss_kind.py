@@ -62,14 +62,14 @@ class Branches:
         """Numbers of operations."""
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
-        """As of :class:`LossTrial`."""
+        """Before a step, as :meth:`LossTrial.begin_step`."""
         self._is_due = self.looks and logs and steps_since >= self._next
         if self._is_due:
             self._next = steps_since + max(1, steps_since // 4)
 
     def begin(self) -> None:
         """Before the forward pass of the first micro-batch."""
-        self._begun = torch._C._autograd._get_sequence_nr()
+        self._begun = torch._C._autograd._get_sequence_nr()  # torch has no public name for it
 
     def end(self) -> None:
         """After it."""

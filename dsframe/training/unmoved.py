@@ -86,18 +86,18 @@ class Buffers:
 
 @contextmanager
 def task_unmoved(engine: Engine) -> Iterator[None]:
-    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back, and what
-    user code keeps elsewhere."""
-    attributes, outside = vars(engine.plan.task), held.outside(engine)
-    now, buffers, kept = dict(attributes), HeldBuffers(engine), held.attributes(held.modules_of(engine.plan.task))
+    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back, and all
+    of :class:`Kept`."""
+    attributes, kept = vars(engine.plan.task), Kept(engine)
+    now, of_modules = dict(attributes), held.attributes(held.modules_of(engine.plan.task))
     attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
     try:
         yield
     finally:
         attributes.clear()
         attributes.update(now)
-        for values in (outside, buffers, kept):
-            values.put_back()
+        of_modules.put_back()
+        kept.put_back()
 
 
 @contextmanager

@@ -154,8 +154,7 @@ class PipelineEngine(ZeroEngine):
         buffers = column.buffers(local.buffers)
         assert isinstance(local.parameters, ShardedParameters)  # a pipeline has no tensor parallelism
         shards = [shard for shard in local.parameters.shards if shard.name not in stage.borrowed]
-        whole = column.parameters(local.parameters, stage.borrowed)
-        parameters = ShardedParameters(shards, whole)
+        parameters = ShardedParameters(shards, column.parameters(local.parameters, stage.borrowed))
         return EngineState(local.updates, local.loss_scale, buffers, stage.further_names, parameters)
 
     def load_state(self, saved: SavedState) -> None:
