@@ -313,6 +313,15 @@ def test_restarts(
     assert not list(tmp_path.glob("outcome*")), "it was for the launcher alone"
 
 
+@pytest.mark.parametrize(("saved", "advised"), [(5, True), (None, False)])
+def test_a_launch_without_restarts_says_how_to_go_on(saved, advised, tmp_path, capfd):
+    launched = Attempts(tmp_path, restarts=0, wait_seconds=1.0)
+    launched.run(Played(launched, says(9, BEGAN, lost(7), saved=saved)))
+    said = capfd.readouterr().err
+    assert "failed after step 7: a process was killed" in said
+    assert ("; go on with --resume auto" in said) is advised
+
+
 def test_a_program_that_is_not_there_starts_no_process(here, capsys):
     (here / "circles.py").touch()
     write_json(here / "config.json", {"train_batch_size": 2})

@@ -131,7 +131,8 @@ class Attempts:
         """``lost``: the checkpoints that it had are gone. Empty if there is another attempt."""
         last, restarts = self._failures[-1], self._restarts
         if len(self._failures) > restarts:
-            return f"{last}; all {restarts} restarts are used" if restarts else str(last)
+            used = f"; all {restarts} restarts are used" if restarts else ""
+            return f"{last}{used}" + ("; go on with --resume auto" if last.moved and self._newest() is not None else "")
         if last.is_final:
             return f"{last}; {NO_CHANGE}"
         repeats = self._failures[-2:] if last.reason else self._failures[-SILENT_REPEATS:]
