@@ -426,10 +426,11 @@ def test_a_look_and_a_trial_leave_the_task_and_its_metrics_as_they_were():
     assert (task.calls, task.mean.update_count) == (3, 3)
 
 
-def test_a_sum_over_nothing_adds_nothing():
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_a_sum_over_nothing_adds_nothing(kind):
     def some(targets):
         chosen = targets[targets > 4]  # none of the first batch
-        return Sum(chosen.mean() * len(chosen), len(chosen))
+        return Sum(chosen.mean() * len(chosen), kind(len(chosen)))
 
     _, evaluation = make(Judged(some))
     assert evaluation.run()["metric"] == 8.0

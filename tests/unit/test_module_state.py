@@ -334,6 +334,22 @@ def test_the_evaluation_before_the_training_moves_no_attribute(tmp_path):
     assert task.scaled.factors[0] == 1.0
 
 
+def test_the_evaluation_before_the_training_moves_no_attribute_of_a_model_alone(tmp_path):
+    """Of one that the task does not hold."""
+    made = []
+
+    class Apart(Judged):
+        def __init__(self):
+            pass
+
+        def model(self):
+            made.append(Judging())
+            return made[-1]
+
+    fit(tmp_path, Apart(), 1, {"eval_every_steps": 9})
+    assert made[0].factors[0] == 1.0
+
+
 class OtherInEvaluation(Scaled):
     def forward(self, rows):
         outputs = super().forward(rows)
