@@ -1,6 +1,6 @@
 """dsframe: one ds_config.json, the same training on DeepSpeed, Horovod and DDP, under any launcher.
 
-The public names; each is loaded when it is first used, so that importing dsframe costs nothing and imports no torch.
+Public names are imported on first use, so importing dsframe costs nothing and imports no torch.
 """
 
 from __future__ import annotations

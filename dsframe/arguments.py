@@ -1,4 +1,4 @@
-"""Command lines that say which option is meant."""
+"""Argument parser with suggestions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FILES = (".json", ".hjson", ".yaml", ".yml", ".toml")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with a suggestion for what it does not recognize."""
+    """argparse's parser, with a suggestion for unrecognized arguments."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's."""
+        """Parses as argparse does."""
         options, rest = self.parse_known_args(args, namespace)
         return options if not rest else self._unrecognized(rest)
 

@@ -1,6 +1,6 @@
 """The ``dsframe`` command: sub-commands, each imported when it is called.
 
-Importing this module costs nothing; ``dsframe check`` never imports torch, DeepSpeed or Horovod.
+Importing this module is cheap; ``dsframe check`` never imports torch, DeepSpeed or Horovod.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsframe.tools.commands import COMMANDS, Argv
 
 
 def main(argv: Argv = None) -> int:
-    """Run one sub-command and return its exit code. A mistake of the user's ends in its message, without a traceback."""
+    """Runs one sub-command and returns its exit code. A DsframeError prints its message, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -33,12 +33,12 @@ def main(argv: Argv = None) -> int:
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     if name == "check":
-        gc.disable()  # it makes many small objects and ends: collecting them takes 20 of its 170 ms
+        gc.disable()  # it makes many small objects and ends: garbage collection takes 20 of its 170 ms
     return exit_code_of(lambda: getattr(importlib.import_module(module), function)(argv=rest))
 
 
 def usage() -> str:
-    """The help text."""
+    """Returns the help text."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: dsframe COMMAND [options]", "", *lines, "", "dsframe COMMAND --help says more."])

@@ -1,12 +1,11 @@
-"""The contract that every engine meets: one optimizer step.
+"""The interface of every engine: one optimizer step.
 
-Forward, backward and step as separate calls would be too small a seam: DeepSpeed's pipeline owns all
-three and takes its own micro-batches. At the seam of one optimizer update every engine does the same
-thing, and the trainer knows none of them.
+Separate calls for forward, backward and step do not work for all engines: DeepSpeed's pipeline owns all three and takes
+its micro-batches itself. One whole optimizer update means the same on every engine, and the trainer knows none of them.
 
-Two rules make engines interchangeable. Every method is collective: all ranks call it, in the same
-order, the same number of times. And nothing waits for the device unless it says so: a loss stays a
-tensor until somebody reads it.
+Two rules make engines interchangeable. Every method is collective: all ranks call it, in the same order, the same
+number of times. And no method waits for the device unless its docstring says so: a loss stays a tensor until it is
+read.
 """
 
 from __future__ import annotations
@@ -29,57 +28,61 @@ from dsframe.values import Tensors
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer update, as this rank saw it."""
+    """Result of one optimizer update on this rank."""
 
     loss: Tensor
-    """0-d float32 on the device, float64 where the model is: mean over this rank's micro-batches.
-    Reading it waits for the device."""
+    """0-d float32 on the device (float64 if the model is): mean over this rank's micro-batches. Reading it waits for
+    the device.
+    """
     learning_rate: float
-    """The rate this update was made with."""
+    """Learning rate of this update."""
     gradient_norm: Tensor | float | None = None
-    """Global L2 norm before clipping; None where the engine does not compute one."""
+    """Global L2 norm before clipping; None if the engine does not compute it."""
     skipped: bool = False
-    """True if the update was left out because gradients were not finite: under fp16 loss scaling, on
-    engines that always look (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on
-    every rank."""
+    """True if the update was skipped because gradients were not finite: under fp16 loss scaling, on engines that always
+    check
+
+    (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank.
+    """
     terms: Sums = field(default_factory=dict)
-    """What the task's loss returned beside the loss, over this rank's micro-batches."""
+    """Terms that the task's loss returned with the loss, over this rank's micro-batches."""
 
 
 class Engine(ABC):
-    """How one process takes part in training. The constructor sets everything up, collectively."""
+    """One process's part in training. The constructor does the whole setup, collectively."""
 
     plan: Plan
     built: BuiltModel = BuiltModel()
-    """What is known of the model."""
+    """Facts about the model."""
     updates_in_place = True
-    """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
+    """True if the optimizer updates the model's own parameters; False if it has master weights or shards."""
 
     @abstractmethod
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises EngineError where the engine cannot do what the file asks for."""
+        """**Collective.** Raises EngineError if the engine does not support what the file asks for."""
 
     @abstractmethod
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** One optimizer update from ``batch.accumulation_steps`` micro-batches."""
+        """**Collective.** Makes one optimizer update from ``batch.accumulation_steps`` micro-batches."""
 
     @abstractmethod
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** Returns ``measure(outputs, targets)`` of ``batch``, with the model in evaluation mode.
 
-        A rank that ran out of samples is given another rank's batch, and None or a ``measure`` that returns nothing: the model
-        still runs where others wait for it, and the mapping is empty. Of the ranks that split one model, one measures and the
-        others return an empty mapping; of those that share sequences, each measures its slice: sums over all ranks count every
-        sample once.
+        A rank that has no samples left receives another rank's batch, and None or a ``measure`` that returns nothing:
+        the model still runs, because other ranks wait for it, and the result is empty. If ranks split one model, one
+        measures and the others return an empty mapping. If ranks split sequences, each measures its slice. Sums over
+        all ranks therefore count every sample once.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """**Collective.** Encloses the :meth:`eval_step` of an evaluation: what ranks gather may stay from one to the next."""
+        """**Collective.** Encloses the :meth:`eval_step` calls of one evaluation; gathered weights may be kept between
+        them.
+        """
         return nullcontext()
 
     def average(self, decay: float) -> None:
-        """Moves the average of the weights towards them (``dsframe.model.ema.update``); for engines
-        with feature "ema"."""
+        """Updates the moving average of the weights (``dsframe.model.ema.update``); for engines with feature "ema"."""
         raise EngineError(f'{self.description} keeps no average of the weights; remove "ema"')
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -88,37 +91,34 @@ class Engine(ABC):
 
     @abstractmethod
     def buffers(self) -> Tensors:
-        """Returns the persistent buffers that this rank holds, by name: the tensors themselves."""
+        """Returns the persistent buffers of this rank by name: the tensors themselves, not copies."""
 
     @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum of ``values`` (float64, any one shape) over all ranks."""
+        """**Collective.** Returns the element-wise sum of ``values`` (float64, of any one shape) over all ranks."""
 
     @abstractmethod
     def state(self) -> EngineState:
-        """**Collective** to read to its end: each parameter by name, in full shape and fp32.
+        """Returns each parameter by name, in full shape and fp32. **Collective**: all ranks must read it to its end.
 
-        Nothing that is whole on this rank is copied; the rest is gathered one parameter at a time, so
-        beyond the engine's own memory it takes one parameter and its moments. Where ranks hold flat
-        ranges of parameters, ``parameters`` is a ``ShardedParameters``, which is saved without
-        gathering. Take no training step while reading.
+        What this rank holds whole is not copied. Everything else is gathered one parameter at a time, so the extra
+        memory is one parameter and its moments. If ranks hold flat ranges of parameters, ``parameters`` is a
+        ``ShardedParameters``, which is saved without gathering. Make no training step while reading.
         """
 
     @abstractmethod
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Continues from ``saved``, which is the same on every rank and may come from
-        any engine.
+        """**Collective.** Continues from ``saved``, which is the same on every rank and may come from any engine.
 
-        Replaces weights, optimizer state, buffers, the number of updates and the loss scale. Each
-        rank reads what it holds, one parameter at a time: ``saved.part`` reads a range alone. Raises
-        CheckpointError where the models differ.
+        Replaces weights, optimizer state, buffers, the number of updates and the loss scale. Each rank reads what it
+        holds, one parameter at a time; ``saved.part`` reads only a range. Raises CheckpointError if the models differ.
         """
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Returns the engine's name for the first line of a run: ``DeepSpeed ZeRO-3``."""
+        """Name of the engine for the first line of a run: ``DeepSpeed ZeRO-3``."""
 
     @abstractmethod
     def close(self) -> None:
-        """**Collective.** Leaves the process group. Nothing else may be called afterwards."""
+        """**Collective.** Leaves the process group. No other method may be called afterwards."""

@@ -1,11 +1,11 @@
-"""What can go wrong, one class per kind of mistake.
+"""Errors: one class per kind of mistake.
 
-Every error here is written for the person who started the run: it says what is wrong, where, and what to do.
-``python -m dsframe.train`` and the ``dsframe`` command print the message alone, without a traceback, and leave with
-the class's ``exit_code``. A traceback therefore always means a bug in dsframe, in the task, or in a library.
+Every message is written for the person who started the run: it says what is wrong, where, and what to do. ``python -m
+dsframe.train`` and the ``dsframe`` command print only the message, without a traceback, and exit with the class's
+``exit_code``. A traceback therefore always means a bug in dsframe, in the task, or in a library.
 
-Each message has a label (``error:``, ``warning:``, ``note:``) and ends with a code in brackets, which ``dsframe explain``
-explains (``dsframe.config.codes``).
+Each message has a label (``error:``, ``warning:``, ``note:``) and ends with a code in brackets, which ``dsframe
+explain`` explains (``dsframe.config.codes``).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class DsframeError(Exception):
     """Name of the kind of error, for ``dsframe explain``."""
     label = "error"
     first_is_gone = False
-    """True where the host's first process has ended, which else says what is wrong."""
+    """True if the node's first process has ended, so that another process must print the message."""
 
     @property
     def printed(self) -> str:
-        """The message as it is printed: with label and code."""
+        """The message with label and code."""
         return f"{self.label}: {self} [{self.code}]"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding about a configuration file: what, where and the remedy."""
+    """A problem in a configuration file: what is wrong, where, and the remedy."""
 
     severity: Severity
     path: str
@@ -50,11 +50,11 @@ class Problem:
     """What to write instead."""
     file: str = ""
     line: int = 0
-    """1-based; 0 where there is no place to point to (a missing key, an override)."""
+    """1-based; 0 if there is no position (a missing key, an override)."""
     column: int = 0
     """1-based, in characters."""
     code: str = field(kw_only=True)
-    """Stable name of the kind of finding, such as ``unknown-key``, for editors, CI and ``dsframe explain``."""
+    """Stable name of the kind of problem, such as ``unknown-key``, for editors, CI and ``dsframe explain``."""
 
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
@@ -62,18 +62,18 @@ class Problem:
         text = f"{said}; {self.remedy} [{self.code}]" if self.remedy else f"{said} [{self.code}]"
         return re.sub(
             r"[^\S \n]|[\ufeff\u200b-\u200f\u2060]", lambda blank: ascii(blank[0])[1:-1], text
-        )  # nobody sees them
+        )  # invisible characters
 
 
 class ConfigError(DsframeError):
-    """The configuration is wrong. Holds every problem that was found, not only the first."""
+    """The configuration is wrong. Holds all problems, not only the first."""
 
     exit_code = 2
     code = "configuration"
 
     @property
     def printed(self) -> str:
-        """The problems, one a line: each has its own label and code."""
+        """The problems, one per line, each with its own label and code."""
         return str(self)
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -113,14 +113,14 @@ class DataError(DsframeError):
 
 
 class TrainingError(DsframeError):
-    """Training cannot go on: the loss is not finite, or another process of the run has ended."""
+    """Training cannot continue: the loss is not finite, or another process of the run has ended."""
 
     exit_code = 7
     code = "training"
 
 
 class CheckpointError(DsframeError):
-    """A checkpoint is missing, incomplete, damaged, or of another model."""
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
     exit_code = 8
     code = "checkpoint"
@@ -142,13 +142,13 @@ class StoppedError(DsframeError):
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Runs a command and returns its exit code. A mistake of the user's ends in its message, without a traceback."""
+    """Runs a command and returns its exit code. A DsframeError prints its message, without a traceback."""
     try:
         return int(command() or 0)
     except DsframeError as error:
         print(shown(error.printed, sys.stderr), file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""What happens in a training, and who is told: one list of listeners, told in its order.
+"""The events of a training and the listeners that receive them, in the order of one list.
 
-The loop (``dsframe.trainer``) makes optimizer steps and emits events. All else listens: log lines,
-the record, profilers, checkpoints, evaluations, early stopping, users' hooks.
+The loop (``dsframe.trainer``) makes optimizer steps and emits events. Everything else listens: log lines, the record,
+profilers, checkpoints, evaluations, early stopping, users' hooks.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """How long to train, and how often to log and to evaluate, in steps."""
+    """Length of the training, and intervals of logging and evaluation, in steps."""
 
     total_steps: int
     log_every: Fraction
     eval_steps: frozenset[int]
-    """Evaluate after these steps, counted from 1."""
+    """Steps after which to evaluate, counted from 1."""
     regular: frozenset[int]
-    """Those that a longer training has too, and that a schedule follows: without an end that is out
-    of turn."""
+    """The evaluations at regular intervals, which a longer training has too. Schedules follow these only."""
 
     @staticmethod
     def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> RunSchedule:
-        """As the file says: evaluated at regular steps or at each epoch's end, and always at the
-        end."""
+        """Returns the schedule of the file: evaluations at regular steps or at each epoch's end, and always at the end."""
         total = settings.steps or sampler.total_steps(settings.epochs or 1)
         interval = settings.eval_every_steps or Interval(epochs=1)
         regular = frozenset[int]()
@@ -58,50 +56,51 @@ class RunSchedule:
         return RunSchedule(total, log_every, regular | end, regular)
 
     def logs(self, step: int) -> bool:
-        """Returns whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ..., where things go wrong first;
-        every ``log_every``-th; the last."""
+        """True if ``step`` is logged: 1, 2, 5, 10, 20, 50 ... (errors show early), every ``log_every``-th, and the
+        last.
+        """
         early = str(step).rstrip("0") in ("1", "2", "5")
         return early or epochs.due(step, self.log_every) or step == self.total_steps
 
 
 @dataclass
 class Training:
-    """Where a training stands. Listeners read it, and change what they answer for."""
+    """State of a training. Listeners read it, and update the fields that they own."""
 
     engine: Engine
     loader: Loader
     schedule: RunSchedule
     progress: Progress
     first_step: int = 1
-    """The first step that this process makes."""
+    """The first step of this process."""
     last_step: int = 0
-    """The last one; earlier than the schedule's where the training ends early."""
+    """The last step; less than the schedule's if the training ends early."""
     step: int = 0
-    """Steps that have been made."""
+    """Number of completed steps."""
     result: StepResult | None = None
-    """Of the last step that this process made."""
+    """Result of the last step of this process."""
     loss: float = math.nan
-    """Mean over the global batch, of the last step that was logged."""
+    """Loss of the last logged step, mean over the global batch."""
     metrics: Metrics = field(default_factory=dict)
-    """The last evaluation."""
+    """Metrics of the last evaluation."""
     evaluated_step: int = 0
-    """The step after which that was."""
+    """Step after which the last evaluation ran."""
     skipped_steps: int = 0
-    """Updates left out because gradients were not finite."""
+    """Number of updates skipped because gradients were not finite."""
     paused_seconds: float = 0.0
-    """Time that was no training: evaluations, saves, profiles."""
+    """Time excluded from the rate: evaluations, saves, profiles."""
     copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
     """**Collective.** Copies the running model to rank 0 or all ranks (``training.running_model``)."""
     stop_request: StopRequest | None = None
-    """Signals that ask for an end."""
+    """Signals that ask to stop."""
 
     def pause(self, seconds: float) -> None:
-        """Takes ``seconds`` out of the training's rate."""
+        """Excludes ``seconds`` from the training's rate."""
         self.paused_seconds += seconds
         self.progress.pause(seconds)
 
     def current_metrics(self) -> Metrics:
-        """Returns the evaluation after this step, if there was one."""
+        """Returns the metrics of the evaluation after this step, or an empty mapping."""
         return self.metrics if self.step == self.evaluated_step else {}
 
     def view(self) -> RunView:
@@ -122,63 +121,66 @@ class Training:
 
 @dataclass
 class LogEntry:
-    """What is logged of one step."""
+    """Log entry of one step."""
 
     metrics: Metrics
-    """``loss`` and ``learning_rate``, and the terms that the task's loss returned beside the loss:
-    means over the global batch."""
+    """``loss``, ``learning_rate``, and the terms that the task's loss returned with the loss: means over the global
+    batch.
+    """
     rate: float
-    """Units (samples or tokens) a second; 0 after the first step, when it is not known yet."""
+    """Units (samples or tokens) per second; 0 after the first step, when it is not known yet."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What the record says beside."""
+    """Further values for the record."""
 
 
 class Listener:
-    """Overrides what it needs; what is not overridden costs nothing. Every method is called on all
-    ranks, in the same order, so it may communicate."""
+    """Base class: methods that are not overridden cost nothing. All ranks call every method in the same order, so it
+    may communicate.
+    """
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Encloses one optimizer step, counted from 1."""
         return nullcontext()
 
     def on_start(self, training: Training) -> None:
-        """Before the first step of these processes, at a resume too."""
+        """Called before the first step of these processes, also on resume."""
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step."""
 
     def on_log(self, training: Training, entry: LogEntry) -> None:
-        """After each step that is logged. A listener may add details for those behind it."""
+        """Called after each logged step. A listener may add details for the listeners after it."""
 
     def on_evaluation_batch(self, training: Training, outputs: Any, targets: Any) -> None:
-        """After each batch of an evaluation, on ranks that have samples in it and hold the outputs:
-        not collective."""
+        """Called after each batch of an evaluation, on ranks that have samples in it and hold the outputs. Not
+        collective.
+        """
 
     def on_evaluation(self, training: Training, metrics: Metrics) -> None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def on_checkpoint(self, training: Training, path: Path) -> None:
-        """After each save. One that is asynchronous may still be under way."""
+        """Called after each save. An asynchronous save may still be in progress."""
 
     def on_finish(self, training: Training) -> None:
-        """After the last step, or the one after which a signal stops all ranks."""
+        """Called after the last step, or after the step at which a signal stops all ranks."""
 
     def on_end(self, training: Training, summary: Summary) -> None:
-        """After a training that came to its end."""
+        """Called after a training that reached its end."""
 
 
 _EVENTS = tuple(name for name in vars(Listener) if name.startswith("on_"))
 
 
 class Events:
-    """The listeners of a training, told in the order of the list."""
+    """The listeners of a training, called in the order in which they were added."""
 
     def __init__(self) -> None:
         self._methods: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
         self._enclosing: list[Listener] = []
 
     def add(self, listener: Listener) -> None:
-        """Adds a listener behind those that are there."""
+        """Appends a listener."""
         kind = type(listener)
         for name, methods in self._methods.items():
             if getattr(kind, name) is not getattr(Listener, name):
@@ -205,11 +207,13 @@ _HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
 
 
 _OTHER_STEPS = ("on_start", "on_log", "on_evaluation", "on_checkpoint")
-"""A run that goes on from a checkpoint calls these after other steps, so what they draw must not move the training's generators."""
+"""Events that a resumed run emits after other steps. Random numbers drawn in them must not advance the training's
+generators.
+"""
 
 
 class UserHooks(Listener):
-    """Users' hooks, as one listener. They may look at weights, so each call is watched."""
+    """Users' hooks as one listener. They may read weights, so the weight watch encloses each call."""
 
     def __init__(self, hooks: Sequence[Hooks]) -> None:
         self._methods: dict[str, list[Callable[..., None]]] = {}

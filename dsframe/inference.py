@@ -1,7 +1,8 @@
-"""A checkpoint's weights on any engine and any number of processes: evaluated, or asked for predictions; and as a plain module.
+"""Evaluates or predicts with a checkpoint's weights, on any engine and any number of processes, or loads a plain
+module.
 
-No optimizer state is read. Evaluations are those of a training: the same code on the same engine. Predictions are
-in the order of the samples, each sample once, and a file of them has its name only when it is complete.
+No optimizer state is read. Evaluations use the same code and engine as training. Predictions are in the order of the
+samples, each sample once. A file of predictions gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -44,31 +45,32 @@ if TYPE_CHECKING:
 
 
 def evaluated_averages(checkpoint: Checkpoint) -> bool:
-    """Returns whether its run evaluated the averages of the weights: "ema" with "evaluate", and there are some."""
+    """True if the run evaluated the averages of the weights ("ema" with "evaluate") and the checkpoint has them."""
     written = checkpoint.manifest.get("run", {}).get("config", {}).get("dsframe", {}).get("ema") or {}
     return bool(written.get("evaluate")) and checkpoint.keeps(ema.KEY)
 
 
 class Weights(SavedView):
-    """A checkpoint without its optimizer: the weights, or their averages in the place of them."""
+    """A checkpoint without optimizer state: the weights, or their averages in their place."""
 
     def __init__(self, checkpoint: Checkpoint, *, averages: bool | None = None) -> None:
-        """``averages``: None for what the run evaluated. Raises CheckpointError where there are no averages."""
+        """``averages``: None for what the run evaluated. Raises CheckpointError if the checkpoint has no averages."""
         super().__init__(checkpoint)
         self._averages = evaluated_averages(checkpoint) if averages is None else averages
         if averages and not checkpoint.keeps(ema.KEY):
             raise CheckpointError(f'{checkpoint.path} has no averages: its training had no "ema"; leave out --average')
 
     def seen(self, parameter: ParameterState) -> ParameterState:
-        """The parameter without the optimizer's state; a frozen one has no average."""
+        """Returns the parameter without optimizer state; a frozen one has no average."""
         weight = parameter.moments.get(ema.KEY, parameter.weight) if self._averages else parameter.weight
         return ParameterState(parameter.name, weight, {}, {})
 
 
 def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None) -> dict[str, float]:
-    """**Collective.** The task's metrics over its evaluation data. Raises TaskError where there are none, CheckpointError.
+    """**Collective.** Returns the task's metrics over its evaluation data.
 
-    ``averages``: of the weights in the place of them; None: what the run evaluated.
+    ``averages``: take the averages of the weights in their place; None: what the run evaluated. Raises TaskError if
+    there is no evaluation data, and CheckpointError.
     """
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         if not job.work.evaluation:
@@ -79,10 +81,11 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None
 
 
 def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | None = None) -> int:
-    """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the number of rows.
+    """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the
+    number of rows.
 
-    ``out``: a ``.jsonl`` file in a folder that all ranks share. ``averages``: as :func:`evaluate`. Raises DataError where ``out``
-    is there already or cannot be written.
+    ``out``: a ``.jsonl`` file in a folder that all ranks share. ``averages``: as for :func:`evaluate`. Raises DataError
+    if ``out`` exists or cannot be written.
     """
     if out.suffix != ".jsonl":
         raise DataError(f"{out}: predictions are written as .jsonl; choose this ending")
@@ -96,7 +99,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
             raise TaskError(
                 f"{type(run.task).__name__} has neither predict_data nor eval_data, so there are no samples"
             )
-        loader.limit(len(loader.source))  # "eval_samples" is for evaluations
+        loader.limit(len(loader.source))  # "eval_samples" applies to evaluations only
         predictions.take_inputs_alone(loader.source)
         if isinstance(loader.source, DatasetSource) and loader.source.collate:
             loader.source.refuse_other_order()
@@ -127,13 +130,15 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
 def load_model(
     path: str | Path, task: Task | None = None, *, averages: bool | None = None, best: bool = False
 ) -> nn.Module:
-    """A checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and buffers.
+    """Returns a checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and
+    buffers.
 
-    ``path``: a checkpoint, or a run's directory (its newest complete one, or with ``best`` the best one by "keep_best").
-    ``task``: needed where a script brought its own; else it is the one of the run's ``config.json``.
-    ``averages``: of the weights ("ema") in the place of them; None: what the run evaluated.
+    ``path``: a checkpoint, or a run's directory (its newest complete one, or with ``best`` the best one by
+    "keep_best"). ``task``: required if a script passed its own; otherwise it is built from the run's ``config.json``.
+    ``averages``: take the averages of the weights ("ema") in their place; None: what the run evaluated.
 
-    What ``model()`` draws is what the training drew; the random generators are put back. Raises CheckpointError, TaskError.
+    ``model()`` draws the same random numbers as in training; the generators are restored. Raises CheckpointError,
+    TaskError.
     """
     from dsframe.config import load
 
@@ -142,7 +147,7 @@ def load_model(
     adapted = "adapter" in checkpoint.manifest
     config = load(store.config_of(folder)) if adapted or task is None else None
     seed = checkpoint.manifest.get("training", {}).get("seed", 0)
-    with seeded(seed):  # as the training was
+    with seeded(seed):  # the seed of the training
         if task is None:
             assert config is not None
             task = tasks.build(config.settings.task, seed)
@@ -169,7 +174,7 @@ def load_model(
 
 
 def load_adapted(path: Path, *, averages: bool | None = None) -> tuple[nn.Module, nn.Module]:
-    """A checkpoint's model with its adapter, as :func:`load_model`, and the model that it was trained beside, built again."""
+    """Returns a checkpoint's model with its adapter, as :func:`load_model`, and the base model, built again."""
     from dsframe.config import load
 
     settings = load(store.config_of(path)).settings
@@ -179,9 +184,9 @@ def load_adapted(path: Path, *, averages: bool | None = None) -> tuple[nn.Module
 
 
 def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:
-    """Puts the training's adapter into ``model``; returns the names of the base, under each of its names.
+    """Adds the training's adapter to ``model``; returns all names of the base's parameters.
 
-    Raises CheckpointError where this is another base.
+    Raises CheckpointError if the base differs.
     """
     changes.compare_adapters(checkpoint.manifest, adapter.add(config, model))
     adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
@@ -191,7 +196,7 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
 
 @contextlib.contextmanager
 def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Iterator[tuple[Job, Engine, Watchdog]]:
-    """**Collective.** The engine of the run's file, with the weights."""
+    """**Collective.** Yields the job and the engine of the run's file, with the checkpoint's weights."""
     job = prepare(run, world)
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
     engine, _ = make_engine(job, watchdog, trains=False)
@@ -211,7 +216,9 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
 
 
 def _together(engine: Engine, action: Any) -> Any:
-    """**Collective.** Calls ``action`` and returns its result. Raises DataError, TaskError on every rank where one rank failed."""
+    """**Collective.** Calls ``action`` and returns its result. If it fails on one rank, raises DataError or TaskError
+    on all.
+    """
     result, failure = None, ""
     kind: type[DataError] | type[TaskError] = DataError
     try:
@@ -224,7 +231,7 @@ def _together(engine: Engine, action: Any) -> Any:
 
 
 def _begin(out: Path) -> None:
-    """Makes sure that ``out`` can be written, and removes what a killed run has left."""
+    """Raises DataError if ``out`` cannot be written, and removes partial files of a killed run."""
     if out.exists():
         raise DataError(f"{out} exists already; remove it, or choose another name")
     if not out.parent.is_dir():
@@ -234,8 +241,10 @@ def _begin(out: Path) -> None:
 
 
 def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool:
-    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Returns whether some of them include
-    padding that the task has not cut. Raises TaskError."""
+    """**Collective.** Writes this rank's rows, each with its sample number, in order.
+
+    Returns whether some include padding that the task has not removed. Raises TaskError.
+    """
     task, padded = engine.plan.task, False
     with path.open("w", encoding="utf-8") as file:
 
@@ -254,7 +263,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool
 
 
 def _write_jsonl(out: Path, rows: Iterator[Json]) -> None:
-    """Writes ``out``, which has its name when it is complete."""
+    """Writes ``out``; the file gets its name when it is complete."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A run in five phases: data, engine, resume, train, finish. This is the only place that knows all the parts."""
+"""A run in five phases: data, engine, resume, train, finish. The only module that knows all the parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from dsframe.version import __version__
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of the command line that are not keys of the file."""
+    """Command-line options that are not keys of the file."""
 
     resume: str
     verbose: bool
@@ -59,43 +59,43 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class HostResources:
-    """What this process may use of its machine."""
+    """Resources of this process, and its lock on the run's directory."""
 
     threads: int
     began: float
-    """When the run began, by ``time.perf_counter``."""
+    """Start of the run, by ``time.perf_counter``."""
     lock: RunLock
     home: Path
-    """The working directory at the start: a task may change it."""
+    """The working directory at the start. Stored because a task may change it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What does not depend on the number of processes."""
+    """Everything that does not depend on the number of processes."""
 
     config: Config
     task: Task
     script_task: str
-    """Where a script brought its own task: its name, which no other program can rebuild. Else empty."""
+    """Name of the task if a script passed it (no other program can rebuild it), else empty."""
     engine: str
     data: Callable[[], tuple[Any, Any]]
-    """For training and for evaluation; read once."""
+    """Returns the training and the evaluation data; reads them once."""
     hooks: tuple[Hooks, ...]
-    """The file's, then the task's."""
+    """Hooks of the file, then those of the task."""
     lines: tuple[str, ...]
-    """To be said at the start."""
+    """Lines printed at the start."""
     options: RunOptions
     host: HostResources
     model_files: ModelFiles
-    """Makes what lies beside the weights in checkpoints, for other programs."""
+    """Writes the files next to a checkpoint's weights that other programs read."""
     loggers: MakeLoggers
     traces: Callable[..., Listener]
-    """Makes the profiler, where the file asks for it."""
+    """Creates the profiler if the file asks for it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What these processes are going to do, before there is an engine."""
+    """Everything that is known before the engine is built."""
 
     run: Run
     plan: Plan
@@ -107,7 +107,7 @@ class Job:
 
 
 def train(run: Run, world: World) -> Summary:
-    """**Collective.** Trains as the file and the command line say."""
+    """**Collective.** Trains as the file and the command line ask."""
     phases.done("imports")
     job = prepare(run, world)
     _announce(job)
@@ -144,7 +144,7 @@ def train(run: Run, world: World) -> Summary:
 
 
 def prepare(run: Run, world: World) -> Job:
-    """Shares of the data, and everything that follows from the file and the number of processes."""
+    """Splits the data, and computes all that follows from the file and the number of processes."""
     config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
     _refuse_several(run)
     batch = config.batch(world.size, replicas=entry.replicas)
@@ -153,7 +153,7 @@ def prepare(run: Run, world: World) -> Job:
     if device.type == "cpu":
         keep_freed()
     if config.deepspeed.optimizer is None:
-        optimizers.read(config)  # raises: not after hours in which the task prepares its data
+        optimizers.read(config)  # raises now, not after hours of data preparation
     loader, evaluation = loaders(config, task, run.data(), batch, world, device)
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
@@ -178,7 +178,7 @@ def prepare(run: Run, world: World) -> Job:
 
 
 def _refuse_followers(config: Config, *, evaluates: bool) -> None:
-    """Raises TaskError where nothing decides what evaluations are to decide."""
+    """Raises TaskError if a feature needs evaluations and the task has no eval_data."""
     section = config.deepspeed.scheduler
     for what, asked in (
         ("ReduceLROnPlateau", section and section.type == "ReduceLROnPlateau"),
@@ -189,7 +189,7 @@ def _refuse_followers(config: Config, *, evaluates: bool) -> None:
 
 
 def _refuse_several(run: Run) -> None:
-    """Raises TaskError, ConfigError where the task has several models and something cannot be with them."""
+    """Raises TaskError or ConfigError if the task has several models and a feature does not support that."""
     if parts.names(run.task):
         if refused := engines.problems_with_several_models(run.config, run.engine):
             raise ConfigError(refused)
@@ -200,12 +200,12 @@ def _refuse_several(run: Run) -> None:
 
 
 def _given_early(task: Task) -> Mapping[str, Any]:
-    """What a task's attributes give that is read before its model is built."""
+    """Returns those attributes of the task that are read before its model is built."""
     return {name: vars(task).get(name) for name in ("collate", "eval_collate", "workers")}
 
 
 def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
-    """Raises TaskError where ``model()`` has set what was ``read`` before."""
+    """Raises TaskError if ``model()`` has set an attribute that was already ``read``."""
     late = [name for name, value in _given_early(run.task).items() if value is not read[name]]
     late += ["hooks"] * (len(run.hooks) != len(run.config.settings.hooks) + len(run.task.hooks))
     if late:
@@ -214,7 +214,7 @@ def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
 
 
 def _announce(job: Job) -> None:
-    """What the user should know of the machine and the data."""
+    """Prints what the user should know about the machine and the data."""
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
     for line in (*job.run.lines, *of_data):
         if line:
@@ -222,7 +222,7 @@ def _announce(job: Job) -> None:
 
 
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, Json]:
-    """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
+    """**Collective.** Returns the engine, and its facts for the run's record. ``trains``: False if it only evaluates."""
     run, plan = job.run, job.plan
     facts = _facts(job)
     agreed = assert_ranks_agree(plan.world, facts)
@@ -259,7 +259,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
 
 
 def _describe(job: Job, engine: Engine) -> None:
-    """Says what the training does though neither the file nor the model says so, and who is in which parameter group."""
+    """Prints effects that neither the file nor the model shows, and the members of the parameter groups."""
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
@@ -271,14 +271,17 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(engine.built.origin)
     if engine.built.adapter is not None:
         job.say(engine.built.adapter.line)
-    for text in dict.fromkeys(dependence.text for dependence in engine.built.depends):  # of several models, too
+    for text in dict.fromkeys(dependence.text for dependence in engine.built.depends):  # models may share them
         job.say(f"this model's {text}")
     for line in engine.built.groups.lines:
         job.say(f"parameter group: {line}")
 
 
 def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
-    """**Collective.** What a checkpoint's manifest tells of this run. Raises DataError where ranks have other samples."""
+    """**Collective.** Returns this run's entries for a checkpoint's manifest.
+
+    Raises DataError if the ranks have different samples.
+    """
     run, plan = job.run, job.plan
     mine = about(
         plan.config,
@@ -296,7 +299,7 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.built.groups.asked})
     for section, more in engine.built.manifest.items():
         mine[section].update(more)
-    with watchdog, generators.kept(plan.device):  # reading may draw
+    with watchdog, generators.kept(plan.device):  # reading samples may draw random numbers
         mine["data"] = assert_same_samples(engine, job.work.loader)
         for held_out in job.work.evaluation.values():
             assert_same_samples(engine, held_out)
@@ -304,7 +307,7 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
 
 
 def _identity(job: Job, engine: Engine, mine: Json) -> Json:
-    """For the run's record: by which ``dsframe compare`` knows the same model and the same data."""
+    """Returns the facts by which ``dsframe compare`` recognizes the same model and the same data."""
     parts = engine.built.parts
     trained, parameters = sum(part.trained for part in parts), sum(part.parameters for part in parts)
     model = {"task": mine["training"]["task"], "parameters": parameters, "trained": trained}
@@ -316,7 +319,7 @@ def _identity(job: Job, engine: Engine, mine: Json) -> Json:
 
 
 def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: Json) -> tuple[Saver, Start]:
-    """**Collective.** Where training starts, and who writes the next checkpoints. ``mine``: by :func:`_manifest`."""
+    """**Collective.** Returns the saver, and where training starts. ``mine``: result of :func:`_manifest`."""
     run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
     epoch_steps = job.work.loader.sampler.epoch_steps
     every, keep_every = (
@@ -341,22 +344,22 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: Json) -> tuple[S
         start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
     for follower in plan.followers.values() if start.step in job.work.schedule.regular else ():
         if follower.metric in start.evaluation and follower.observed != start.step:
-            follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
+            follower.observe(start.step, start.evaluation)  # evaluated after the checkpoint was written
     if start.in_place:
-        saver.saved_step = start.step  # it may still get its evaluation
+        saver.saved_step = start.step  # its evaluation may still be added
     return saver, start
 
 
 @contextmanager
 def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
-    """Around the training: closes what is open where it ends with an error."""
+    """Encloses the training: if it raises, closes everything that is open."""
     try:
         yield
     except Exception as error:
         together = isinstance(error, (StoppedError, TrainingError, CheckpointError))  # all ranks raise these
         if together:
             outputs.saver.close()
-        else:  # this process ends
+        else:  # only this process ends
             outputs.saver.outlast()
         job.progress.close()
         if outputs.record:
@@ -367,7 +370,7 @@ def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
 
 
 def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -> None:
-    """Closes the run's record, and says what comes next."""
+    """Closes the run's record and prints the results."""
     job.progress.close()
     engine.close()
     if record:
@@ -375,13 +378,13 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
         settings = job.plan.config.settings
         wanted = settings.checkpoints.keep_best or (settings.stop.metric if settings.stop else None)
         best = None
-        with suppress(DataError):  # of a disk that did not take the record
+        with suppress(DataError):  # the record is incomplete if the disk was full
             best = blocks.best_of(read_metrics(job.plan.directory), wanted)
         job.progress.block("dsframe: done", blocks.ending(summary, job.plan.directory, best))
 
 
 def _facts(job: Job) -> dict[str, str]:
-    """What has to be the same on every rank, or they would train different things."""
+    """Returns the values that must be equal on all ranks; otherwise the ranks would train different things."""
     run, work = job.run, job.work
     return {
         "engine": run.engine,

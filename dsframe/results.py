@@ -1,4 +1,4 @@
-"""What a training came to."""
+"""Results of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Metrics = Mapping[str, float]
 
 
 def best_step(evaluations: Mapping[int, Mapping[str, float | None]], wanted: str) -> int | None:
-    """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; of equal ones the first.
+    """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; of equal ones the
+    first.
 
-    ``evaluations``: by step. None where none has a finite value.
+    ``evaluations``: by step. Returns None if no value is finite.
     """
     metric, _, direction = wanted.partition(":")
     sign = -1.0 if direction == "max" else 1.0
@@ -33,24 +34,24 @@ class Summary:
 
     steps: int
     seconds: float
-    """From the first step to the end of the last, evaluation left out."""
+    """Time from the first step to the end of the last, without evaluation."""
     rate: float
-    """Units (samples or tokens) a second over all ranks, the first step left out."""
+    """Units (samples or tokens) per second over all ranks, without the first step."""
     unit: str
     units_per_step: int
-    """Of one global batch."""
+    """Units of one global batch."""
     first_step_seconds: float
-    """From the first step's start to its end: compilation and first reads are in it."""
+    """Duration of the first step, with compilation and first reads."""
     loss: float
     """Mean over the last step's global batch."""
     metrics: Mapping[str, float]
-    """The last evaluation."""
+    """Metrics of the last evaluation."""
     peak_memory_bytes: tuple[int, ...]
-    """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
+    """Peak of each rank: on a GPU what torch allocated, on a CPU the process's largest resident set."""
     skipped_steps: int
-    """Updates left out because gradients were not finite."""
+    """Number of updates skipped because gradients were not finite."""
     stopped: str = ""
-    """Why training ended before the last step of the file, where it did."""
+    """Reason why training ended before the file's last step, else empty."""
     directory: str = ""
     """The run's directory. ``dsframe.load_model`` reads its newest checkpoint."""
 

@@ -1,7 +1,7 @@
-"""One run: chooses the engine and prepares this process, then hands over to :mod:`dsframe.job`.
+"""One run: chooses the engine and prepares this process, then calls :mod:`dsframe.job`.
 
-``dsframe.fit`` calls it from Python, ``dsframe.train`` from a shell. Imports no torch: the number of threads has to be settled
-before.
+``dsframe.fit`` calls it from Python, ``dsframe.train`` from a shell. It imports no torch, because the number of threads
+must be set first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
 
 def settle_threads(world: World, wanted: int | None) -> int:
-    """Threads of this rank: ``wanted``, else OMP_NUM_THREADS, else this host's usable cores shared among its ranks.
+    """Returns the number of threads of this rank: ``wanted``, else OMP_NUM_THREADS, else its part of the node's usable
+    cores.
 
-    Sets OMP_NUM_THREADS, so it has to run before torch is imported. ``deepspeed`` and ``horovodrun`` set none, and ranks that
-    each take every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises WorldError where
-    OMP_NUM_THREADS is not a number.
+    Sets OMP_NUM_THREADS, so it must run before torch is imported. ``deepspeed`` and ``horovodrun`` do not set it, and
+    ranks that each use every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises
+    WorldError if OMP_NUM_THREADS is not a number.
     """
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
@@ -52,7 +53,7 @@ def settle_threads(world: World, wanted: int | None) -> int:
 
 
 def _cores(world: World) -> int:
-    """Cores for this rank's threads: its part of the host's, and no fewer than ``srun --cpus-per-task`` has given it alone."""
+    """Returns this rank's part of the node's cores, but at least what ``srun --cpus-per-task`` assigned to it."""
     here, given = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
     assigned = min(here, int(given)) if world.launcher == "srun" and given.isdecimal() else 1
     return max(here // world.local_size, assigned)
@@ -65,14 +66,14 @@ def fit(
     overrides: Sequence[str] = (),
     resume: str = "never",
 ) -> Summary:
-    """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a dict.
+    """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a
+    dict.
 
-    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. It trains in this process, which a launcher may have
-    started beside others.
-    ``dsframe.load_model(summary.directory, task)`` gives the model of the last checkpoint.
-    Environment, random generators, gradient mode and threads of torch are afterwards as before.
-    For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
-    and tells mistakes in one voice. Raises the subclasses of DsframeError.
+    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. It trains in this process, which a launcher
+    may have started with others. ``dsframe.load_model(summary.directory, task)`` returns the model of the last
+    checkpoint. The environment, the random generators, torch's gradient mode and its threads are restored afterwards.
+    Use it in programs that continue afterwards. In a script, end with ``dsframe.main(task)`` instead, which reads the
+    command line and lets one rank report an error. Raises the subclasses of DsframeError.
     """
     with _signals_restored():
         return execute(load(config, overrides=overrides), task=task, resume=resume)
@@ -88,10 +89,11 @@ def execute(
     quiet: bool = False,
     choice: tuple[str, tuple[str, ...]] | None = None,
 ) -> Summary:
-    """**Collective.** Trains as ``config`` says and returns what it came to. Raises the subclasses of DsframeError.
+    """**Collective.** Trains as ``config`` says and returns the results. Raises the subclasses of DsframeError.
 
-    ``task``: the user's own, instead of the file's. ``resume``: "never", "auto" (the run's newest whole checkpoint, if there
-    is one), "best" (its best one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
+    ``task``: replaces the file's task. ``resume``: "never", "auto" (the run's newest complete checkpoint, if there is
+    one), "best" (its best one) or a path to a checkpoint. ``verbose``: show the output of libraries. ``quiet``: print
+    nothing.
     """
     world = world or worlds.here()
     with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:
@@ -114,9 +116,11 @@ def _sayer(world: World, *, quiet: bool) -> Say:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """After a stop the signals that stop are ignored, for processes that leave (``guard/signals.py``). A program goes on."""
+    """Restores the handlers of stop signals: after a stop they are ignored (``guard/signals.py``), but this program
+    continues.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # no handler was set, and none can be
+        yield  # handlers can only be set in the main thread
         return
     before = {number: signal.getsignal(number) for number in processes.STOP_SIGNALS}
     try:
@@ -138,9 +142,9 @@ def prepared(
     quiet: bool = False,
     choice: tuple[str, tuple[str, ...]] | None = None,
 ) -> Iterator[Run]:
-    """This process, ready for what ``config`` says: threads, cores, torch, the task. Arguments as for :func:`execute`.
+    """Prepares this process for ``config``: threads, cores, torch, the task. Arguments as for :func:`execute`.
 
-    The process is as before when it ends (:mod:`dsframe.host.restored`): environment, generators, threads.
+    On exit the environment, generators and threads are restored (:mod:`dsframe.host.restored`).
     """
     began, home = time.perf_counter(), Path.cwd()
     phases.begin()
@@ -161,7 +165,7 @@ def prepared(
 
         phases.done("imports")
         at_end(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads)  # for a program that had imported torch already
+        torch.set_num_threads(threads)  # torch may have been imported before
         ours = task is None
         task = task or tasks.build(config.settings.task, config.settings.seed)
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the caller: else its GPU has no generator yet
@@ -195,7 +199,10 @@ def _traces(*arguments: Any) -> Listener:
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:
-    """The engine's name, and what is to be said of the choice. Raises ConfigError where it cannot do what the file asks for."""
+    """Returns the engine's name and the lines to print about the choice.
+
+    Raises ConfigError if the engine does not support what the file asks for.
+    """
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
     if refused or (refused := loggers.missing(config)):

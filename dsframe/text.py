@@ -1,4 +1,4 @@
-"""How numbers and tables read, wherever dsframe prints them."""
+"""Formatting of numbers, tables and messages."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Say = Callable[[str], None]
-"""Prints one line of progress, of the first process alone."""
+"""Prints one line of progress, on the first process only."""
 Json = dict[str, Any]
-"""An object of JSON."""
+"""A JSON object."""
 _LABEL = re.compile(r"(?<![^ ])(error|warning|note):")
 _METRICS = re.compile(r"^(evaluation after step|dsframe: done)")
 _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "note": "\x1b[36m", "metrics": "\x1b[1m"}
 _PLAIN = "\x1b[0m"
 _INDENT = 14
-"""Where the values of labelled lines begin."""
+"""Column where the values of labelled lines begin."""
 
 
 def mebibytes(count: int) -> str:
-    """Bytes as ``512 MiB``, ``1.5 GiB``."""
+    """Formats bytes as ``512 MiB``, ``1.5 GiB``."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def clock(seconds: float) -> str:
-    """``75`` as ``1:15``, ``3700`` as ``1:01:40``."""
+    """Formats ``75`` as ``1:15``, ``3700`` as ``1:01:40``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """A line for each row; the first ``left`` columns are aligned to the left, the others to the right."""
+    """Returns a line for each row; the first ``left`` columns are aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:
@@ -47,7 +47,7 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def keys(value: Any, path: str = "") -> dict[str, str]:
-    """The keys of a file with their sections, ``zero_optimization.stage``, and their values as JSON."""
+    """Flattens the sections of a file to dotted keys, ``zero_optimization.stage``, with their values as JSON."""
     if not isinstance(value, Mapping):
         return {path: json.dumps(value)}
     return {name: text for key, part in value.items() for name, text in keys(part, f"{path}.{key}".lstrip(".")).items()}
@@ -59,22 +59,22 @@ def one_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException, most: int | None = None) -> str:
-    """Returns class and text of an exception in one line, of ``most`` characters at most."""
+    """Returns class and text of an exception in one line, of at most ``most`` characters."""
     return f"{type(error).__name__}: {one_line(error)}"[:most]
 
 
 def table_of(module: str) -> Any:
-    """Returns the content of the JSON file beside a module, whose ``__file__`` is given."""
+    """Returns the content of the JSON file next to a module, given its ``__file__``."""
     return json.loads(Path(module).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def has_colours(stream: TextIO) -> bool:
-    """True if what is written there is to have colours: a terminal, without NO_COLOR (https://no-color.org)."""
+    """True if output there should have colours: a terminal, without NO_COLOR (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """``text`` as a person reads it on a terminal: wrapped at words, labels in colour. As it is for files and pipes."""
+    """Formats ``text`` for a terminal: wrapped at words, labels in colour. Unchanged for files and pipes."""
     if not stream.isatty():
         return text
     width, coloured = shutil.get_terminal_size().columns, has_colours(stream)

@@ -1,7 +1,7 @@
 """``python -m dsframe.train``: one process of a training run, under any launcher.
 
-The configuration is read and checked before torch is imported and before any process group exists. What is wrong is said
-once, by one process of the host; the others leave with the same exit code.
+The configuration is read and checked before torch is imported and before a process group exists. One process of the
+node prints an error; the others exit with the same code.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 10.0
 _FIRST_SPEAKS_SECONDS = 3.0
-"""By then the launcher, which may look once a second, has ended the ranks that made the same mistake as rank 0."""
+"""Time after which the launcher, which may poll once a second, has ended the ranks that made the same mistake as rank
+0.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = Parser(
         prog="dsframe.train",
         description='Train as a DeepSpeed configuration file with a "dsframe" section says.',
@@ -67,13 +69,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="print nothing; the run's directory has the metrics")
     # DeepSpeed's launcher puts it first.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
+    parser.add_argument("--report", help=argparse.SUPPRESS)  # file where dsframe launch reads how the run ended
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed scripts take it
     return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Those of ours that match a key of the file are short for ``--set``."""
+    """Returns the options. Options that are short for ``--set`` are appended to ``set``."""
     options = parser().parse_args(argv)
     for name in ("engine", "run_dir"):
         value = getattr(options, name)
@@ -83,9 +85,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says and returns 0; a mistake ends the process with its class's exit code (``dsframe.errors``).
+    """Trains as the command line says and returns 0; an error ends the process with its class's exit code
+    (``dsframe.errors``).
 
-    ``task``: the calling script's own, instead of the one the file names. ``argv``: instead of ``sys.argv[1:]``.
+    ``task``: the calling script's task, in place of the file's. ``argv``: in place of ``sys.argv[1:]``.
     """
     options = parse(argv)
     streams.survive()
@@ -96,10 +99,10 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         if world.launcher != "python":
             supervise.die_with_parent()
         config = load(options.config, overrides=options.set)
-        launched = options.report is not None  # by dsframe launch, which has printed what the check says
+        launched = options.report is not None  # dsframe launch has already printed the problems
         if world.is_main and not options.quiet and not launched:
             for problem in config.problems:
-                # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
+                # Not printed: dsframe check --resolved and the run report the first two, and the third is intended.
                 if problem.code not in ("auto", "auto-later", "imports"):
                     print(shown(str(problem), sys.stderr), file=sys.stderr)
         from dsframe.run import choose, execute
@@ -115,7 +118,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 quiet=options.quiet,
                 choice=choice,
             )
-        if worlds.here().is_main:  # not always who it was at the start
+        if worlds.here().is_main:  # after an elastic restart it may be another process than at the start
             reporter.say(done=True)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
@@ -132,9 +135,9 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
 
 
 def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
-    """Ends this process after an exception: the user's frames, or its traceback, or that another process is gone."""
+    """Ends this process after an exception: reports the user's frames, the traceback, or that another process ended."""
     if isinstance(error, RuntimeError) and re.search(r"DataLoader worker \(pid", str(error)):
-        # torch raises it wherever this process is at that moment, in the task's code perhaps.
+        # torch raises this wherever the process is at that moment, perhaps in the task's code.
         what = f"a process that reads data has ended, perhaps because memory was short: {str(error).strip()}"
         leave(DataError(f"{what}; go on with --resume auto, and with fewer workers"), world, verbose=verbose)
     if verbose or not lost_a_peer(error):
@@ -158,29 +161,29 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
 
 
 def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
-    """Says what is wrong, in one voice, and ends this process.
+    """Prints the error, on one rank of the node, and ends this process.
 
-    A mistake in the file or the environment is everybody's, and the host's first process names it. The others wait until the
-    launcher, which ends all when one has ended, ends them too. A rank still alive after 10 s reports its own error.
+    An error in the file or the environment occurs on all ranks, so the node's first process prints it. The others wait
+    for the launcher, which ends all processes when one has ended. A rank still alive after 10 s reports its own error.
     """
     outcome.reporter().failed(error.exit_code, str(error))
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     speaker = 1 if error.first_is_gone else 0
-    stopped = isinstance(error, StoppedError)  # all ranks stop together: nobody has a mistake of its own
+    stopped = isinstance(error, StoppedError)  # all ranks stop together; no other rank has an error to report
     if world.local_rank != speaker:
         time.sleep(1.0 if stopped else _PATIENCE_SECONDS)
     if world.local_rank != 0 and stopped:
         leave_at_once(error.exit_code)
     where = "" if world.local_rank == speaker else f"[rank {world.rank}] "
-    # Editors make a link of file:line:column at a line's start.
+    # Editors make a link of file:line:column at the start of a line.
     name = "" if isinstance(error, ConfigError) else "dsframe: "
     print(shown(f"{where}{name}{error.printed}", sys.stderr), file=sys.stderr, flush=True)
     leave_at_once(error.exit_code)
 
 
 def lost_a_peer(error: Exception) -> bool:
-    """True if communication failed because another process is gone, as far as Gloo's, NCCL's and Horovod's words tell."""
+    """True if communication failed because another process ended, judged by the messages of Gloo, NCCL and Horovod."""
     signs = (
         r"Connection (closed|reset) by peer|Broken pipe|remote process exited|has been shut down|peer.* (died|exited)"
     )
@@ -188,9 +191,10 @@ def lost_a_peer(error: Exception) -> bool:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Ends this process without waiting for peers: exit handlers of communication libraries do, and may wait for ever.
+    """Ends this process without waiting for peers: exit handlers of communication libraries may wait forever.
 
-    Nor are C++ objects taken down, which at times ends in SIGABRT after a training that went well (measured, torch 2.13).
+    Destructors of C++ objects do not run either; they sometimes end in SIGABRT after a successful training (measured,
+    torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -199,5 +203,5 @@ def leave_at_once(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     done = main()
-    atexit._run_exitfuncs()  # loggers send what they hold
+    atexit._run_exitfuncs()  # loggers flush
     leave_at_once(done)

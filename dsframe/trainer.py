@@ -1,4 +1,4 @@
-"""The loop: the same for every engine, which it does not know by name.
+"""The training loop. It is the same for every engine and knows none by name.
 
 Nothing here waits for the device: a loss stays a tensor until a listener reads it.
 """
@@ -45,17 +45,17 @@ class Work:
 
     loader: Loader
     evaluation: Mapping[str, EvaluationLoader]
-    """Sets to evaluate on, by name; a single one has an empty name."""
+    """Evaluation sets by name; a single set has an empty name."""
     schedule: RunSchedule
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where metrics and states go."""
+    """Receivers of metrics and states."""
 
     progress: Progress
     record: Record | None
-    """None on every rank but 0, and where an earlier run has done all steps."""
+    """None on ranks other than 0, and if an earlier run has completed all steps."""
     saver: Saver
     hooks: tuple[Hooks, ...] = ()
 
@@ -108,8 +108,8 @@ class Trainer:
     def fit(self, start: Start) -> Summary:
         """**Collective.** Trains from ``start`` to the end.
 
-        Raises TrainingError where the loss stops being a finite number, CheckpointError where the
-        state cannot be saved, StoppedError when a signal asked for it and the state is saved.
+        Raises TrainingError if the loss is not finite, CheckpointError if the state cannot be saved, StoppedError if a
+        signal asked to stop and the state is saved.
         """
         training, checkpoints = self.training, self._checkpoints
         self._begin(start)
@@ -162,8 +162,9 @@ class Trainer:
         reporter.say(began=True)
 
     def _evaluates_first(self, start: Start) -> bool:
-        """True before training if the file asks for it, and if the run before has saved and ended
-        before its evaluation was through."""
+        """True if the file asks for an evaluation before training, or if the previous run saved here and ended before
+        its evaluation.
+        """
         asked = start.step == 0 and self.engine.plan.config.settings.eval_before_training
         return not start.evaluation and (asked or start.step in self.training.schedule.eval_steps)
 
@@ -172,7 +173,7 @@ class Trainer:
         self._progress.evaluated()
 
     def _train_step(self, step: int, stream: Iterator[Any]) -> StepResult:
-        """**Collective.** One update, watched for weights that are used outside of the engine."""
+        """**Collective.** Makes one update, and detects weights that are used outside of the engine."""
         plan, watch = self.engine.plan, self.engine.built.watch
         plan.task.context.step = step
         self._trial.begin_step(step - self.training.first_step, logs=self.training.schedule.logs(step))
@@ -194,14 +195,15 @@ class Trainer:
         return result
 
     def _read(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """Yields what one step reads, leaving the stream open for the next."""
+        """Yields the micro-batches of one step and leaves the stream open for the next."""
         for _ in range(self.engine.plan.batch.accumulation_steps):
             self._watchdog.beat()
             yield next(stream)
 
     def _observed(self, micro_batches: Iterable[MicroBatch], step: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of ``step``; says before each that this rank is alive, and whose
-        random numbers come next."""
+        """Yields the micro-batches of ``step``. Before each, reports to the watchdog and sets the samples whose random
+        numbers come next.
+        """
         plan, sample_draws = self.engine.plan, self.engine.built.sample_draws
         for index, micro_batch in enumerate(micro_batches):
             self._watchdog.alive()

@@ -1,4 +1,4 @@
-"""A user's class by its name, ``package.module:Class``: tasks, hooks."""
+"""Imports a user's class (task or hooks) by its name, ``package.module:Class``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Named = TypeVar("Named")
 
 
 def named_class(path: str, base: type[Named], what: str) -> type[Named]:
-    """The subclass of ``base`` named by ``package.module:Class``. ``what`` it is, for messages. Raises TaskError."""
+    """Returns the subclass of ``base`` named by ``package.module:Class``. ``what``: its role, for messages. Raises
+    TaskError.
+    """
     module_name, _, class_name = path.partition(":")
     if module_name.endswith(".py"):
         dotted = module_name[:-3].strip("./").replace("/", ".")
@@ -63,7 +65,7 @@ def _import(name: str, who: str) -> ModuleType:
 
 
 def _neighbours(module: str) -> list[str]:
-    """Names of modules beside the missing one: in its package, else in the working directory."""
+    """Returns names of modules next to the missing one: in its package, else in the working directory."""
     package = module.rpartition(".")[0]
     paths = getattr(sys.modules.get(package), "__path__", []) if package else [Path.cwd()]
     entries = [entry for path in paths if Path(path).is_dir() for entry in Path(path).iterdir()]
@@ -71,6 +73,6 @@ def _neighbours(module: str) -> list[str]:
 
 
 def close_match(word: str, candidates: Iterable[str]) -> str:
-    """``; did you mean "..."?`` for the nearest of ``candidates``; empty where none is near."""
+    """Returns ``; did you mean "..."?`` with the closest of ``candidates``; empty if none is close."""
     matches = difflib.get_close_matches(word, list(candidates), n=1)
     return f'; did you mean "{matches[0]}"?' if matches else ""

@@ -1,4 +1,4 @@
-"""Copies and comparisons of values that user code keeps: numbers, texts, tensors, containers and objects of them."""
+"""Copies and comparisons of values that user code keeps: numbers, strings, tensors, containers and objects of them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ from torch.utils.data import Dataset
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 FEW = 1000
-"""Entries of a list or dict whose entries are copied too. A longer one, such as a data set, is copied with the same entries."""
+"""Longest list or dict whose entries are copied too. A longer one, such as a data set, is copied with the same entries.
+"""
 ELEMENTS = 1 << 22
-"""Elements of a tensor, an array or a container that is copied."""
+"""Most elements of a tensor, an array or a container that is copied."""
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
-"""Classes of containers whose content is put back."""
+"""Classes of containers whose content is restored."""
 COUNTERS: tuple[type, ...] = (itertools.count, type(iter(range(0))), type(iter([])), type(iter(())))
-"""Classes of iterators whose place is put back, by a copy in their place."""
+"""Classes of iterators whose position is restored, by replacing them with a copy."""
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a nest of containers, in their order."""
+    """Returns the tensors in nested containers, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def elements(tensors: Iterable[Tensor]) -> int:
-    """How many numbers they have in all."""
+    """Returns the total number of elements."""
     return sum(tensor.numel() for tensor in tensors)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that need a gradient."""
+    """Returns the parameters that require a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def copied(value: Any, depth: int = 2) -> Any:
-    """A copy whose tensors and numbers may change; modules, data sets and what cannot be copied stay as they are."""
+    """Returns a copy whose tensors and numbers may change. Modules, data sets and what cannot be copied are returned as
+    they are.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, np.ndarray):
@@ -57,9 +60,9 @@ def copied(value: Any, depth: int = 2) -> Any:
         return value
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from Python 3.12 on it says that 3.14 copies no itertools.count
+            warnings.simplefilter("ignore")  # from Python 3.12 on it warns that 3.14 cannot copy itertools.count
             twin = copy.copy(value)
-        if base not in (None, set) and depth and len(value) <= FEW:  # what is in a set does not change
+        if base not in (None, set) and depth and len(value) <= FEW:  # elements of a set do not change
             for key, item in dict.items(value) if base is dict else enumerate(value):
                 base.__setitem__(twin, key, copied(item, depth - 1))
         apart = twin is not value and not isinstance(value, COUNTERS)  # a logger is its own copy
@@ -71,8 +74,9 @@ def copied(value: Any, depth: int = 2) -> Any:
 
 
 def has_attributes(value: Any) -> bool:
-    """True of an object with attributes of its own, in ``__dict__`` or ``__slots__``; not of modules, data, and what frees
-    something when it ends."""
+    """True if the object has attributes in ``__dict__`` or ``__slots__``; False for modules, data and classes with
+    ``__del__``.
+    """
     others = (nn.Module, Dataset, Tensor, type, FunctionType, ModuleType)
     if isinstance(value, others) or hasattr(type(value), "__del__"):
         return False
@@ -90,7 +94,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Returns whether two plain values, or two objects of plain values, are equal; True of what cannot be compared."""
+    """Returns whether two plain values, or two objects of plain values, are equal; True if they cannot be compared."""
     if before is after or before is None or after is None:
         return before is after
     if isinstance(before, Tensor) and before.is_nested:
@@ -116,7 +120,7 @@ def same(before: Any, after: Any) -> bool:
 
 
 def _entries(sparse: Tensor) -> list[Tensor]:
-    """Where a sparse tensor has numbers, and which."""
+    """Returns the indices and values of a sparse tensor."""
     entries = sparse.to_sparse(layout=torch.sparse_coo)
     return [entries._indices(), entries._values()]
 
