@@ -40,9 +40,7 @@ class StepResult:
     """Global L2 norm before clipping; None if the engine does not compute it."""
     skipped: bool = False
     """True if the update was skipped because gradients were not finite: under fp16 loss scaling, on engines that always
-    check
-
-    (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank.
+    check (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank.
     """
     terms: Sums = field(default_factory=dict)
     """Terms that the task's loss returned with the loss, over this rank's micro-batches."""

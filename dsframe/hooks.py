@@ -31,9 +31,7 @@ class RunView:
     """Learning rate of the last update."""
     loss: Tensor | None
     """Loss of the last step: 0-d, on the device, mean over this rank's micro-batches. Reading it waits for the device.
-    None before
-
-    the first step of this process.
+    None before the first step of this process.
     """
     rank: int
     world_size: int
@@ -44,11 +42,9 @@ class RunView:
 
     def model(self, *, averages: bool = False, all_ranks: bool = False) -> nn.Module | None:
         """**Collective**, so call it on every rank. Returns a copy of the current model, on the CPU and in evaluation
-        mode, on rank 0;
-
-        None on the others unless ``all_ranks``. ``averages``: take the averages of the weights ("ema") in place of the
-        weights. The copy takes the memory of a whole model in fp32; sharded weights are gathered one parameter at a
-        time. Do not call it in :meth:`Hooks.on_evaluation_batch`.
+        mode, on rank 0; None on the others unless ``all_ranks``. ``averages``: take the averages of the weights ("ema")
+        in place of the weights. The copy takes the memory of a whole model in fp32; sharded weights are gathered one
+        parameter at a time. Do not call it in :meth:`Hooks.on_evaluation_batch`.
         """
         return self.copy_model(averages, all_ranks)
 
@@ -69,9 +65,7 @@ class Hooks:
 
     def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
         """After each batch of an evaluation, to save samples and pictures: the model's outputs as metrics see them.
-        Called only on ranks
-
-        that have samples in this batch and hold the outputs, so do not communicate here.
+        Called only on ranks that have samples in this batch and hold the outputs, so do not communicate here.
         """
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:

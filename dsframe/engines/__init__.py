@@ -1,6 +1,6 @@
-"""Chooses the engine that runs a file, and asks what it refuses before it is loaded (the engines: ``dsframe.engines.table``).
+"""Chooses a file's engine and checks the file against it, without loading it (engines: ``dsframe.engines.table``).
 
-Imports nothing heavy: ``dsframe check`` asks an engine about a file without loading it.
+Imports nothing heavy, so that ``dsframe check`` is fast.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _LATER = {
 }
 
 _FALLBACKS = ("deepspeed", "horovod", "ddp")
-"""Where ``engine`` is "auto": the first of these that is installed."""
+"""Order of preference for ``"engine": "auto"``; the first installed engine is used."""
 
 
 class Choice(NamedTuple):
-    """Which engine runs, and what the user is told about it."""
+    """The chosen engine, and lines to print about it."""
 
     name: str
     announcements: tuple[str, ...] = ()
 
     @property
     def entry(self) -> Entry:
-        """The engine's line in the table."""
+        """The engine's row in the table."""
         return TABLE[self.name]
 
 
 def installed(name: str) -> bool:
-    """True if the engine's package is installed (it may still fail to load)."""
+    """True if the engine's package is installed (its import may still fail)."""
     package = TABLE[name].package
     return package is None or importlib.util.find_spec(package) is not None
 
@@ -55,11 +55,12 @@ def installed(name: str) -> bool:
 def choose(config: Config, launcher: str) -> Choice:
     """Returns the engine for this file under this launcher.
 
-    An explicit ``engine`` wins. "auto" follows the launcher: Horovod under ``horovodrun``, else DeepSpeed. If that one is not
-    installed, the first installed of DeepSpeed, Horovod and DDP takes its place, unless ``"fallback": "error"``.
+    An explicit ``engine`` wins. "auto" follows the launcher: Horovod under ``horovodrun``, else DeepSpeed. If that
+    engine is not installed, the first installed of DeepSpeed, Horovod and DDP replaces it, unless ``"fallback":
+    "error"``.
 
     Raises:
-        EngineError: the engine is not installed, and no other may take its place.
+        EngineError: the engine is not installed, and must not be replaced.
     """
     wanted = config.settings.engine
     if wanted != "auto":
@@ -78,9 +79,10 @@ def choose(config: Config, launcher: str) -> Choice:
 
 
 def examine(config: Config, name: str, processes: int | None = None) -> tuple[list[Problem], list[str]]:
-    """Returns what engine ``name`` refuses of the file (problems), and what it does another way (one line each).
+    """Returns the problems that engine ``name`` has with the file, and notes on what it does differently (one line
+    each).
 
-    ``processes``: the number of them if it is known; some engines refuse some numbers.
+    ``processes``: their number if known; some engines refuse some numbers.
     """
     entry = TABLE[name]
     used = [feature for feature in config.features if feature.name not in entry.supports]
@@ -110,12 +112,12 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
 
 def _has_engine(feature: str) -> bool:
-    """True if some engine trains a file that has this."""
+    """True if some engine accepts the feature."""
     return any(feature in entry.supports | entry.replicates | entry.ignores for entry in TABLE.values())
 
 
 def problems_with_several_models(config: Config, name: str) -> list[Problem]:
-    """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
+    """Returns the features of the file that engine ``name`` does not support for several models (``Task.models``)."""
     entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
     wanted = settings.model
     if not entry.several:
@@ -129,7 +131,8 @@ def problems_with_several_models(config: Config, name: str) -> list[Problem]:
     for key, on in (
         ("per_sample_randomness", settings.per_sample_randomness),
         ("model.compile", wanted.compile is True),
-        # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.
+        # A block gathered as one unit reduces its gradients in any backward pass through it, its own model's or
+        # another's.
         ("model.activation_checkpointing", bool(wanted.activation_checkpointing) and entry.by_deepspeed and stage == 3),
     ):
         if on:

@@ -1,4 +1,4 @@
-"""What a task writes to weights after each update, where they lie: in the optimizer's own tensors."""
+"""Calls ``Task.after_step``, which writes to weights after each update: directly in the optimizer's tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsframe.errors import TaskError
 from dsframe.tasks.task import Task, gives
 
 _BY_ELEMENT = frozenset("detach lift_fresh alias copy_ fill_ zero_ zeros_like masked_fill_ clone _to_copy".split())  # noqa: SIM905
-"""torch's functions that treat each number by itself and do not have its tag for it."""
+"""Element-wise functions of torch without the tag ``pointwise``."""
 
 
 def overridden(task: Task) -> bool:
@@ -23,8 +23,10 @@ def overridden(task: Task) -> bool:
 
 @torch.no_grad()
 def call(task: Task, views: Iterable[ParameterView]) -> None:
-    """**Collective.** Calls the task with each weight. Raises TaskError if that is not element-wise,
-    and the task says so."""
+    """**Collective.** Calls the task with each weight.
+
+    Raises TaskError if the task declares the function element-wise and it is not.
+    """
     for view in views:
         master = view.master.detach()
         if task.after_step_elementwise:
@@ -40,7 +42,7 @@ def call(task: Task, views: Iterable[ParameterView]) -> None:
 
 
 class _Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what needs more of a weight than one number."""
+    """Raises TaskError for an operation that is not element-wise."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

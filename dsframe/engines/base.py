@@ -1,4 +1,4 @@
-"""What engines of one model share: how inputs and the task's loss become a step's loss."""
+"""Base class of engines for one model: from inputs and the task's loss to a step's loss."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ COPIED = (
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
-    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients. Where all ranks have to call the
-    same modules, torch's transformer layers do: in evaluation mode some read weights instead, if a mask lets them."""
+    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients.
+
+    If all ranks must call the same modules, disables the fast path of torch's transformer layers: in evaluation mode it
+    reads weights without calling modules, depending on the mask.
+    """
 
     @functools.wraps(eval_step)
     def step(self: ModelEngine, batch: Pair, measure: Measure | None) -> Sums:
@@ -60,27 +63,27 @@ def without_gradients(eval_step: EvalStep) -> EvalStep:
 
 
 class ModelEngine(Engine):
-    """An engine of one model. A task with several models has one of these for each
-    (``engines.parts``)."""
+    """An engine of one model. A task with several models has one for each (``engines.parts``)."""
 
     averages_gradients = True
-    """True if the optimizer sees the global gradients, so that their norm means something."""
+    """True if the optimizer sees the global gradients, so that their norm is meaningful."""
     reduces_repeatedly = True
-    """False if a parameter's gradient may come but once in a backward pass."""
+    """False if a parameter's gradient may arrive only once in a backward pass."""
     reaches_model = False
-    """True if each backward pass has to go through the model, so that all ranks do the same."""
+    """True if each backward pass must go through the model, so that all ranks make the same calls."""
     explains: ClassVar[Mapping[str, str]] = {}
-    """Words of an error in a forward or backward pass of which the engine is the reason, or the function that raised one without
-    words -> what is said, with the engine's description in it."""
+    """Explanations of errors that the engine causes in a forward or backward pass: part of the error's text, or the
+    name of the raising function if there is no text -> message with a placeholder for the engine's description.
+    """
     gathers_steps = False
-    """True if ranks hold shards, and the weights are whole during each step all the same."""
+    """True if ranks hold shards, but weights are gathered whole during each step."""
     _terms: Terms
-    """The terms that the loss returned with its value in this step."""
+    """Terms that the loss returned with its value in this step."""
 
     def _settle_gathering(self, model: nn.Module) -> None:
-        """**Collective.** Before the ranks of this engine shard ``model``: settles whether a step has whole weights.
+        """**Collective.** Decides, before ``model`` is sharded, whether weights are whole during each step.
 
-        Raises EngineError if it has to, and cannot, and for modules that no library can gather.
+        Raises EngineError if they must be and cannot be, and for modules that no library can gather.
         """
         plan, task = self.plan, self.plan.task
         if any(isinstance(module, ScriptModule) for module in model.modules()):
@@ -115,11 +118,15 @@ class ModelEngine(Engine):
         self.built = replace(self.built, depends=(*self.built.depends, Dependence(text)))
 
     def _whole_weights(self) -> AbstractContextManager[None]:
-        """**Collective.** Around forward pass, loss and backward pass: weights are whole inside, if :attr:`gathers_steps`."""
+        """**Collective.** Encloses forward pass, loss and backward pass: weights are whole inside, if
+        :attr:`gathers_steps`.
+        """
         return nullcontext()
 
     def copy_shard(self, parameter: Any, source: Any) -> None:
-        """Copies what this rank holds of ``source``, which is in another model of the same engine and cut alike."""
+        """Copies this rank's shard of ``source``, which belongs to another model of the same engine and is sharded the
+        same way.
+        """
         parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
@@ -140,28 +147,28 @@ class ModelEngine(Engine):
         return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
 
     def begin_average(self) -> None:
-        """The average of the weights begins with the weights that there are now, not with those after the first update."""
+        """Starts the average with the current weights instead of those after the first update."""
         raise EngineError(f"{self.description} trains one model; choose another engine for several")
 
     def views(self) -> list[ParameterView]:
-        """Returns where the optimizer has each trained parameter."""
+        """Returns for each trained parameter a view of the optimizer's tensors."""
         raise EngineError(f"{self.description} does not show its weights")
 
     def view(self, name: str) -> ParameterView:
-        """Returns where the optimizer has one trained parameter."""
+        """Returns the view of one trained parameter."""
         return next(view for view in self.views() if view.name == name)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
-        """**Collective**, in the middle of a step. Returns the outputs of ``module``, a part of the
-        running model, or of the whole model while another engine trains, with gradients to the
-        inputs. For engines with ``Entry.several``."""
+        """**Collective** within a step. Returns the outputs of ``module``, a part of the running model, or of the whole
+        model while another engine trains, with gradients to the inputs. For engines with ``Entry.several``.
+        """
         raise EngineError(f"{self.description} trains one model; choose another engine for several")
 
     def release_outputs(self) -> None:
-        """**Collective.** Frees what :meth:`outputs` left, after a step of another engine."""
+        """**Collective.** Frees what :meth:`outputs` kept, after a step of another engine."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks, by torch.distributed."""
+        """**Collective.** Sums element-wise over the ranks with torch.distributed."""
         return process_group.sum_over_ranks(values)
 
     def close(self) -> None:
@@ -170,7 +177,10 @@ class ModelEngine(Engine):
 
 
 def stays_gathered(engine: Engine, size: int) -> bool:
-    """**Collective.** True if every rank has memory to keep ``size`` bytes of weights for an evaluation: they are gathered once
-    and not once a batch, and metrics may call the model as often as they like. They take a quarter of what is left at most."""
+    """**Collective.** True if every rank has memory to keep ``size`` bytes of weights gathered during an evaluation.
+
+    They are then gathered once instead of once per batch, and metrics may call the model any number of times. The limit
+    is a quarter of the available memory.
+    """
     plan = engine.plan
     return not any_rank(engine, size > 0.25 * available_bytes(plan.device, plan.world.local_size))

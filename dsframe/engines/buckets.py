@@ -1,8 +1,8 @@
-"""Gradients in a few flat tensors, each of which is reduced as soon as the backward pass has filled it.
+"""Gradient buckets: flat tensors, each reduced as soon as the backward pass has filled it.
 
-What a library of collectives needs in addition to its asynchronous all-reduce. Autograd hands a parameter its gradient
-without a copy; the whole bucket is then copied into its flat tensor at once, and ``grad`` becomes a view of it. So nothing is
-copied back, nothing has to be zeroed, and the library gets one tensor where it would get one a parameter.
+For libraries that only have an asynchronous all-reduce. Autograd sets a parameter's ``grad`` without a copy; the whole
+bucket is then copied into its flat tensor at once, and ``grad`` becomes a view of it. So nothing is copied back,
+nothing has to be zeroed, and the library receives one tensor per bucket instead of one per parameter.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from dsframe.errors import EngineError
 from dsframe.values import elements
 
 Start = Callable[[str, Tensor], Callable[[], None]]
-"""Starts the reduction of a flat tensor, in place and under a name that is its own; what is returned waits for its end."""
+"""Starts the in-place reduction of a flat tensor under a unique name. Returns a function that waits for it."""
 
 
 LEAST_BYTES, MOST_BYTES = 2**20, 2**26
-"""The least is also what torch.compile asks of DDP's buckets (``torch._dynamo.backends.distributed``)."""
+"""The minimum is also what torch.compile requires of DDP's buckets (``torch._dynamo.backends.distributed``)."""
 
 
 def usual_bytes(whole: float) -> int:
-    """Returns the default size of a bucket: a quarter of the ``whole``, so that three quarters can leave while the backward
-    pass runs; not so small that what a message costs by itself counts, nor so large that the last one is waited for long."""
+    """Returns the default bucket size in bytes: a quarter of ``whole``, so that three quarters can be sent during the
+    backward pass.
+
+    The lower limit keeps the overhead per message small, the upper limit the wait for the last bucket.
+    """
     return int(min(max(whole / 4, LEAST_BYTES), MOST_BYTES))
 
 
@@ -38,12 +41,12 @@ class _Bucket:
     flat: Tensor
     views: list[Tensor]
     missing: set[int] = field(default_factory=set)
-    """Ids of the parameters whose gradient has yet to come in this step."""
+    """Ids of the parameters whose gradient has not arrived in this step."""
     wait: Callable[[], None] | None = None
 
 
 class Buckets:
-    """The gradients of ``parameters``, as all ranks have them in the same order; every rank makes the same buckets."""
+    """The gradients of ``parameters``, which all ranks pass in the same order, so that all make the same buckets."""
 
     def __init__(
         self,
@@ -53,13 +56,13 @@ class Buckets:
         bytes_each: int | None,
         overlaps: bool = True,
     ) -> None:
-        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger (None: ``usual_bytes``).
-        ``overlaps``: whether the gradients come from a backward pass; else all
-        wait for :meth:`finish`."""
+        """``bytes_each``: limit of a bucket, except for a larger parameter (None: ``usual_bytes``). ``overlaps``: True
+        if gradients come from a backward pass; otherwise all are reduced in :meth:`finish`.
+        """
         self._start = start
         self._held = False
         self._ended = True
-        # The backward pass comes to the last layers first.
+        # The backward pass reaches the last layers first.
         backwards = list(reversed(parameters))
         if bytes_each is None:
             bytes_each = usual_bytes(sum(parameter.nbytes for parameter in parameters))
@@ -74,13 +77,16 @@ class Buckets:
         return len(self._buckets)
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters, which may come into other buckets."""
+        """Removes the hooks from the parameters, which may be used in other buckets."""
         for hook in self._hooks:
             hook.remove()
 
     def begin(self) -> None:
-        """Before a step's first backward pass. Where the step before was given up, by an exception, its gradients are dropped;
-        **collective** if it had sent something, which all ranks must have given up at the same point: waits for that."""
+        """Called before a step's first backward pass. If an exception aborted the previous step, drops its gradients.
+
+        **Collective** if that step had sent a bucket (all ranks must have aborted at the same point): waits for the
+        reductions.
+        """
         if not self._ended:
             for bucket in self._buckets:
                 if bucket.wait is not None:
@@ -92,7 +98,7 @@ class Buckets:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wraps backward passes after which nothing is to be reduced yet."""
+        """Encloses backward passes whose gradients are not reduced yet."""
         self._held = True
         try:
             yield
@@ -100,7 +106,7 @@ class Buckets:
             self._held = False
 
     def finish(self) -> None:
-        """**Collective.** Reduces what no hook has started, with zeros for gradients that are not there, and waits for all."""
+        """**Collective.** Reduces what no hook has started, with zeros for missing gradients, and waits for all."""
         for bucket in self._buckets:
             if bucket.wait is None:
                 self._launch(bucket)
@@ -159,7 +165,7 @@ def _bucket(name: str, parameters: list[nn.Parameter]) -> _Bucket:
     for parameter in parameters:
         piece = flat[start : start + parameter.numel()]
         dense = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        # In the parameter's own memory format: channels-last gradients are copied, and used, as they lie.
+        # Use the parameter's memory format: channels-last gradients are copied and used without conversion.
         laid = dense == parameter.numel()
         views.append(piece.as_strided(parameter.shape, parameter.stride()) if laid else piece.view(parameter.shape))
         start += parameter.numel()

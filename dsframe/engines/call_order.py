@@ -1,12 +1,12 @@
-"""Which modules each rank calls, and in which order.
+"""Checks that all ranks call the same modules in the same order.
 
-An engine that gathers a module's weights when the module is called needs the same calls on all ranks. Where they differ, ranks wait
-for ever, a library ends the process, or weights of modules of equal size are mixed up in silence. So each rank keeps a list of
-its calls:
+An engine that gathers a module's weights when the module is called needs the same calls on all ranks. If calls differ,
+ranks wait forever, a library ends the process, or weights of modules of equal size are exchanged silently. So each rank
+keeps a list of its calls:
 
-- In the first step, and where a call is another than in the step before, ranks meet in a store before anything is gathered.
-- At the end of a step they compare a number that is made of the list, over a collective that runs while the step continues.
-- Where a step does not end, the watchdog compares the lists (:mod:`dsframe.guard.watchdog`).
+- In the first step, and when a call differs from the previous step, ranks meet in a store before anything is gathered.
+- At the end of a step they compare a digest of the list, in a collective that runs while the step continues.
+- If a step does not end, the watchdog compares the lists (:mod:`dsframe.guard.watchdog`).
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ from dsframe.engine import Engine
 from dsframe.errors import TaskError
 
 MOST_RANKS = 256
-"""More do not meet in the store, which one process serves."""
+"""Largest number of ranks that meet in the store, which one process serves."""
 MOST_MEETINGS = 20_000
-"""A model whose calls change all the time, on all ranks alike, does without from then on."""
+"""Limit for models whose calls change in every step, on all ranks alike; later calls are not checked in the store."""
 _PASS, _BACKWARD = 0, 1
 _LOOK_SECONDS = 2.0
-"""Ranks that have waited so long for each other look whether the others are elsewhere."""
+"""Time after which waiting ranks check whether the others called something else."""
 
 
 @dataclass
 class _Step:
-    """A step whose comparison is under way."""
+    """A step whose comparison is in progress."""
 
     calls: list[int]
     gradients: list[int]
     sent: Tensor
-    """The numbers to compare; on the CPU when ``arrived`` says so."""
+    """The numbers to compare; on the CPU once ``arrived`` has completed."""
     work: Any = None
     arrived: Any = None
-    """On a GPU, the event after which ``sent`` holds."""
+    """On a GPU, the event after which ``sent`` is valid."""
 
 
 class NoCalls:
-    """In the place of a :class:`CallOrder` where ranks need not call the same modules."""
+    """No-op replacement of :class:`CallOrder` for engines whose ranks need not call the same modules."""
 
     watches = False
-    """False while no call gathers weights: ranks may call different modules then."""
+    """False while no call gathers weights, so that ranks may call different modules."""
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass from ``loss`` begins."""
+        """Notes that the backward pass from ``loss`` begins."""
 
     def compare(self) -> None:
-        """A step has ended."""
+        """Notes that a step has ended."""
 
     def check(self, *, waits: bool = True) -> None:
-        """Raises TaskError where calls differed."""
+        """Raises TaskError if calls differed."""
 
     def close(self) -> None:
-        """Leaves the model as it was."""
+        """Restores the model."""
 
 
 class CallOrder(NoCalls):
-    """The calls of this rank, from the first micro-batch of a step on."""
+    """The calls of this rank, starting with the first micro-batch of a step."""
 
     def __init__(
         self,
@@ -80,20 +80,21 @@ class CallOrder(NoCalls):
         modules: Mapping[str, nn.Module],
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """``modules``: those whose calls have to be the same on all ranks, by name. ``parameters``: those that have to have
-        gradients on all ranks or on none."""
+        """``modules``: those whose calls must be the same on all ranks, by name. ``parameters``: those that must have
+        gradients on all ranks or on none.
+        """
         self._engine, self._model = engine, model
         self._names = ["a forward pass", "a backward pass", *modules]
         self._parameters = list(parameters or ())
         self._numbers = {id(parameter): number for number, parameter in enumerate((parameters or {}).values())}
         self.log: list[str] | None = None
-        """The calls of all models of a step, in one order, where there are several with a ``CallOrder`` each: they share it."""
+        """The calls of all models of a step in one order, if several models share it, each with a ``CallOrder``."""
         self.watches = True
         self._calls: list[int] = []
         self._gradients: list[int] = []
         self._passes = self._meetings = 0
         self._known: dict[bool, list[int]] = {}
-        """The calls of the last step that was the same on all ranks: of training, and of evaluation."""
+        """The calls of the last step that was the same on all ranks, for training (True) and evaluation (False)."""
         self._under_way: list[_Step] = []
         self._store: Any = None
         self._stream: Any = None
@@ -105,12 +106,12 @@ class CallOrder(NoCalls):
             self._hooks.append(module.register_forward_pre_hook(partial(self._called, number), prepend=True))
 
     def connect(self, store: Any) -> None:
-        """``store``: of torch's, shared by all ranks, over a connection of its own."""
+        """``store``: a torch store shared by all ranks, over a separate connection."""
         if self._engine.plan.world.size <= MOST_RANKS:
             self._store = store
 
     def close(self) -> None:
-        """Leaves the model as it was: a task may give it to the next engine."""
+        """Restores the model, because a task may pass it to the next engine."""
         for hook in self._hooks:
             hook.remove()
 
@@ -130,8 +131,10 @@ class CallOrder(NoCalls):
         self._gradients.append(self._passes * len(self._parameters) + number)
 
     def backward(self, loss: Tensor) -> None:
-        """**Collective** in the first step. The backward pass from ``loss`` begins. Raises TaskError where it would give gradients
-        of other parameters on other ranks."""
+        """Notes that the backward pass from ``loss`` begins. **Collective** in the first step.
+
+        Raises TaskError if the ranks would compute gradients of different parameters.
+        """
         self._called(_BACKWARD)
         self._passes += 1
         if True not in self._known and self._parameters:
@@ -140,11 +143,11 @@ class CallOrder(NoCalls):
                 raise TaskError(self._described(difference))
 
     def compare(self) -> None:
-        """**Collective.** Sends what is to be compared, and does not wait for it."""
+        """**Collective.** Starts the comparison and does not wait for it."""
         device = self._engine.plan.device
-        numbers = [_digest(self._calls), _digest(sorted(self._gradients))]  # which come in whatever order
+        numbers = [_digest(self._calls), _digest(sorted(self._gradients))]  # gradients arrive in any order
         both = [*numbers, *(-number for number in numbers)]
-        # From pinned memory, else a GPU's copy waits for the host's.
+        # Pinned memory: otherwise the copy to the GPU blocks the host.
         sent = torch.tensor(both, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self._under_way.append(_Step(self._calls, self._gradients, sent))
         self._calls, self._gradients, self._passes = [], [], 0
@@ -154,7 +157,7 @@ class CallOrder(NoCalls):
             self._fetch(step)
 
     def _fetch(self, step: _Step) -> None:
-        """Brings the numbers to the CPU on a stream of its own, so that the step's does not wait."""
+        """Copies the numbers to the CPU on a separate stream, so that the step does not wait."""
         self._stream = self._stream or torch.cuda.Stream(step.sent.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             step.work.wait()
@@ -164,8 +167,11 @@ class CallOrder(NoCalls):
             step.arrived.record(self._stream)
 
     def check(self, *, waits: bool = True) -> None:
-        """**Collective.** Raises TaskError on all ranks where their calls differed. ``waits``: for the last step's comparison
-        too; on a GPU a step is looked at two steps later, all ranks at the same one, so that none waits for the device."""
+        """**Collective.** Raises TaskError on all ranks if their calls differed.
+
+        ``waits``: include the last step. Otherwise, on a GPU, a step is checked two steps later, at the same time on
+        all ranks, so that none waits for the device.
+        """
         while len(self._under_way) > (0 if waits else 2):
             step = self._under_way[0]
             if step.arrived is None:
@@ -179,10 +185,10 @@ class CallOrder(NoCalls):
             self._known[_BACKWARD in step.calls] = step.calls
             del self._under_way[0]
 
-    # Where ranks do not come together.
+    # Different calls.
 
     def _meet(self, number: int) -> None:
-        """**Collective** through the store. Raises TaskError where others are about to call something else."""
+        """**Collective** through the store. Raises TaskError if other ranks are about to call something else."""
         self._meetings += 1
         if self._meetings > MOST_MEETINGS:
             return
@@ -197,12 +203,14 @@ class CallOrder(NoCalls):
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
                 if difference := self.difference(store, f"meet/{self._meetings}"):
-                    time.sleep(_LOOK_SECONDS)  # the others read it too
+                    time.sleep(_LOOK_SECONDS)  # the other ranks read the store too
                     raise TaskError(difference)
 
     def difference(self, store: Any, moment: str) -> str:
-        """Tells the others through ``store`` where this rank stands at ``moment``, a name that is the same on all. Returns what
-        is to be said if all have told it and have called different modules; else ""."""
+        """Writes this rank's calls to ``store`` under ``moment``, a name that is the same on all ranks.
+
+        Returns the message if all ranks have written theirs and they differ; else "".
+        """
         world = self._engine.plan.world
         prefix = f"calls/{moment}"
         store.set(f"{prefix}/{world.rank}", json.dumps(list(self._names_called())))
@@ -225,7 +233,7 @@ class CallOrder(NoCalls):
         return f"a gradient of {self._parameters[number % len(self._parameters)]}"
 
     def _described(self, of_ranks: Sequence[str]) -> str:
-        """Returns the message. ``of_ranks``: what each rank called at the first place at which they differ, in rank order."""
+        """Returns the message. ``of_ranks``: each rank's call at the first position where they differ, in rank order."""
         plan = self._engine.plan
         first = by_value([text or "nothing more" for text in of_ranks])
         return (
@@ -237,7 +245,7 @@ class CallOrder(NoCalls):
 
 
 def _digest(numbers: Sequence[int]) -> float:
-    """Returns a whole number that a float64 holds exactly."""
+    """Returns an integer that a float64 represents exactly."""
     return float(zlib.crc32(array("I", numbers).tobytes()))
 
 

@@ -1,4 +1,6 @@
-"""PyTorch DistributedDataParallel: bucketed all-reduce, overlapped with the backward pass (Li et al. 2020, arXiv 2006.15704)."""
+"""PyTorch DistributedDataParallel: bucketed all-reduce, overlapped with the backward pass (Li et al. 2020, arXiv
+2006.15704).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook
 
 
 class _TouchAllParameters(torch.autograd.Function):
-    """The loss as a function of all parameters: the gradient of those that it does not depend on is none, which is a zero.
+    """Makes the loss a function of all parameters; the gradient of unused ones is None, which counts as zero.
 
-    DDP waits until the backward pass has come to each parameter. Only C++ goes through them, and nothing is computed.
+    DDP waits until the backward pass has reached each parameter. This costs no computation: only C++ iterates over
+    them.
     """
 
     @staticmethod
@@ -39,14 +42,14 @@ class _TouchAllParameters(torch.autograd.Function):
 
 
 class DdpEngine(ReplicaEngine):
-    """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
+    """Full replicas; gradients are averaged in buckets during the backward pass."""
 
     reduces_repeatedly = False
     cannot_sum = True
     explains: ClassVar[Mapping[str, str]] = {"Expected to mark a variable ready only once": TWICE}
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises WorldError where the processes cannot meet."""
+        """**Collective.** Raises WorldError if the processes cannot connect."""
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         super().__init__(plan)
 
@@ -67,20 +70,21 @@ class DdpEngine(ReplicaEngine):
             bucket_cap_mb=usual_bytes(whole) / 2**20,
             gradient_as_bucket_view=True,
         )
-        # Each rank's buffers are its own from now on, as on every other engine; an evaluation sends rank 0's.
+        # Later each rank keeps its own buffers, as on every other engine; an evaluation sends rank 0's.
         wrapped.broadcast_buffers = False
         torch_patches.settle_buckets(wrapped, self.plan.device)
         if self._masters:
-            self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
+            self._masters.take_weights()  # DDP has just broadcast rank 0's weights
         if communication in _HOOKS:
             wrapped.register_comm_hook(None, torch_patches.by_another_name(_HOOKS[communication]))
         return wrapped
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
-        # A pass inside of the backward pass would say of its parameters that they are ready, and this one again.
+        # With a backward pass inside of the backward pass, DDP would count parameters as ready twice.
         if not self._reached or (self.built.watch is not None and self.built.watch.recomputes_inside):
             return loss
-        # The C++ function below torch.autograd.Function's, which looks at each argument in Python, for functorch.
+        # Call the C++ function below torch.autograd.Function.apply, which inspects each argument in Python for
+        # functorch.
         reached: Any = super(torch.autograd.Function, _TouchAllParameters)
         return cast(Tensor, reached.apply(loss, *self._reached))
 

@@ -1,8 +1,8 @@
 """PyTorch's fully sharded data parallelism, the current ``fully_shard`` (Zhao et al. 2023, arXiv 2304.11277).
 
 Every rank has a shard of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
-gathered when its turn comes and given up again afterwards: ZeRO stage 3, implemented by torch. The step is that of every engine of
-replicas; what is different here is where tensors lie.
+gathered before its computation and freed afterwards: ZeRO stage 3, implemented by torch. The step is that of the
+replica engines; only where tensors are stored differs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from dsframe.tasks.task import Sums
 from dsframe.values import elements, tensors_of
 
 _COMPUTED_IN = "_dsframe_computed_in"
-"""Name under which a shard has the number format of the whole weight."""
+"""Attribute of a shard with the dtype of the gathered weight."""
 
 
 class FsdpEngine(ReplicaEngine):
-    """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
+    """Shards of parameters, gradients and optimizer state; 16-bit numbers only in the model's computation."""
 
     forward_is_collective = True
     reduces_repeatedly = False
@@ -65,7 +65,7 @@ class FsdpEngine(ReplicaEngine):
         "attribute of the block",
     }
     _stays_gathered = False
-    """True while an evaluation keeps what it has gathered for its next batch."""
+    """True while an evaluation keeps gathered weights for its next batch."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
@@ -91,7 +91,7 @@ class FsdpEngine(ReplicaEngine):
 
     @torch.no_grad()
     def _place(self, model: nn.Module) -> MasterWeights | None:
-        """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
+        """**Collective.** Shards the parameters, innermost units first: a unit excludes what a unit inside it holds."""
         _refuse_empty(model)
         self._scalars = fsdp_scalars.add_dimension(model)
         large = elements(model.parameters()) > LARGE
@@ -123,7 +123,8 @@ class FsdpEngine(ReplicaEngine):
             fully_shard(unit, **options, mp_policy=policy, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
             if large and self.plan.device.type == "cpu":
-                # The next unit would be gathered ahead, as the default is: gloo hides nothing, and it is memory. Its own is there.
+                # Prefetching the next unit is the default, but gloo does not overlap, so it would only cost memory. The
+                # unit itself is already gathered.
                 cast(FSDPModule, unit).set_modules_to_backward_prefetch([cast(FSDPModule, unit)])
             if self._spill is not None:
                 self._spill.evict()
@@ -132,10 +133,10 @@ class FsdpEngine(ReplicaEngine):
         take()
         for name, parameter in model.named_parameters():
             setattr(parameter, _COMPUTED_IN, self.built.dtype if name in kept else bits or self.built.dtype)
-        # Else ranks that use different ones wait for ever.
+        # Otherwise ranks that use different parameters wait forever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self.gathers_steps:
-            runtime = cast(Any, model)._get_fsdp_state()  # shards, and who updates them, without what gathers by module
+            runtime = cast(Any, model)._get_fsdp_state()  # keeps shards and their updates, without gathering by module
             runtime._pre_forward_hook_handle.remove()
             runtime._post_forward_hook_handle.remove()
         elif self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
@@ -143,12 +144,13 @@ class FsdpEngine(ReplicaEngine):
             self._calls = CallOrder(self, model, {names[unit]: unit for unit in units})
             self.built = replace(self.built, calls=self._calls)
         if self.plan.part:
-            # torch's own first look, which else comes when another model is trained, and takes this one for frozen.
+            # torch initializes lazily, which could happen while another model trains; it would then treat this one as
+            # frozen.
             cast(Any, model)._get_fsdp_state()._lazy_init()
         return None
 
     def _find_units(self, model: nn.Module) -> list[nn.Module]:
-        """**Collective.** What is gathered as one, innermost first."""
+        """**Collective.** Returns the modules that are gathered as one unit, innermost first."""
         wrap, kept = self._settings.wrap, formats.kept_modules(model)
         _refuse_kept(model, kept)
         if self.gathers_steps:
@@ -161,11 +163,11 @@ class FsdpEngine(ReplicaEngine):
         if not self.gathers_steps:
             return nullcontext()
         if self.built.watch is not None:
-            self.built.watch.note_parameters()  # before copies are in their place
+            self.built.watch.note_parameters()  # before copies replace them
         return whole(self.model)
 
     def copy_shard(self, parameter: Any, source: Any) -> None:
-        """Its rows on this rank."""
+        """Copies this rank's rows."""
         parameter._local_tensor.copy_(source._local_tensor)
 
     def _spilled(self) -> Spill | None:
@@ -173,7 +175,9 @@ class FsdpEngine(ReplicaEngine):
         return on_disk(self.plan.directory, self.plan.world.size) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
-        """**Collective.** Every rank keeps a shard of rank 0's model. Only what a rank has drawn otherwise is sent."""
+        """**Collective.** Gives every rank rank 0's model. Sends only tensors whose random initialization differs
+        between ranks.
+        """
         local_digests = []
         for tensor in tensors:
             local_digests.append(xxhash.xxh3_128_hexdigest(flat_copy(tensor).view(torch.uint8).numpy().data))
@@ -187,13 +191,13 @@ class FsdpEngine(ReplicaEngine):
                 tensor.data.copy_(sent)
 
     def _round(self, parameter: nn.Parameter) -> None:
-        """16-bit training starts from rounded weights on every engine; shards are in fp32."""
+        """Rounds weights for 16-bit training, which starts from rounded weights on every engine; shards are fp32."""
         if formats.is_kept(parameter):
             parameter.data = parameter.data.to(self.built.dtype)
             return
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
-        # The base model of an adapter needs no masters, nor does a frozen model.
+        # A frozen model, and an adapter's base model, need no masters.
         base = self.plan.frozen or (self.built.adapter is not None and not parameter.requires_grad)
         wanted = self._dtype if base and precision.is_short(self._dtype) else self.built.dtype
         if self._spill is not None and wanted != parameter.dtype:
@@ -203,7 +207,8 @@ class FsdpEngine(ReplicaEngine):
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:
-        # torch 2.13 fails where a unit that has never run is to keep its gradients whole: the first pass of all reduces them.
+        # torch 2.13 fails if a unit that has never run keeps its gradients unreduced, so those are reduced in their
+        # first pass.
         units = [cast(FSDPModule, module) for module in (self.model, *self._ran)]
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
@@ -222,9 +227,7 @@ class FsdpEngine(ReplicaEngine):
         self._calls.compare()
 
     def _apply(self) -> None:
-        self._calls.check(
-            waits=self.plan.device.type == "cpu"
-        )  # on a GPU a step later, so that none waits for the device
+        self._calls.check(waits=self.plan.device.type == "cpu")  # on a GPU later, so that no rank waits for the device
         try:
             super()._apply()
         except RuntimeError as error:
@@ -246,8 +249,9 @@ class FsdpEngine(ReplicaEngine):
         return _ShardSlot(name, () if name in self._scalars else tuple(parameter.shape), parameter)
 
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
-        """**Collective.** Every rank's forward pass gathers the others' shards. Where those stay, ``measure`` may call the modules
-        as often as it likes."""
+        """**Collective.** Every rank's forward pass gathers the others' shards. If the weights stay gathered,
+        ``measure`` may call modules any number of times.
+        """
 
         def measured(outputs: Any, targets: Any) -> Sums:
             assert measure is not None
@@ -271,7 +275,7 @@ class FsdpEngine(ReplicaEngine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """**Collective.** Inside, weights stay gathered where memory allows."""
+        """**Collective.** Inside, weights stay gathered if memory allows."""
         count = elements(self.model.parameters())
         width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
         if not stays_gathered(self, count * width):
@@ -293,21 +297,21 @@ class FsdpEngine(ReplicaEngine):
                 module.set_reshard_after_forward(gives_up, recurse=False)
 
     def release_outputs(self) -> None:
-        """**Collective.** Frees what was gathered; compares the calls."""
+        """**Collective.** Frees gathered weights and compares the calls."""
         self._calls.compare()
         self._calls.check(waits=self.plan.device.type == "cpu")
         self._reshard()
 
     def state(self) -> EngineState:
-        """**Collective** to read to its end: each parameter is gathered when its turn comes. This rank's shards are views.
+        """**Collective** to read to its end: parameters are gathered one at a time. This rank's shards are views.
 
-        Raises TaskError where ranks have called different units.
+        Raises TaskError if ranks have called different units.
         """
         self._calls.check()
         return super().state()
 
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Each rank reads its shards, and nothing else."""
+        """**Collective.** Each rank reads only its shards."""
         super().load_state(saved)
         self._reshard()
 
@@ -316,7 +320,9 @@ class FsdpEngine(ReplicaEngine):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Gives up what was gathered: without a backward pass the outermost unit would keep it, and training go on with it."""
+        """Frees gathered weights: without a backward pass the outermost unit keeps them, and training would continue
+        with them.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -331,55 +337,55 @@ class _ShardSlot(ParameterView):
     """A parameter of which this rank has a shard."""
 
     def whole(self, piece: Tensor) -> Tensor:
-        """**Collective.** Gathered from all ranks, on their device."""
+        """**Collective.** Gathers the tensor from all ranks, on their device."""
         assert isinstance(piece, DTensor)
         full = _full(piece).to(full_precision(piece.dtype))
         return full if self.shape else full.view(())
 
     def span(self, tensor: Tensor) -> tuple[int, int]:
-        """This rank's rows, which follow one another in the flattened parameter; as many as torch.chunk gives it."""
+        """Returns start and length of this rank's rows in the flattened parameter, split as by torch.chunk."""
         mesh, shape = cast(DTensor, tensor).device_mesh, tensor.shape
         rows = -(-shape[0] // mesh.size(mesh.ndim - 1))
         first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0])
         return first * shape[1:].numel(), self.flat(tensor).numel()
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """A view of them."""
+        """Returns a view of this rank's rows."""
         return cast(DTensor, tensor).to_local().view(-1)
 
     def load(self, saved: SavedState) -> ParameterState:
-        """This rank's rows, flat; nothing else is read or sent."""
+        """Reads only this rank's rows, flat; sends nothing."""
         return saved.part(self.name, *self.span(self.master))
 
     def target(self, tensor: Tensor) -> Tensor:
-        """This rank's rows, flat."""
+        """Returns this rank's rows, flat."""
         return self.flat(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
-        """Zeros, cut as the parameter is."""
+        """Returns zeros, sharded like the parameter."""
         return torch.zeros_like(self.master, requires_grad=False)
 
 
 class FsdpShards(Shards):
-    """Parameters that ``fully_shard`` has cut."""
+    """Parameters sharded by ``fully_shard``."""
 
     puts_others = True
 
     def cuts(self, weight: Any) -> bool:
-        """True of a parameter that FSDP has cut."""
+        """True if FSDP has sharded the parameter."""
         return isinstance(weight, DTensor)
 
     def is_whole(self, weight: Any) -> bool:
-        """Never: FSDP puts another object in its place."""
+        """False: FSDP replaces a gathered parameter by another object."""
         return False
 
     def copies(self, weights: Sequence[Any]) -> list[Tensor]:
-        """**Collective.**"""
+        """**Collective.** Gathers the weights in the dtype that the model computes in."""
         whole_weights = [_full(weight).to(getattr(weight, _COMPUTED_IN, weight.dtype)) for weight in weights]
         return [copy.clone() if weights[0].device_mesh.size() == 1 else copy for copy in whole_weights]
 
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """**Collective.** The means over the ranks, as FSDP's own."""
+        """**Collective.** Averages gradients over the ranks, as FSDP does, and returns their shards."""
         reduced: list[Tensor] = []
         for weight, gradient in zip(weights, gradients, strict=True):
             mesh = weight.device_mesh
@@ -394,8 +400,9 @@ LIBRARIES.append(FsdpShards())
 
 
 def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
-    """Copies tensors that lie in another tensor's memory: torch gives those a new history where a caller writes to them
-    (``h += x``), without FSDP's hook (2.13, ``_fsdp_state.py``)."""
+    """Copies outputs that are views. If a caller writes to a view (``h += x``), torch gives it a new autograd history,
+    which loses FSDP's hook (2.13, ``_fsdp_state.py``).
+    """
     output_classes.register(outputs)
     if any(_is_trained_view(leaf) for leaf in tensors_of(outputs)):
         return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)
@@ -407,14 +414,14 @@ def _is_trained_view(tensor: Tensor) -> bool:
 
 
 def _full(piece: DTensor) -> Tensor:
-    """**Collective.** Gathered from all ranks, on their device."""
+    """**Collective.** Gathers the tensor from all ranks, on their device."""
     mesh, local = piece.device_mesh, piece.to_local()
-    moved = local.to(mesh.device_type)  # offloaded: only the device's own memory can be sent
+    moved = local.to(mesh.device_type)  # offloaded shards: only device memory can be sent
     return DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride()).full_tensor()
 
 
 def _mesh(plan: Plan) -> DeviceMesh:
-    """The ranks as replicas x shards; neighbours, who share a host, share a model."""
+    """Returns the mesh of replicas x shards; neighbouring ranks, which share a node, share a model."""
     settings, world = plan.config.settings.fsdp, plan.world
     if settings.sharding == "full":
         return init_device_mesh(plan.device.type, (world.size,), mesh_dim_names=("shard",))
@@ -425,7 +432,7 @@ def _mesh(plan: Plan) -> DeviceMesh:
 
 
 def _refuse_kept(model: nn.Module, kept: list[nn.Module]) -> None:
-    """What FSDP gathers as one is in one format."""
+    """Raises EngineError if only some parameters of a unit are kept in fp32; FSDP gathers a unit in one dtype."""
     inside = {id(parameter) for module in kept for parameter in module.parameters()}
     if names := [name for name, p in model.named_parameters() if formats.is_kept(p) and id(p) not in inside]:
         raise EngineError(

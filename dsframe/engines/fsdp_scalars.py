@@ -1,4 +1,6 @@
-"""Parameters without dimensions, such as CLIP's temperature: FSDP shards them with shape [1], and the model reads them without."""
+"""Parameters without dimensions, such as CLIP's temperature: FSDP shards them with shape [1], the model reads them as
+scalars.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 
 def add_dimension(model: nn.Module) -> set[str]:
-    """Gives each parameter of shape [] the shape [1]; its module reads it as before. Returns the names of these parameters."""
+    """Changes parameters of shape [] to shape [1]; their module still reads a scalar. Returns the names of these
+    parameters.
+    """
     names = {name for name, parameter in model.named_parameters() if not parameter.ndim}
     scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
     for module in list(model.modules()) if scalars else ():
@@ -31,7 +35,7 @@ def add_dimension(model: nn.Module) -> set[str]:
 def _reader(name: str) -> Any:
     def read(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
-        # A shard is no number: what looks at it is to find the parameter itself.
+        # For a shard return the parameter itself: it has no scalar value.
         return parameter if parameter is None or isinstance(parameter, DTensor) else parameter.view(())
 
     return property(read)

@@ -1,4 +1,4 @@
-"""Which modules FSDP gathers as one: the model's blocks."""
+"""Chooses the modules that FSDP gathers as one unit: the model's blocks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsframe.model import switches
 
 
 def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
-    """Returns the modules that are gathered as one, innermost first: instances of the classes ``wanted``, or the model's blocks.
+    """Returns the units, innermost first: instances of the classes ``wanted``, or the model's blocks.
 
-    What shares a parameter with another part of the model stays with the whole model: a parameter belongs to one unit.
-    Raises EngineError, with the names that there are, for a class that the model does not have.
+    A module that shares a parameter with another part of the model stays with the whole model, because a parameter
+    belongs to one unit. Raises EngineError, with the model's class names, for a class that the model does not have.
     """
     inner = [module for module in model.modules() if module is not model and any(True for _ in module.parameters())]
     inner = [
         module for module in inner if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    ]  # they have no forward
+    ]  # these have no forward
     there = Counter(type(module).__name__ for module in inner)
     missing = [name for name in wanted if name not in there]
     if missing:
@@ -33,7 +33,7 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 
 def _owning(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Returns a function that is true of modules that share no parameter, and no part, with what is outside of them."""
+    """Returns a predicate: True for modules that share no parameter or submodule with the rest of the model."""
     names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
 
@@ -45,7 +45,7 @@ def _owning(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def _listed(model: nn.Module) -> list[str]:
-    """Returns for models without blocks the most frequent class in their lists of layers, if it is there more than once."""
+    """For models without blocks, returns the most frequent class in their lists of layers, if it occurs more than once."""
     classes = Counter(
         type(child).__name__
         for module in model.modules()

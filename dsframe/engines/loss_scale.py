@@ -1,4 +1,4 @@
-"""How fp16 gradients are kept in range: the factor on the loss."""
+"""Loss scaling, which keeps fp16 gradients in range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LossScale:
     """
 
     def __init__(self, wanted: Fp16) -> None:
-        """``wanted.loss_scale`` 0: dynamic, from 2 ** ``initial_scale_power``; otherwise that fixed factor."""
+        """``wanted.loss_scale`` 0: dynamic, starting at 2 ** ``initial_scale_power``; otherwise that fixed factor."""
         self._wanted = wanted
         self.dynamic = wanted.loss_scale == 0
         self.scale = float(2**wanted.initial_scale_power) if self.dynamic else wanted.loss_scale
@@ -28,15 +28,16 @@ class LossScale:
         return LossScaleState(self.scale, self._left, self._steps, self._last_overflow) if self.dynamic else None
 
     def restore(self, saved: LossScaleState | None) -> None:
-        """Continues from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
+        """Continues from a checkpoint; without a state (no fp16 run) keeps the file's initial factor."""
         if self.dynamic and saved is not None:
             self.scale, self._left = saved.scale, saved.hysteresis_left
             self._steps, self._last_overflow = saved.steps, saved.last_overflow
 
     def update(self, overflow: bool) -> None:
-        """Called after each step: halves the factor when overflows have used up the hysteresis, doubles it after a window without.
+        """Called after each step: halves the factor if overflows exhaust the hysteresis, doubles it after a window
+        without overflow.
 
-        Raises TrainingError where an overflow comes at the lowest factor.
+        Raises TrainingError if an overflow occurs at the lowest factor.
         """
         if not self.dynamic:
             return

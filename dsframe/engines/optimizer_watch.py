@@ -1,4 +1,4 @@
-"""An optimizer of a user's: what no engine can run, and what it keeps that no checkpoint has."""
+"""Checks a user's optimizer: what no engine can run, and state that no checkpoint has."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from dsframe.values import copied, same
 
 
 def build(spec: OptimizerSpec, parameters: list[Any], *, shards: bool = False) -> torch.optim.Optimizer:
-    """The optimizer. Of a user's own the first step is watched. ``shards``: each rank has a part of what it updates.
+    """Builds the optimizer; watches the first step of a user's one. ``shards``: each rank updates a part of each
+    parameter.
 
-    Raises TaskError for one that needs more than a call of ``step()``, and as ``spec.build`` does.
+    Raises TaskError if the optimizer needs more than a call of ``step()``, and the errors of ``spec.build``.
     """
     if not spec.is_custom:
         return spec.build(parameters)
@@ -46,7 +47,7 @@ def _refuse_closure(spec: OptimizerSpec) -> None:
         return number.sum()
 
     optimizer: Any = None
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # such as one that knows the model's own parameters
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # some optimizers need the model's own parameters
         optimizer = spec.build([number])
         try:
             optimizer.step()
@@ -63,8 +64,10 @@ def _refuse_closure(spec: OptimizerSpec) -> None:
 
 
 def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], shards: bool) -> None:
-    """Adds to ``kept_outside`` the names of what the first step changes that no checkpoint has. The step raises TaskError where it
-    draws and there are several ranks."""
+    """Adds to ``kept_outside`` the names of values that the first step changes and no checkpoint has.
+
+    The step raises TaskError if it draws random numbers and there are several ranks.
+    """
     before: dict[str, Any] = {}
     drawn: dict[str, Any] = {}
     device = next(weight.device for group in optimizer.param_groups for weight in group["params"])
@@ -72,7 +75,7 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], 
 
     def begin(*_: Any) -> None:
         nonlocal depth
-        depth += 1  # a step that calls its class's is two
+        depth += 1  # a step may call its base class's step
         if depth == 1:
             before.update(_values(optimizer))
             drawn.update(generators.capture(device))
@@ -101,15 +104,17 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], 
 def _values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     of_groups = {f"param_groups[{n}][{key!r}]": value for n, group in enumerate(groups) for key, value in group.items()}
-    # Of every optimizer of torch's, and what its schedulers set.
+    # Attributes of every torch optimizer, and those that torch's schedulers set.
     torchs = vars(torch.optim.SGD([torch.empty(0)])).keys() | {"_opt_called", "_step_count"}
     own = {name: value for name, value in vars(optimizer).items() if name not in torchs}
     return {name: copied(value) for name, value in {**of_groups, **own}.items()}
 
 
 def _not_saved(optimizer: torch.optim.Optimizer, shards: bool) -> Iterator[str]:
-    """Yields names of the state that checkpoints do not have: they hold numbers, and tensors in the format of the weights. Raises
-    TaskError for tensors that cannot be sharded."""
+    """Yields names of the state that checkpoints do not have: they hold numbers, and tensors in the weights' dtype.
+
+    Raises TaskError for tensors that cannot be sharded.
+    """
     for weight, state in optimizer.state.items():
         for key, value in state.items():
             if value is None or isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):

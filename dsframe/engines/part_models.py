@@ -1,4 +1,4 @@
-"""One model of several as its engine has it: a module under the model's name, whose forward pass is the loss that trains it."""
+"""The module that one of several engines trains: a model under its name, whose forward pass is the loss that trains it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dsframe.values import elements, tensors_of
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is computed from. No library looks inside."""
+    """Inputs of a loss, opaque to libraries."""
 
     inputs: Inputs
     targets: Any
 
 
 class Part(nn.Module):
-    """One model under its name. Its forward pass is the loss that trains it, or for anything but a micro-batch the model's own."""
+    """One model under its name. Its forward pass is its loss for ``LossInputs``, otherwise the model's own."""
 
     def __init__(self, name: str, model: nn.Module, loss: Callable[[LossInputs], Any] | None) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Part(nn.Module):
 
 
 class Pass(nn.Module):
-    """One loss as a module, whose random draws are looked for: a model also runs for other losses."""
+    """A loss as a module, so that its random draws can be detected (a model also runs for other losses)."""
 
     def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: LossInputs) -> Any:
         return loss(models, batch.inputs, batch.targets)
 
 
 class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows which tensors have been filled with random numbers inside, and not with others since."""
+    """Records which tensors were filled with random numbers and not overwritten since."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def among(self, model: nn.Module) -> str:
-        """Returns the name of the first parameter with random numbers; "" where there is none."""
+        """Returns the name of the first parameter with random numbers; "" if there is none."""
         return next((name for name, parameter in model.named_parameters() if _storage(parameter) in self._filled), "")
 
 

@@ -1,4 +1,4 @@
-"""What one of several models has of what belongs to all: its part of the file and of a saved state. And what all have together."""
+"""One model's part of the file and of the saved state, if a task has several, and what all models share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsframe.values import Tensors
 
 
 def terms_of(results: Mapping[str, StepResult], several: bool) -> dict[str, Sum]:
-    """Returns the terms that the losses returned with their values; with ``several`` losses, these too."""
+    """Returns the terms that the losses returned; with ``several`` losses, also the losses themselves."""
     terms: dict[str, Sum] = {}
     for name, result in results.items():
         if several:
@@ -34,18 +34,18 @@ def terms_of(results: Mapping[str, StepResult], several: bool) -> dict[str, Sum]
 
 
 def groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
-    """The groups without patterns that begin with the name of another model that is trained."""
+    """Removes patterns that begin with the name of another trained model, and groups that are left without patterns."""
     kept = []
     for group in groups:
         match = group.get("match") if isinstance(group, Mapping) else None
         patterns = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
-        if patterns or not match:  # what is no group is for others to say
+        if patterns or not match:  # invalid groups are reported elsewhere
             kept.append({**group, "match": patterns} if patterns else group)
     return kept
 
 
 def config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
-    """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
+    """Returns the file for one model's engine: with its optimizer and groups. Raises ConfigError, EngineError."""
     raw = config.written()
     section = raw.get("dsframe", {})
     if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
@@ -72,7 +72,7 @@ def config_of(config: Config, name: str, others: Collection[str], *, frozen: boo
 
 
 class SavedPart(SavedView):
-    """A saved state as one model's engine sees it."""
+    """The part of a saved state that belongs to one model."""
 
     def __init__(self, saved: SavedState, name: str, every: int) -> None:
         super().__init__(saved)
@@ -91,14 +91,14 @@ class SavedPart(SavedView):
 
 
 class Draws:
-    """Knows whether any model, or loss, draws random numbers in training."""
+    """Knows whether any model or loss draws random numbers in training."""
 
     def __init__(self, every: Sequence[DrawTrial]) -> None:
         self._every = every
 
     @property
     def moved(self) -> bool:
-        """True once one has."""
+        """True once one has drawn."""
         return any(trial.moved for trial in self._every)
 
 
@@ -111,23 +111,24 @@ class Calls:
             calls.log = self._log
 
     def begin(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         self._log.clear()
 
     def connect(self, store: Any) -> None:
-        """``store``: as for each."""
+        """Connects each to ``store``."""
         for name, calls in self._every.items():
             calls.connect(PrefixStore(name, store))
 
     def difference(self, store: Any, moment: str) -> str:
-        """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
+        """Returns the message if the calls of the step, of all models in one order, differ between ranks."""
         difference: str = next(iter(self._every.values())).difference(store, moment)
         return difference
 
 
 class Teacher:
-    """A model that is the average of another one, in an engine that trains nothing: a copy of the average that the other one's
-    engine keeps beside its optimizer's state, in fp32 and in its shards."""
+    """A model that is the average of another one (the student), in an engine that trains nothing. The student's engine
+    keeps the average with its optimizer state, in fp32 and sharded; this is a copy of it.
+    """
 
     def __init__(self, of: AverageOf, engine: ModelEngine, student: nn.Module, teacher: nn.Module) -> None:
         """``engine``: the student's."""
@@ -136,18 +137,20 @@ class Teacher:
         engine.begin_average()
 
     def follow(self, update: int) -> None:
-        """**Collective.** After the student's update of this number, from 1. Raises TaskError."""
+        """**Collective.** Called after the student's ``update``, counted from 1. Raises TaskError."""
         self._engine.average(self.of.momentum_at(update))
         self.take_over()
 
     def resume(self) -> None:
-        """**Collective.** After the student's state has been read."""
+        """**Collective.** Called after the student's state has been read."""
         self._engine.begin_average()
         self.take_over()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """**Collective.** Gives the teacher the averages; the student's weights where it has none. Buffers are the student's."""
+        """**Collective.** Copies the averages to the teacher (the student's weights if there are none), and the
+        student's buffers.
+        """
         with self._engine.averaged():
             pairs = zip(self._teacher.parameters(), self._student.parameters(), strict=True)
             for parameter, average in pairs:

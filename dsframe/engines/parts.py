@@ -1,9 +1,9 @@
-"""Several models of one task, each in an engine of its own: GANs, distillation, a policy and its reference.
+"""Several models of one task, each with its own engine: GANs, distillation, a policy and its reference.
 
-All are engines of one kind, the run's. What an engine trains is its model under its name, with the loss that trains it as the
-forward pass: a library that wraps, gathers or reduces sees one forward and one backward pass of one module. Inside of that loss
-the other models are asked for outputs, and their parameters need no gradients meanwhile. A step is one step of each engine, in the
-order of the task's losses.
+All engines are of the run's type. Each trains a module with its model under its name; the module's forward pass is the
+loss that trains the model. A library that wraps, gathers or reduces therefore sees one forward and one backward pass of
+one module. The loss asks the other models for outputs; meanwhile their parameters require no gradients. A step is one
+step of each engine, in the order of the task's losses.
 """
 
 from __future__ import annotations
@@ -46,12 +46,18 @@ Make = Callable[[Plan], ModelEngine]
 
 
 def make(engine: Make, plan: Plan) -> Engine:
-    """**Collective.** The engine of this plan; where its task has several models, one for each behind one. Raises TaskError."""
+    """**Collective.** Returns the engine of this plan; for a task with several models, one that wraps an engine for
+    each.
+
+    Raises TaskError.
+    """
     return PartsEngine(plan, engine) if names(plan.task) else engine(plan)
 
 
 def names(task: Task) -> list[str]:
-    """Returns the names of the task's models, none where it has one without a name. Raises TaskError where losses are of others."""
+    """Returns the names of the task's models; empty if it has one unnamed model. Raises TaskError if losses do not
+    match them.
+    """
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
     if models and gives(task, "model"):
         raise TaskError(f"{whose} has model() and models(); remove one of them")
@@ -77,10 +83,10 @@ def names(task: Task) -> list[str]:
 
 
 class PartsEngine(Engine):
-    """One engine for each model of a task, as one engine."""
+    """Wraps one engine for each model of a task."""
 
     def __init__(self, plan: Plan, engine: Make) -> None:
-        """**Collective.** Raises TaskError for models and losses that do not fit each other, else as each engine does."""
+        """**Collective.** Raises TaskError if models and losses do not match, and the errors of each engine."""
         self.plan = plan
         every, self._losses = names(plan.task), plan.task.losses()
         self._passes = {name: Pass() for name in self._losses}
@@ -126,7 +132,7 @@ class PartsEngine(Engine):
         return {name: made for name, made in self.plan.task.models().items() if isinstance(made, AverageOf)}
 
     def _set_built(self) -> None:
-        """Sets what is to be known of all models together."""
+        """Sets the facts about all models together."""
         engines = self._engines.values()
         draws: Any = Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
         trained = {name: engine.built.groups for name, engine in self._trained.items()}
@@ -157,13 +163,13 @@ class PartsEngine(Engine):
         descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
         origins = [engine.built.origin for engine in engines if engine.built.origin]
         self.updates_in_place = self._first.updates_in_place
-        self.explains = self._first.explains  # for the watch
+        self.explains = self._first.explains  # for the weight watch
         trained_parts = nn.Module()
         for name in self._trained:
             trained_parts.add_module(name, self._parts[name].inner)
         memory = BuiltMemory.together(engine.built.memory for engine in self._trained.values())
         self.built = BuiltModel(
-            # Between steps alone: each loss changes weights of another model.
+            # Only between steps: each loss changes the weights of another model.
             watch=WeightWatch(self, trained_parts, memory, max_norm.written(trained_parts)),
             dtype=self._first.built.dtype,
             groups=groups,
@@ -175,7 +181,7 @@ class PartsEngine(Engine):
             manifest=manifest,
         )
         assert self.built.watch is not None
-        self.built.watch.note_parameters()  # before a forward pass has others in their place
+        self.built.watch.note_parameters()  # before a forward pass replaces them
 
     @property
     def _first(self) -> ModelEngine:
@@ -189,7 +195,7 @@ class PartsEngine(Engine):
         task: Any = copy.copy(whole)
         task.model, task.loss = lambda: self._build(name), lambda outputs, targets: outputs
         task.parameter_groups = lambda model: groups_of(whole.parameter_groups(model), others)
-        task.after_step = whole.after_step  # whose attributes and context are those of now
+        task.after_step = whole.after_step  # bound method: it sees the task's current attributes and context
         if name not in self._losses:
             task.parameter_groups = lambda model: ()
         config = config_of(plan.config, name, others, frozen=name not in self._losses)
@@ -247,10 +253,11 @@ class PartsEngine(Engine):
     # The step.
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** One update of each model that is trained, in the order of the losses; each sees all micro-batches.
+        """**Collective.** Makes one update of each trained model, in the order of the losses; each sees all
+        micro-batches.
 
-        The loss is the sum of all, the norm that of all gradients, each as its own engine has it; the rate is the first loss's.
-        A model with ``every_steps`` takes part in some steps only.
+        The loss is the sum of all, the norm that of all gradients, as each engine reports them; the learning rate is
+        the first loss's. A model with ``every_steps`` is updated in some steps only.
         """
         if self._calls is not None:
             self._calls.begin()
@@ -279,7 +286,7 @@ class PartsEngine(Engine):
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """**Collective.** No other model's parameters get gradients inside."""
+        """**Collective.** Inside, other models' parameters require no gradients."""
         others = [
             parameter for other, parameters in self._learning.items() if other != name for parameter in parameters
         ]
@@ -295,7 +302,7 @@ class PartsEngine(Engine):
                 engine.release_outputs()
 
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
-        """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
+        """**Collective.** Evaluates the first trained model, and the task's metrics of all models."""
         metrics = self._first.eval_step(batch, measure)
         task = self.plan.task
         if not gives(task, "metrics_of_models"):
@@ -308,7 +315,9 @@ class PartsEngine(Engine):
         return {**metrics, **more} if measure else {}
 
     def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
-        """**Collective.** The losses of a batch, in evaluation mode, with gradients only if the task asks for them."""
+        """**Collective.** Returns the losses of a batch in evaluation mode, with gradients only if the task asks for
+        them.
+        """
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.set_grad_enabled(self.plan.task.eval_gradients):
             losses = {name: loss_and_terms(loss(models, inputs, targets))[0] for name, loss in self._losses.items()}
@@ -326,18 +335,18 @@ class PartsEngine(Engine):
             module.training = mode
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """**Collective.** The first model's that is trained."""
+        """**Collective.** Encloses an evaluation of the first trained model."""
         return self._first.evaluating()
 
     def average(self, decay: float) -> None:
-        """The averages of the models that the last step has updated."""
+        """Updates the averages of the models that the last step has updated."""
         for name, engine in self._trained.items():
             if self._steps % self._every.get(name, 1) == 0:
                 engine.average(decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """**Collective.** All of them have their averages inside."""
+        """**Collective.** Inside, all trained models have their averages."""
         with ExitStack() as stack:
             for engine in self._trained.values():
                 stack.enter_context(engine.averaged())
@@ -346,12 +355,12 @@ class PartsEngine(Engine):
     # The state.
 
     def buffers(self) -> Tensors:
-        """Those of the models that are trained, and of their averages."""
+        """Returns the buffers of the trained models and of their averages."""
         engines = [*self._trained.values(), *(self._engines[name] for name in self._teachers)]
         return {name: buffer for engine in engines for name, buffer in engine.buffers().items()}
 
     def state(self) -> EngineState:
-        """**Collective** to read to its end. A frozen model is not in it."""
+        """**Collective** to read to its end. Excludes frozen models."""
         states = [engine.state() for engine in self._trained.values()]
         parameters: Iterable[ParameterState] = chain.from_iterable(state.parameters for state in states)
         sharded = [state.parameters for state in states if isinstance(state.parameters, ShardedParameters)]
@@ -376,11 +385,11 @@ class PartsEngine(Engine):
         for name, teacher in self._teachers.items():
             teacher.resume()
             for key, buffer in self._engines[name].buffers().items():
-                put(buffers.get(key, buffer), buffer)  # the student's may have moved since the average did
+                put(buffers.get(key, buffer), buffer)  # the student's may have changed after the average did
             extra_state.load(self._parts[name], buffers)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """**Collective.** Element-wise sum over the ranks."""
+        """**Collective.** Sums element-wise over the ranks."""
         return next(iter(self._engines.values())).sum_over_ranks(values)
 
     @property
@@ -388,7 +397,7 @@ class PartsEngine(Engine):
         return f"{self._first.description}, {len(self._engines)} models"
 
     def close(self) -> None:
-        """**Collective.** Closes all, and last the one that has opened what they share."""
+        """**Collective.** Closes all engines, last the one that opened the shared process group."""
         opener, *others = self._engines.values()
         with process_group.shared():
             for engine in others:

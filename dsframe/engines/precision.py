@@ -1,8 +1,8 @@
-"""Number formats: what the model computes in, and what the optimizer updates.
+"""Number formats of the model's computation and of the optimizer's weights.
 
-DeepSpeed's ``bf16`` and ``fp16`` sections mean: the model's parameters are 16 bits wide, the optimizer owns fp32 masters
-(Micikevicius et al. 2018, arXiv 1710.03740). ``torch_autocast`` means: parameters stay fp32, matrix products run in 16 bits.
-Losses and metrics are computed in fp32 everywhere.
+DeepSpeed's ``bf16`` and ``fp16`` sections mean: parameters have 16 bits, the optimizer has fp32 master weights
+(Micikevicius et al. 2018, arXiv 1710.03740). ``torch_autocast`` means: parameters stay fp32, matrix products run in 16
+bits. Losses and metrics are always computed in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """The dtype of ``torch_autocast``, torch's own for the device where the file names none; None where it is off.
+    """Returns the dtype of ``torch_autocast`` (torch's default for the device if the file names none); None if it is
+    off.
 
     Raises ConfigError for a dtype that torch cannot cast to.
     """
@@ -47,19 +48,20 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast as the file asks for it, or nothing."""
+    """Returns torch's autocast context as the file asks for it, or a null context."""
     dtype = autocast_dtype(config, device)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def is_short(dtype: torch.dtype) -> bool:
-    """Returns whether it is a format of 16 bits, which needs masters."""
+    """True for 16-bit formats, which need master weights."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors of any nesting, in objects too, in a ``dtype`` of 16 bits, which the file asks for; everything else
-    as it is."""
+    """Casts floating-point tensors, in any nesting and in objects too, to a 16-bit ``dtype``; leaves everything else
+    unchanged.
+    """
     if not is_short(dtype):
         return inputs
     output_classes.register(inputs)
@@ -67,9 +69,9 @@ def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """The model's outputs of 16 bits in float32, so that every engine computes the loss with the same precision.
+    """Casts the model's 16-bit outputs to float32, so that every engine computes the loss with the same precision.
 
-    What the model has made to take derivatives by, a leaf of the graph, stays.
+    Leaves of the graph, which the model created to take derivatives by, are not cast.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -83,16 +85,16 @@ class MasterWeights:
     """fp32 copies of 16-bit parameters, for an optimizer of full replicas."""
 
     def __init__(self, model: nn.Module) -> None:
-        """``model``: its trainable parameters are 16 bits wide."""
+        """``model``: its trainable parameters have 16 bits."""
         self.parameters = trainable(model)
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self._windows = list(_windows([parameter.numel() for parameter in self.parameters]))
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Moves the model's gradients into the masters', in fp32, and clears the model's.
+        """Moves the model's gradients to the masters, in fp32, and clears the model's.
 
-        One call converts the gradients of a window; then those of 16 bits are let go of, before the next window begins.
+        One call converts the gradients of a window; the 16-bit gradients are freed before the next window begins.
         """
         for window in self._windows:
             pairs = list(zip(self.parameters[window], self.masters[window], strict=True))
@@ -108,17 +110,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Copies the model's weights into the masters."""
+        """Copies the model's weights to the masters."""
         torch._foreach_copy_(list[Tensor](self.masters), list[Tensor](self.parameters))
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Rounds the masters into the model."""
+        """Rounds the masters into the model's weights."""
         torch._foreach_copy_(list[Tensor](self.parameters), list[Tensor](self.masters))
 
 
 def _windows(sizes: Sequence[int]) -> Iterator[slice]:
-    """Returns consecutive parts of ``sizes`` of at most 2^24 elements together (32 MiB in 16 bits), or one larger one."""
+    """Yields consecutive slices of ``sizes`` with at most 2^24 elements together (32 MiB in 16 bits), or one larger
+    parameter.
+    """
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > 1 << 24:
@@ -130,7 +134,9 @@ def _windows(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all ``gradients`` together, 0-d on their device: ``torch.nn.utils.get_total_norm`` bit for bit, in three calls."""
+    """Returns the global L2 norm of ``gradients``, 0-d on their device: bitwise ``torch.nn.utils.get_total_norm``, in
+    three calls.
+    """
     if not gradients:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -147,9 +153,9 @@ def clip(
 ) -> Tensor | None:
     """Divides ``gradients`` by ``scale`` and clips their global L2 norm to ``max_norm`` (0: no clipping), in place.
 
-    Returns the norm before clipping (0-d, on the device), or None where nothing asked for it (``always`` does). The factor is
-    ``max_norm / (norm + 1e-6)`` where that is below 1: DeepSpeed's and torch's agree. ``norm_of``: the norm of what ranks
-    hold together, where ``gradients`` are one rank's shards; collective then.
+    Returns the norm before clipping (0-d, on the device), or None if neither is needed and not ``always``. The clipping
+    factor is ``max_norm / (norm + 1e-6)`` if below 1, as in DeepSpeed and torch. ``norm_of``: the norm over all ranks
+    if ``gradients`` are one rank's shards; then collective.
     """
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
@@ -158,14 +164,16 @@ def clip(
     norm = norm_of(gradients)
     if max_norm > 0:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        # On a CPU a number is there when it is asked for, and a pass over all gradients to multiply by 1 takes as long as Adam's.
+        # On a CPU reading the factor costs nothing, and multiplying all gradients by 1 takes as long as Adam.
         if factor.device.type != "cpu" or factor != 1.0:
             torch._foreach_mul_(gradients, factor)
     return norm
 
 
 def scales_losses(config: Config, device: torch.device) -> bool:
-    """True if losses are scaled because gradients are fp16: then some steps overflow, and are left out, as a matter of course."""
+    """True if losses are scaled because gradients are fp16; then an overflow is expected in some steps, which are
+    skipped.
+    """
     return config.deepspeed.fp16.enabled or autocast_dtype(config, device) == torch.float16
 
 
@@ -175,5 +183,5 @@ def finite(norm: Tensor | None) -> bool:
 
 
 def gradients_of(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> list[Tensor]:
-    """The gradients that are there."""
+    """Returns the gradients that are not None."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,7 +1,6 @@
-"""The common part of single, ddp, horovod, fsdp and the references: torch's own optimizer, and one step for all.
+"""Base class of single, ddp, horovod, fsdp and the reference engines: torch's optimizer, and the optimizer step.
 
-A subclass says how gradients become the same on all ranks, where parameters lie, and which part of the model a rank runs; the
-rest of an optimizer step is here.
+A subclass decides how gradients are reduced, where parameters are stored, and which part of the model a rank runs.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from dsframe.values import Tensors, trainable
 
 
 class ReplicaEngine(ModelEngine):
-    """A whole model on every rank, kept the same by averaging gradients."""
+    """A whole model on every rank, kept equal by averaging gradients."""
 
     gradient_factor = 1.0
-    """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library cannot."""
+    """Factor on the loss that implements ``gradient_allreduce_op`` "sum" for libraries that cannot sum."""
     cannot_sum = False
-    """True if the library averages gradients, and cannot add them up."""
+    """True if the library can only average gradients."""
     forward_is_collective = False
-    """True if a rank without samples must run the model all the same, because others wait for its shards."""
+    """True if a rank without samples must still run the model, because others need its shards."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
+        """**Collective.** Builds the model from the seed and its optimizer, and makes both the same on all ranks."""
         self.plan = plan
         if self.cannot_sum and plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)
@@ -55,7 +54,7 @@ class ReplicaEngine(ModelEngine):
         self.updates_in_place = self._masters is None
         if self._spill is not None:
             self._spill.close()
-        # Once: while another model of the task is trained, parameters need no gradients.
+        # Stored now: while another model of the task trains, parameters require no gradients.
         self._names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._parameters = trainable(self.model) if self._masters is None else self._masters.masters
         self._average_start: dict[Tensor, Tensor] | None = None
@@ -71,52 +70,52 @@ class ReplicaEngine(ModelEngine):
 
     def _make_loss_scale(self) -> LossScale | None:
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:
-            return LossScale(Fp16(loss_scale_window=2000, hysteresis=1))  # torch.amp.GradScaler's own numbers
+            return LossScale(Fp16(loss_scale_window=2000, hysteresis=1))  # the defaults of torch.amp.GradScaler
         return LossScale(self.plan.config.deepspeed.fp16) if self._dtype == torch.float16 else None
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that the optimizer updates, by the model's own names."""
+        """Returns the parameters that the optimizer updates, by the model's names."""
         return list(zip(self._names, self._parameters, strict=True))
 
-    # What a subclass decides.
+    # Overridden by subclasses.
 
     def _spilled(self) -> Spill | None:
-        """Holds large parameters until ``_place`` has sharded them; None: they stay in memory."""
+        """Returns the store that holds large parameters until ``_place`` has sharded them; None: they stay in memory."""
         return None
 
     def _place(self, model: nn.Module) -> precision.MasterWeights | None:
-        """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
+        """**Collective.** Sets dtype and storage of the parameters; returns fp32 masters if they have 16 bits."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
-            if parameter.is_floating_point():  # a base in 4 bits is not
+            if parameter.is_floating_point():  # not so for a 4-bit base
                 parameter.data = parameter.data.to(torch.float32 if formats.is_kept(parameter) else self._dtype)
         short = precision.is_short(self._dtype) and not self.plan.frozen
         return precision.MasterWeights(model) if short else None
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """**Collective.** The optimizer as the library wants it, with its state and the model the same on all ranks."""
+        """**Collective.** Wraps the optimizer for the library, and makes its state and the model the same on all ranks."""
         return optimizer
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """**Collective.** The module whose forward pass is called."""
+        """**Collective.** Returns the module whose forward pass is called."""
         return model
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        """Wraps the micro-batches that are not the last of a step: no communication."""
+        """Encloses all micro-batches of a step except the last: no communication."""
         return nullcontext()
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` as the library wants it for the backward pass."""
+        """Returns ``loss`` as the library needs it for the backward pass."""
         return loss
 
     def _synchronize(self) -> None:
-        """**Collective.** After the last backward: every rank's gradients are the global ones when it returns."""
+        """**Collective.** Called after the last backward pass: on return, every rank has the global gradients."""
 
     def _pieces(self) -> list[Tensor]:
-        """The gradients as this rank holds them."""
+        """Returns this rank's gradients."""
         return precision.gradients_of(self._parameters)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """**Collective.** L2 norm of all gradients, given this rank's ``_pieces``."""
+        """**Collective.** Returns the L2 norm of all gradients, given this rank's ``_pieces``."""
         return precision.total_norm(gradients)
 
     def _slot(self, name: str, parameter: Tensor) -> state_replica.ParameterView:
@@ -124,7 +123,7 @@ class ReplicaEngine(ModelEngine):
         return state_replica.ParameterView(name, tuple(parameter.shape), parameter)
 
     def _apply(self) -> None:
-        """One optimizer update from gradients that are already the same everywhere."""
+        """Makes one optimizer update from gradients that are already the same on all ranks."""
         self.optimizer.step()
 
     # The step.
@@ -139,7 +138,7 @@ class ReplicaEngine(ModelEngine):
         return self._update(loss, rates.learning_rate, scale)
 
     def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
-        """**Collective.** The global gradients, times ``scale``; returns this rank's mean loss."""
+        """**Collective.** Computes the global gradients, times ``scale``; returns this rank's mean loss."""
         steps = self.plan.batch.accumulation_steps
         factor = scale * self.gradient_factor / steps
         total: Tensor | None = None
@@ -152,13 +151,14 @@ class ReplicaEngine(ModelEngine):
             self._masters.take_gradients()
         self._synchronize()
         for parameter in self._parameters:
-            if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
+            if parameter.grad is None:  # not part of the loss: zeros, as in ZeRO's flat buffers
                 parameter.grad = torch.zeros_like(parameter)
         return total / steps
 
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
-        """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
-        loss itself, detached."""
+        """Runs forward and backward of one micro-batch, with its loss times ``factor``; returns the loss itself,
+        detached.
+        """
         with self._whole_weights():
             outputs = self._forward(self.module, batch.inputs)
             loss = self._touch_unused(self._loss(outputs, batch))
@@ -166,7 +166,7 @@ class ReplicaEngine(ModelEngine):
         return loss.detach()
 
     def _clip(self, scale: float, *, always: bool) -> Tensor | None:
-        """**Collective.** Clips the gradients, which are ``scale`` times too large; returns their norm before."""
+        """**Collective.** Unscales the gradients by ``scale`` and clips them; returns their norm before clipping."""
         if self.built.gradient_hooks:
             precision.clip(self._pieces(), 0.0, scale)
             scale = 1.0
@@ -192,7 +192,9 @@ class ReplicaEngine(ModelEngine):
         return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
 
     def _updated(self) -> None:
-        """**Collective.** After an update of the masters: the task's say in it, then the model's weights."""
+        """**Collective.** Called after an update of the masters: calls the task's ``after_step``, then updates the
+        model's weights.
+        """
         if after_step.overridden(self.plan.task):
             after_step.call(self.plan.task, self.views())
             self._publish()
@@ -205,7 +207,7 @@ class ReplicaEngine(ModelEngine):
         return precision.cast_outputs(outputs)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
-        """The model's, or a part's; not through its wrapper, which would expect a backward pass."""
+        """Returns the outputs of the model or a part of it. Not of its wrapper, which would expect a backward pass."""
         if module is not None:
             return self._forward(module, inputs)
         with self._whole_weights():
@@ -213,39 +215,39 @@ class ReplicaEngine(ModelEngine):
 
     @without_gradients
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
-        """Waits for nobody: the bare model runs, whose wrapper may communicate."""
+        """Runs the bare model, because its wrapper may communicate; waits for no rank."""
         inputs, targets = batch
         self.model.eval()
         with self._whole_weights():
             outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
             try:
-                return measure(outputs, targets) if measure else {}  # which may call the model
+                return measure(outputs, targets) if measure else {}  # it may call the model
             finally:
                 self.model.train()
 
     def average(self, decay: float) -> None:
-        """The average of the masters, in the optimizer's state. Sends nothing."""
+        """Updates the average of the masters, in the optimizer's state. Sends nothing."""
         ema.update(self.optimizer, self._parameters, decay, self._average_start)
 
     def begin_average(self) -> None:
-        """Keeps a copy of the masters until there is an average."""
+        """Copies the masters as the start of the average."""
         self._average_start = ema.copies(self._parameters)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The average of the masters, rounded into the model."""
+        """Inside, the average of the masters is rounded into the model."""
         return ema.swapped(self.optimizer, self._parameters, self._publish)
 
     def _publish(self) -> None:
-        """Makes the model have the masters' values, where they are not its own parameters."""
+        """Copies the masters to the model if they are not its parameters."""
         if self._masters:
             self._masters.give_weights()
 
     def buffers(self) -> Tensors:
-        """This rank's."""
+        """Returns this rank's buffers."""
         return persistent_buffers(self.model)
 
     def state(self) -> EngineState:
-        """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
+        """Returns views of this rank's state, by the model's names; a subclass adds what other ranks hold."""
         held = self.views(), self._frozen(), self.optimizer
         parameters = ShardedParameters(state_replica.shards(*held), state_replica.read(*held))
         loss_scale = self._loss_scale.state if self._loss_scale else None
@@ -262,7 +264,7 @@ class ReplicaEngine(ModelEngine):
         self._updates = saved.updates
 
     def views(self) -> list[state_replica.ParameterView]:
-        """Returns where the optimizer has each trained parameter."""
+        """Returns for each trained parameter a view of the optimizer's tensors."""
         return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
     def _frozen(self) -> list[state_replica.ParameterView]:

@@ -1,4 +1,4 @@
-"""Rules about a file that hold for one engine only (``Entry.rules``). DeepSpeed's are in ``dsframe.config.rules``."""
+"""Rules for files of one engine only (``Entry.rules``). DeepSpeed's are in ``dsframe.config.rules``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dsframe.config.rules.context import RuleContext
 
 
 def fsdp(context: RuleContext) -> None:
-    """Report groups that the processes do not make."""
+    """Reports a shard size that does not divide the number of processes."""
     wanted, processes = context.file.dsframe.fsdp, context.world_size
     if processes and wanted.sharding == "hybrid" and processes % (wanted.shard_size or 1):
         context.findings.error(

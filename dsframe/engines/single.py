@@ -1,4 +1,4 @@
-"""One process, plain PyTorch: the reference that the other engines are compared with."""
+"""One process, plain PyTorch: the reference for the other engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SingleEngine(ReplicaEngine):
     """Plain PyTorch on one device."""
 
     def __init__(self, plan: Plan) -> None:
-        """Raises EngineError where more than one process was started."""
+        """Raises EngineError if more than one process was started."""
         if plan.world.size != 1:
             raise EngineError(
                 f'engine "single" is one process, but {plan.world.launcher} started {plan.world.size}; '
@@ -26,8 +26,8 @@ class SingleEngine(ReplicaEngine):
         return "PyTorch, one process"
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """One process is its own sum."""
+        """Returns ``values``: there is one rank."""
         return values
 
     def close(self) -> None:
-        """One process leaves nothing behind."""
+        """Does nothing: there is no process group."""

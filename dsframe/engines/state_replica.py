@@ -1,7 +1,7 @@
-"""State in and out of a plain optimizer: full replicas, and DeepSpeed's stage 0.
+"""Reads and writes the state of a plain optimizer: full replicas, and DeepSpeed's stage 0.
 
-Nothing here is collective: every rank holds everything, and reads everything back from the same files. A ``ParameterView`` whose
-``whole`` gathers makes it so.
+Nothing here is collective: every rank holds everything, and reads everything from the same files. Exception: a
+``ParameterView`` whose ``whole`` gathers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dsframe.values import Tensors
 
 @dataclass(frozen=True)
 class ParameterView:
-    """View of a parameter's state: in a tensor of its own, or in a piece of a flat tensor."""
+    """View of a parameter's state: in a separate tensor, or in a piece of a flat tensor."""
 
     name: str
     shape: Sequence[int]
     master: Tensor
     """The tensor that the optimizer updates; the key of its state."""
     start: int | None = None
-    """First element in a flat ``master``; None where the master belongs to this parameter only."""
+    """First element in a flat ``master``; None if the master belongs to this parameter only."""
 
     @property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class ParameterView:
         return torch.Size(self.shape).numel()
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """This parameter's piece of the master, or of one of the optimizer's tensors about it: a view."""
+        """Returns a view of this parameter's piece of the master, or of one of its state tensors."""
         if self.start is None:
             return tensor
         return tensor.narrow(0, self.start, self.numel).view(self.shape)
@@ -55,24 +55,25 @@ class ParameterView:
         return piece.to(full_precision(piece.dtype))
 
     def span(self, tensor: Tensor) -> tuple[int, int]:
-        """The range that this rank holds of the master, or of one of the optimizer's tensors about it: the first element, and how
-        many."""
+        """Returns first element and length of the range of the master, or of a state tensor, that this rank holds."""
         return 0, self.numel if self.start is not None else tensor.numel()
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The range itself."""
+        """Returns the range itself."""
         return self.cut(tensor).flatten()
 
     def load(self, saved: SavedState) -> ParameterState:
-        """The part of the saved parameter that :meth:`target` takes."""
+        """Returns the part of the saved parameter that :meth:`target` takes."""
         return saved.parameter(self.name)
 
     def target(self, tensor: Tensor) -> Tensor:
-        """A view of the master, or of one of the optimizer's tensors about it, in the shape of what ``load`` returns."""
+        """Returns a view of the master, or of a state tensor, in the shape of what ``load`` returns."""
         return self.cut(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
-        """Zeros, laid out as the optimizer keeps ``whole`` about this parameter. Raises CheckpointError where it cannot."""
+        """Returns zeros, in the layout that the optimizer uses for state of shape ``whole``. Raises CheckpointError if
+        it cannot.
+        """
         if tuple(whole.shape) == tuple(self.shape):
             return torch.zeros_like(self.master, requires_grad=False)
         if self.start is not None:
@@ -80,7 +81,7 @@ class ParameterView:
         return torch.zeros(whole.shape, dtype=self.master.dtype, device=self.master.device)
 
     def put(self, whole: Tensor, tensor: Tensor | None = None) -> None:
-        """Writes what this rank holds of ``whole`` to the master, or to another tensor in its form."""
+        """Writes this rank's part of ``whole`` to the master, or to another tensor with its layout."""
         held = self.master.detach() if tensor is None else tensor
         first, size = self.span(held)
         target = self.target(held)
@@ -90,7 +91,7 @@ class ParameterView:
 def read(
     slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
 ) -> Iterator[ParameterState]:
-    """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have only a weight."""
+    """Yields each parameter's state in fp32 (views where this rank holds it whole); ``frozen`` ones only have a weight."""
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape, optimizer)
         weight = slot.whole(slot.cut(slot.master.detach()))
@@ -103,7 +104,7 @@ def read(
 def shards(
     slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
 ) -> list[ParameterShard]:
-    """This rank's ranges of each parameter's state: views of the living one."""
+    """Returns this rank's ranges of each parameter's state, as views."""
     local = []
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape, optimizer)
@@ -124,7 +125,7 @@ def _shard(slot: ParameterView, tensors: Tensors, scalars: Mapping[str, Number])
 def write(
     slots: Sequence[ParameterView], frozen: Sequence[ParameterView], optimizer: torch.optim.Optimizer, saved: SavedState
 ) -> None:
-    """Puts saved state back, in place where there is some. Raises CheckpointError where the models differ."""
+    """Restores saved state, in place if there is some. Raises CheckpointError if the models differ."""
     compare("parameter", {slot.name: tuple(slot.shape) for slot in (*slots, *frozen)}, saved.shapes)
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
     shared: dict[int, dict[str, Number]] = {}
@@ -147,7 +148,7 @@ def write(
 
 
 def same_step(name: str, first: dict[str, Number], other: object) -> None:
-    """Raises CheckpointError where parameters that share one optimizer entry were saved with different step counts."""
+    """Raises CheckpointError if parameters that share one optimizer entry were saved with different step counts."""
     if first != other:
         raise CheckpointError(
             f"{name} has step count {other or 'none'}, but its neighbours {first or 'none'}: parameters have different step "

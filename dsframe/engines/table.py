@@ -1,8 +1,9 @@
-"""The engines, as a table: each one's class, the package it needs, and what else dsframe needs to know of it.
+"""Table of the engines: class, package, and supported features.
 
-Those that come with dsframe stand in ``BUILT_IN``. An engine from outside is an installed package with an entry point in the
-group ``dsframe.engines``: its name in files -> ``module:ENTRY``, an ``Entry`` or a function that returns one, in a module that
-imports nothing heavy. Nothing in dsframe is changed for it. Lies below the configuration, which checks the names in files.
+dsframe's engines are in ``BUILT_IN``. An external engine is an installed package with an entry point in the group
+``dsframe.engines``: name in files -> ``module:ENTRY``, an ``Entry`` or a function that returns one, in a module that
+imports nothing heavy. dsframe needs no change for it. This module is below the configuration, which checks names in
+files.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "dsframe.engines"
-"""The group of the entry points."""
+"""Group of the entry points."""
 DEFAULT = "deepspeed"
-"""The meaning of ``"engine": "auto"`` if there is no launcher, as in ``dsframe check``."""
+"""The meaning of ``"engine": "auto"`` without a launcher, as in ``dsframe check``."""
 
-# Features that say where state lives, not what is computed: an engine of full replicas trains the same without them, and says so.
+# Features that decide where state is stored, not what is computed: replica engines train the same without them, and say
+# so.
 PLACEMENT = frozenset(
     {"zero1", "zero2", "zero3"}
     | {"offload_optimizer_cpu", "offload_optimizer_nvme", "partial_offload", "offload_param_cpu", "offload_param_nvme"}
 )
-# Keys that only a model that calls deepspeed.checkpointing itself can use. DeepSpeed's engine does not read them either.
+# Keys for models that call deepspeed.checkpointing themselves. DeepSpeed's engine does not read them either.
 MODELS_OWN = frozenset({"activation_checkpointing"})
-# Features that make ranks leave updates out: all ranks have to leave out the same ones.
+# Features that can skip updates; all ranks must skip the same ones.
 OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"})
 REPLICA = (
     frozenset({"bf16", "autocast", "keep_in_fp32", "whole_parameters", "parameter_groups", "ema", "adapter"})
     | OVERFLOWS
 )
-# Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
+# Features that shard one model, or its samples, among ranks: also placement, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
-# Experts that lie on other ranks: placement too, and such ranks read their own samples.
+# Experts on different ranks: also placement, and such ranks read their own samples.
 EXPERTS = frozenset({"expert_parallel"})
-# Features that mean the same where a task has several models, each with an engine of its own.
+# Features that mean the same if a task has several models, each with its own engine.
 SEVERAL = frozenset(
     {"zero1", "zero2", "zero3", "offload_optimizer_cpu", "offload_param_cpu", "gradient_sum"}
 ) | frozenset({"bf16", "whole_parameters", "parameter_groups", "ema", "fp16_compression"})
-# Features that DeepSpeed 0.19.8 accepts and then trains another way. Source: ``runtime/engine.py`` (backward),
+# Features that DeepSpeed 0.19.8 accepts, but then trains differently. Source: ``runtime/engine.py`` (backward),
 # ``runtime/zero/stage_1_and_2.py`` (unscale_and_clip_grads, step) and ``runtime/zero/stage3.py`` (backup_optimizer).
 _OTHERWISE = {
     "fp16_stage0": "is refused: DeepSpeed 0.19.8 un-scales an unscaled loss at stage 0, so gradients would be too small",
@@ -59,37 +61,41 @@ class Entry:
     target: str
     """``module:Class``, imported when the engine is chosen."""
     package: str | None = None
-    """The package that must be installed, beyond torch."""
+    """The required package in addition to torch."""
     install: str = ""
-    """How to install it, if ``pip install`` alone does not work."""
+    """How to install it, if ``pip install`` is not enough."""
     supports: frozenset[str] = frozenset()
-    """Features (``dsframe.config.features``) that mean here what they mean to DeepSpeed."""
+    """Features (``dsframe.config.features``) that mean the same as with DeepSpeed."""
     replicates: frozenset[str] = frozenset()
-    """Features that place state and do not change the training; this engine holds full replicas instead, and says so."""
+    """Features that place state and do not change the training; this engine has full replicas instead, and says so."""
     ignores: frozenset[str] = frozenset()
-    """Features without which the training is the same; this engine goes without them, and says so."""
+    """Features that do not change the training; this engine ignores them, and says so."""
     otherwise: Mapping[str, str] = field(default_factory=dict)
-    """Why a feature is refused, if there is more to say than that the engine does not support it."""
+    """Reason why a feature is refused, if it is not only that the engine does not support it."""
     variants: Mapping[str, str] = field(default_factory=dict)
-    """Feature -> the ``module:Class`` that takes the place of ``target`` where a file switches it on."""
+    """Feature -> ``module:Class`` that replaces ``target`` if the file uses it."""
     keeps: str = "a full replica on every rank"
-    """What this engine keeps instead of what it replicates."""
+    """What this engine has instead of what it replicates."""
     cost: str = "more memory"
-    """The price of that."""
+    """The cost of that."""
     size: str = "any"
-    """Processes that it runs on: "any" number, "one", or one for each of the pipeline's "stages"."""
+    """Number of processes: "any", "one", or one for each of the pipeline's "stages"."""
     launcher: str = "torchrun"
-    """The one that belongs to this engine; any other may start it as well."""
+    """The launcher of this engine; any other can start it too."""
     by_deepspeed: bool = False
-    """True if DeepSpeed itself runs the file: then its own restrictions hold."""
+    """True if DeepSpeed itself runs the file, so that its restrictions apply."""
     rules: str = ""
-    """``module:function``, called with the ``RuleContext`` of a file for this engine: what it refuses beyond features."""
+    """``module:function`` that checks the ``RuleContext`` of a file for this engine, beyond features."""
     options: str = ""
-    """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; none: there are none."""
+    """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; empty if there are
+    none.
+    """
     several: frozenset[str] = frozenset()
-    """Features that mean the same where a task has several models (``Task.models``); none: this engine trains one model."""
+    """Features that mean the same if a task has several models (``Task.models``); empty if this engine trains one
+    model.
+    """
     caution: str = ""
-    """What the user is told whenever this engine runs."""
+    """Note to the user, printed whenever this engine runs."""
 
     @property
     def replicas(self) -> bool:
@@ -160,14 +166,16 @@ BUILT_IN: dict[str, Entry] = {
 
 
 class _Table(Mapping[str, Entry]):
-    """``BUILT_IN``, then what is installed. Packages are looked through only for a name that is not built in, or for all."""
+    """``BUILT_IN``, then installed packages. Packages are searched only for a name that is not built in, or to list
+    all.
+    """
 
     def __init__(self) -> None:
         self._outside: dict[str, list[EntryPoint]] | None = None
         self._loaded: dict[str, Entry] = {}
 
     def __getitem__(self, name: str) -> Entry:
-        """Raises KeyError where there is none, EngineError where the package does not give what it offers."""
+        """Raises KeyError for an unknown name, EngineError if the package does not return an ``Entry``."""
         if name in BUILT_IN:
             return BUILT_IN[name]
         if name not in self._loaded:
@@ -186,7 +194,7 @@ class _Table(Mapping[str, Entry]):
 
     def _installed(self) -> dict[str, list[EntryPoint]]:
         if self._outside is None:
-            from importlib.metadata import entry_points  # 20 ms, and more with each package that is installed
+            from importlib.metadata import entry_points  # 20 ms, and more with each installed package
 
             self._outside = {}
             for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -201,7 +209,7 @@ def _load(name: str, points: list[EntryPoint]) -> Entry:
     try:
         loaded: Any = points[0].load()
         entry = loaded() if callable(loaded) else loaded
-    except Exception as error:  # whatever a package that is not ours does when it is imported
+    except Exception as error:  # an external package may raise anything on import
         raise EngineError(f'engine "{name}" of the package {packages} cannot be loaded: {error}') from error
     if not isinstance(entry, Entry):
         raise EngineError(
@@ -211,9 +219,9 @@ def _load(name: str, points: list[EntryPoint]) -> Entry:
 
 
 TABLE: Mapping[str, Entry] = _Table()
-"""Name -> engine: those of dsframe, then those of installed packages, by name."""
+"""Name -> engine: first dsframe's, then those of installed packages, by name."""
 
 
 def named(wanted: str) -> str:
-    """The engine that a file names; ``DEFAULT`` where the launcher would choose."""
+    """Returns the engine that a file names; ``DEFAULT`` if the launcher would choose."""
     return DEFAULT if wanted == "auto" else wanted

@@ -1,6 +1,7 @@
-"""Every place where dsframe changes what torch does, or goes past its public interface, each with its reason.
+"""All patches of torch and uses of its private interface, each with its reason.
 
-``PATCHES`` lists them; ``tests/unit/test_torch_patches.py`` shows each fault and fails with "no longer needed" once it is gone.
+``PATCHES`` lists them; ``tests/unit/test_torch_patches.py`` shows each fault and fails with "no longer needed" once it
+is fixed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ PATCHES = {
 
 
 def skip_sparse_buffers(model: nn.Module) -> None:
-    """Each rank's buffers that no library sends are as its ``model()`` makes them: sparse ones, and rare dtypes."""
+    """Excludes buffers that no library can send from DDP's broadcast: sparse ones and rare dtypes. Each rank's
+    ``model()`` makes them.
+    """
     sparse = [name for name, buffer in model.named_buffers() if not can_be_sent(buffer)]
     if sparse:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
 
 
 def can_be_sent(buffer: torch.Tensor) -> bool:
-    """True for a dense tensor of a dtype that libraries send."""
+    """True for a dense tensor of a dtype that libraries can send."""
     return buffer.layout == torch.strided and buffer.dtype in _SENT
 
 
@@ -42,7 +45,7 @@ _SENT = {
 
 
 def by_another_name(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """``hook`` for ``register_comm_hook``, which knows what it refuses by name."""
+    """Returns ``hook`` under another name for ``register_comm_hook``, which refuses hooks by name."""
     return lambda _, bucket: hook(None, bucket)
 
 
@@ -50,13 +53,13 @@ _LINEAR = nn.functional.linear
 
 
 def put_linear_back() -> None:
-    """Undoes what ``deepspeed.zero.Init`` has done with ``memory_efficient_linear`` (0.19.8, ``partition_parameters.py``)."""
+    """Undoes ``deepspeed.zero.Init``'s ``memory_efficient_linear`` (0.19.8, ``partition_parameters.py``)."""
     if str(nn.functional.linear.__module__).startswith("deepspeed."):
         nn.functional.linear = _LINEAR
 
 
 class _EveryParameter(nn.Module):
-    """Nothing but the trainable parameters of a model, whose gradients come in the reverse of their order, and are zero."""
+    """A model's trainable parameters only. Their gradients are zero and arrive in the reverse of their order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -68,19 +71,19 @@ class _EveryParameter(nn.Module):
 
 
 def settle_buckets(wrapped: DistributedDataParallel, device: torch.device) -> None:
-    """**Collective.** A backward pass of zeros, so that DDP's buckets are the same in every step of every run.
+    """**Collective.** Runs a backward pass of zeros, so that DDP's buckets are the same in every step of every run.
 
-    DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them once and for all in the
-    order in which gradients came (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``). Where in a bucket
-    a number lies decides in which order the ranks' summands are added, from three ranks on: so the first step after a restart
-    would round otherwise than the same step of the run that was not interrupted. Here they come in the reverse of the order in
-    which the model has its parameters, as in ``dsframe.engines.buckets``: buckets leave one after the other, so a layer that
-    comes late in that order but early in the forward pass holds them up.
+    DDP starts with buckets in the order of the parameters. After its first backward pass it rearranges them once, in
+    the order in which gradients arrived (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``).
+    The position of a number in a bucket decides in which order the ranks' values are added, from three ranks on. So the
+    first step after a restart would round differently than the same step of the uninterrupted run. Here gradients
+    arrive in the reverse order of the model's parameters, as in ``dsframe.engines.buckets``. Buckets are sent one after
+    the other, so a layer that is late in that order but early in the forward pass delays them.
     """
     model = wrapped.module
     wrapped.module = _EveryParameter(model)
     try:
-        wrapped(torch.zeros((), device=device)).backward()  # on GPUs DDP takes no call without an input
+        wrapped(torch.zeros((), device=device)).backward()  # on GPUs DDP requires an input
     finally:
         wrapped.module = model
     wrapped.zero_grad(set_to_none=True)

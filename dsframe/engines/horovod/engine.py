@@ -1,13 +1,14 @@
-"""Horovod: ring all-reduce of full replicas' gradients (Sergeev and Del Balso 2018, arXiv 1802.05799), under any launcher.
+"""Horovod: ring all-reduce of full replicas' gradients (Sergeev and Del Balso 2018, arXiv 1802.05799), under any
+launcher.
 
-Horovod's own settings come from the "horovod" part of the "dsframe" section; how gradients are combined
-(``gradient_allreduce_op``, ``gradient_predivide_factor``) from DeepSpeed's keys, so that they mean the same on every engine.
+Horovod's settings come from the "horovod" part of the "dsframe" section. How gradients are combined comes from
+DeepSpeed's keys (``gradient_allreduce_op``, ``gradient_predivide_factor``), so that they mean the same on every engine.
 
-What ``hvd.DistributedOptimizer`` loses on CPUs, measured with 0.28.1 over Gloo, 2 ranks on 2 cores: its background thread asks
-all ranks every millisecond what is ready, which takes 0.12 ms of processor time each; a main thread that waits does so in a loop
-of ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for; and every gradient is a
-request of its own, copied into a fusion buffer and out of it. So here gradients lie in a few buckets, rounds are rarer, and who
-waits sleeps.
+``hvd.DistributedOptimizer`` is slow on CPUs, measured with 0.28.1 over Gloo, 2 ranks on 2 cores. Its background thread
+asks all ranks every millisecond what is ready, which takes 0.12 ms of processor time each. A waiting main thread loops
+over ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for. Every
+gradient is a separate request, copied into a fusion buffer and out of it. So here gradients are in a few buckets,
+rounds are rarer, and a waiting thread sleeps.
 """
 
 from __future__ import annotations
@@ -51,23 +52,25 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 
 _living: WeakSet[Buckets] = WeakSet()
-"""Hooks of engines that were not closed, because a training failed, whose task may give the same module again."""
+"""Buckets of engines that a failed training did not close. The task may pass the same module again, so their hooks are
+removed.
+"""
 _starts = itertools.count()
 """Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4
 _NAPPING_SECONDS = 1.0
-"""Time after which Horovod's own wait takes over, which the report on a run that hangs knows by name."""
+"""Time after which Horovod's own wait is called, which the report of a hanging run recognizes."""
 
 
 class HorovodEngine(ReplicaEngine):
-    """Full replicas; Horovod reduces gradients in the background while the backward pass runs."""
+    """Full replicas; Horovod reduces gradients in the background during the backward pass."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
+        """**Collective.** Raises EngineError if this build of Horovod does not support what the file asks for."""
         _refuse_gpus_without_nccl(plan.device)
         self._bucket_bytes = settle_environment(plan.device)
         self._buckets: Buckets | None = None
-        # A model's own collectives are torch's.
+        # Collectives of the model itself use torch.distributed.
         world = _with_address(plan.world)
         self._joins = not process_group.open_process_group(world, plan.device, plan.collective_limit)
         self._server = None if self._joins else _initialise(plan.world)
@@ -91,8 +94,9 @@ class HorovodEngine(ReplicaEngine):
         if self._masters:
             _broadcast(dict(self._named_parameters()))
             self._masters.give_weights()
-        # An optimizer without state has nothing to send, and hvd.broadcast_optimizer_state would make it some by taking a
-        # step with zero gradients: Adam's bias correction moves on and weight decay shrinks the weights (measured, 0.28.1).
+        # An optimizer without state has nothing to send, and hvd.broadcast_optimizer_state would create state with a
+        # step of zero gradients: Adam's bias correction advances and weight decay shrinks the weights (measured,
+        # 0.28.1).
         if optimizer.state:
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         if self.plan.world.size > 1:
@@ -102,13 +106,13 @@ class HorovodEngine(ReplicaEngine):
                 self._parameters,
                 self._reduce,
                 bytes_each=None if self._bucket_bytes is None else int(self._bucket_bytes),
-                overlaps=self._masters is None,  # they get their gradients when all are there
+                overlaps=self._masters is None,  # masters get their gradients all at once
             )
             _living.add(self._buckets)
         return optimizer
 
     def _reduce(self, name: str, flat: Tensor) -> Callable[[], None]:
-        """Starts the reduction of a bucket; what is returned waits for it."""
+        """Starts the reduction of a bucket; returns a function that waits for it."""
         sent = flat.half() if self.plan.config.settings.horovod.compression == "fp16" else flat
         predivided = self.plan.config.deepspeed.gradient_predivide_factor if self._op == "mean" else 1.0
         handle = hvd.allreduce_async_(
@@ -137,7 +141,7 @@ class HorovodEngine(ReplicaEngine):
             self._buckets.finish()
 
     def close(self) -> None:
-        """**Collective.** Leaves Horovod's ring when everybody has arrived."""
+        """**Collective.** Leaves Horovod's ring when all ranks have arrived."""
         if self._buckets:
             self._buckets.remove()
         if process_group.stays_open():
@@ -145,13 +149,13 @@ class HorovodEngine(ReplicaEngine):
         hvd.barrier()
         _leave()
         process_group.close_process_group()
-        if self._server:  # when all have left
+        if self._server:  # when all ranks have left
             self._server.shutdown()
             self._server.server_close()
 
 
 def _refuse_gpus_without_nccl(device: torch.device) -> None:
-    """A build for CPUs takes tensors of a GPU all the same, and ends, or waits for ever, in its background thread."""
+    """Raises EngineError: a build for CPUs accepts GPU tensors, and ends or waits forever in its background thread."""
     if device.type == "cuda" and not hvd.nccl_built():
         raise EngineError(
             "this Horovod was built without NCCL, so it cannot reduce on GPUs; rebuild it where there is a CUDA toolkit "
@@ -161,7 +165,7 @@ def _refuse_gpus_without_nccl(device: torch.device) -> None:
 
 @torch.no_grad()
 def _broadcast(tensors: Tensors) -> None:
-    """**Collective.** Gives each rank rank 0's ``tensors``, also where they do not lie in one piece of memory."""
+    """**Collective.** Gives each rank rank 0's ``tensors``, also if they are not contiguous."""
     pieces = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     hvd.broadcast_parameters(pieces, root_rank=0)
     for name, tensor in tensors.items():
@@ -170,9 +174,10 @@ def _broadcast(tensors: Tensors) -> None:
 
 
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """16-bit tensors are left out: Gloo cannot send bfloat16; their fp32 masters are sent instead and rounded.
+    """Returns the tensors that Horovod can send; complex ones as pairs.
 
-    So are those that Horovod has no type for: each rank's model makes the same. Complex ones travel as pairs.
+    Excluded are bfloat16, which Gloo cannot send (the fp32 masters are sent instead and rounded), and dtypes that
+    Horovod does not know (each rank's model makes the same).
     """
     return {
         name: torch.view_as_real(value) if value.is_complex() else value
@@ -182,8 +187,10 @@ def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_address(world: World) -> World:
-    """**Collective.** Returns ``world`` with a rendezvous address. Over MPI on several nodes no launcher gives one: Horovod, which
-    then needs none itself, sends rank 0's."""
+    """**Collective.** Returns ``world`` with a rendezvous address.
+
+    Over MPI on several nodes no launcher gives one, so Horovod, which needs none there, sends rank 0's.
+    """
     try:
         process_group.rendezvous_address(world)
     except WorldError:
@@ -197,13 +204,14 @@ def _with_address(world: World) -> World:
 
 
 def _initialise(world: World) -> HTTPServer | None:
-    """**Collective.** ``hvd.init()``; where this build does not know the launcher with a rendezvous server on rank 0, returned.
-
-    Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
+    """**Collective.** Calls ``hvd.init()``. If this build does not know the launcher, starts a rendezvous server on
+    rank 0 and returns it. Measured with horovod 0.28.1: it needs only these variables and a server that speaks its
+    key-value protocol.
     """
     note_start(running=hvd.is_initialized())
-    # horovodrun's server keeps addresses of the training before: it forgets them only where all ranks leave every ring in one
-    # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
+    # horovodrun's server keeps the addresses of the previous training: it deletes them only if all ranks leave every
+    # ring in the same order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1).
+    # Otherwise peers are unreachable.
     by_horovodrun = world.launcher == "horovodrun" and not next(_starts)
     known = by_horovodrun or (world.launcher == "mpirun" and hvd.mpi_built())
     server = _serve(world) if world.size > 1 and not known else None
@@ -217,13 +225,15 @@ def _initialise(world: World) -> HTTPServer | None:
 
 
 def _leave() -> None:
-    """Over MPI, which starts once in a process, nothing: a further training may come, and at its end the process leaves."""
+    """Shuts Horovod down. Not over MPI, which starts once in a process: another training may follow."""
     if not hvd.mpi_enabled():
         hvd.shutdown()
 
 
 def _serve(world: World) -> HTTPServer | None:
-    """**Collective.** Starts Horovod's rendezvous server on rank 0, which it is returned to, and tells everybody where."""
+    """**Collective.** Starts Horovod's rendezvous server on rank 0, which gets it returned, and sets its address on all
+    ranks.
+    """
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -234,7 +244,7 @@ def _serve(world: World) -> HTTPServer | None:
     port, server = [0], None
     if world.is_main:
         hosts = ",".join(f"{name}:{slots}" for name, slots in Counter(names).items())
-        # What its RendezvousServer does, but for the address: that one listens on every interface.
+        # The same as its RendezvousServer, but that one listens on every interface.
         server = RendezvousHTTPServer((bound_to(address), 0), RendezvousHandler, 0)
         server.init(get_host_assignments(parse_hosts(hosts), world.size))
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Horovod's environment variables: what it reads when it starts."""
+"""Horovod's environment variables, which it reads when it starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from dsframe.errors import EngineError
 
 CPU_ROUND_MILLISECONDS = 5.0
-"""Default time between two rounds of reductions on CPUs. A round that finds nothing takes 0.12 ms of a core; a
-bucket waits half the time between two."""
+"""Default time between two rounds of reductions on CPUs. An empty round takes 0.12 ms of a core; a bucket waits half
+the interval on average.
+"""
 THRESHOLD, ROUNDS, TUNES = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"
 APART = "HOROVOD_DISABLE_GROUP_FUSION"
 """Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
@@ -23,28 +24,28 @@ _started: dict[str, str | None] = {}
 
 
 def settle_environment(device: torch.device) -> float | None:
-    """Before Horovod starts: fills in what the environment leaves open. Returns the bytes of a bucket, where it says them.
+    """Sets unset variables before Horovod starts. Returns the bucket size in bytes if the environment sets it.
 
-    Raises EngineError where the environment asks for autotuning, which changes what is reduced together while it trains.
+    Raises EngineError if the environment asks for autotuning, which changes during training what is reduced together.
     """
     if os.environ.get(TUNES, "0") not in ("", "0"):
         raise EngineError(
             f"{TUNES}: dsframe cuts the buckets itself, so there is nothing to tune; leave out horovodrun's --autotune"
         )
     os.environ.setdefault(APART, "1")
-    # Horovod takes buckets as they are. Its second start in a process crashes where this and the cycle time are both fixed
+    # Horovod does not fuse buckets. Its second start in a process crashes if this and the cycle time are both fixed
     # (SIGSEGV in ParameterManager::BayesianParameter::SetValue, 0.28.1).
     bucket_bytes = _number(THRESHOLD)
     os.environ.pop(THRESHOLD, None)
     if _number(ROUNDS) is None and device.type == "cpu":
         os.environ[ROUNDS] = str(CPU_ROUND_MILLISECONDS)
-    if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
+    if device.type == "cuda":  # the host then does not wait for each bucket
         os.environ.setdefault(ASYNC_COMPLETION, "1")
     return bucket_bytes
 
 
 def _number(name: str) -> float | None:
-    """A number of the environment; None where it is silent. Raises EngineError for what is no number there."""
+    """Returns a number of the environment; None if unset. Raises EngineError if it is not a number."""
     given = os.environ.get(name)
     try:
         return float(given) if given else None
@@ -53,7 +54,9 @@ def _number(name: str) -> float | None:
 
 
 def note_start(*, running: bool) -> None:
-    """Right before Horovod starts. Raises EngineError where it is ``running``, as it stays over MPI, with other settings."""
+    """Called right before Horovod starts. Raises EngineError if it is ``running`` (over MPI it stays) with other
+    settings.
+    """
     settings = {name: os.environ.get(name) for name in _READ_ONCE}
     if _started and running and settings != _started:
         names = ", ".join(name for name in _READ_ONCE if settings[name] != _started[name])
@@ -64,6 +67,6 @@ def note_start(*, running: bool) -> None:
 
 
 def pace() -> str:
-    """Returns a few words for the first line of a run."""
+    """Returns the cycle time for the first line of a run."""
     rounds = os.environ.get(ROUNDS)
     return f", a round every {float(rounds):g} ms" if rounds else ""
