@@ -1,4 +1,4 @@
-"""What a model has or does besides the layers that it is cut into: a pipeline's stages would leave it out."""
+"""Checks that a model has and does nothing besides its layers: a pipeline's stages would omit it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = "put it into a layer, or train without a pipeline"
 
 
 def refuse_own_model(task: Task) -> None:
-    """Raises TaskError where ``model()`` of a task with ``layers()`` is more than these, or another: other engines train that."""
+    """Raises TaskError if a task with ``layers()`` has a different ``model()``, which other engines would train."""
     if gives(task, "model") and not _returns_layers(task):
         raise TaskError(
             f"{type(task).__name__} has layers() and a model() of its own; a pipeline would train the layers, and all other "
@@ -29,7 +29,7 @@ def refuse_own_model(task: Task) -> None:
 
 
 class _Asked(Task):
-    """Between a task's classes and :class:`Task`: its model is nothing that can be asked or changed."""
+    """Base class inserted between a task's classes and :class:`Task`; its model is an opaque object."""
 
     made: Any = object()
 
@@ -38,12 +38,12 @@ class _Asked(Task):
 
 
 def _returns_layers(task: Task) -> bool:
-    """True if ``task.model()`` gives what ``super().model()`` does; a copy of the task is asked."""
+    """True if ``task.model()`` returns what ``super().model()`` does; tested on a copy of the task."""
     twin = copy.copy(task)
     try:
         twin.__class__ = type(type(task).__name__, (type(task), _Asked), {})
         return twin.model() is _Asked.made
-    except Exception:  # whatever it does with the model
+    except Exception:  # ``model()`` uses the result
         return False
 
 
@@ -61,7 +61,7 @@ def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
                 f"{type(module).__name__} has a hook (register_forward_hook and the like), and a pipeline calls its layers, not "
                 f"{type(module).__name__} itself; {_REMEDY}"
             )
-    own = [module for module in whole.modules() if module in inside]  # a layer may be made for the cut
+    own = [module for module in whole.modules() if module in inside]  # cut() may create layers
     for switch in ("eval", "train"):
         getattr(whole, switch)()
         modes = [module.training for module in own]
@@ -76,27 +76,27 @@ def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 class Trial:
-    """A copy of a model and of its layers, which are to compute the same."""
+    """A copy of a model and of its layers, which must compute the same."""
 
     def __init__(self, whole: nn.Module, layers: list[nn.Module], seed: int) -> None:
         self._whole, self._layers, self._seed = whole, layers, seed
 
     @classmethod
     def of(cls, whole: nn.Module, layers: list[nn.Module], seed: int) -> Trial | None:
-        """None where a copy would need much memory, or cannot be made."""
+        """Returns None if a copy would need much memory, or cannot be made."""
         if (copied := small_copy(whole, (whole, layers))) is None:
             return None
         whole_copy, layer_copies = copied
         return cls(whole_copy, layer_copies, seed)
 
     def __call__(self, inputs: Tensor) -> None:
-        """Raises TaskError where outputs differ in evaluation, of two rows at most."""
+        """Raises TaskError if outputs in evaluation mode differ, for at most two rows."""
         rows = inputs[:2].cpu()
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             try:
                 torch.manual_seed(self._seed)
                 expected = self._whole.eval()(rows.clone())
-            except Exception:  # no stage calls it, so it may not be able to
+            except Exception:  # no stage calls it, so it may not be callable
                 return
             torch.manual_seed(self._seed)
             stream: Any = rows

@@ -1,7 +1,8 @@
-"""What a stage of a pipeline has not, and the task may hold all the same: ``model()`` has kept the whole model.
+"""Detects that a task uses parts of the model that its pipeline stage does not have, because ``model()`` stored the
+whole model.
 
-While the task computes a loss or metrics, every use of it is an error. Else it would be read as it was before the training (an
-auxiliary loss, a buffer that is None by now), or be left out (a penalty on all weights), without a word.
+While the task computes a loss or metrics, every such use is an error. Otherwise the initial value would be used (an
+auxiliary loss, a buffer that is now None) or a part be missing (a penalty on all weights), silently.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from dsframe.errors import TaskError
 class _About:
     name: str
     dropped: frozenset[str] = frozenset()
-    """Names of its own tensors that have left it."""
+    """Names of its direct tensors that were removed."""
     holds_layers: bool = False
     """True if other engines call it, and a pipeline only its layers."""
 
 
 _NOW: dict[int, _About] = {}
-"""Inside of :meth:`Elsewhere.refused`: what is known of modules, by id."""
+"""Facts about modules by id, inside of :meth:`Elsewhere.refused`."""
 
 
 def _refuse(what: str) -> NoReturn:
@@ -48,7 +49,7 @@ class _OtherLayer:
     """A layer of another stage, or a part of one."""
 
     def __init_subclass__(cls) -> None:
-        """Without the user's own, which may keep a list of classes."""
+        """Bypasses the user's method, which may register classes."""
 
     def __getattribute__(self, name: str) -> Any:
         if _special(name):
@@ -63,10 +64,10 @@ class _OtherLayer:
 
 
 class _Around:
-    """A module of the whole model that is in no layer: it holds layers, or is what the loss alone uses."""
+    """A module that is in no layer: it contains layers, or only the loss uses it."""
 
     def __init_subclass__(cls) -> None:
-        """As above."""
+        """Bypasses the user's method, which may register classes."""
 
     def __getattribute__(self, name: str) -> Any:
         if _special(name):
@@ -78,7 +79,7 @@ class _Around:
             _refuse(f"{about.name}.{min(about.dropped)}")
         value = super().__getattribute__(name)
         if about.holds_layers and not name.startswith("_") and (value is None or isinstance(value, (float, Tensor))):
-            _refuse(f"{about.name}.{name}")  # its forward pass, which no stage runs, may have set it
+            _refuse(f"{about.name}.{name}")  # may be set by its forward pass, which no stage runs
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -111,15 +112,16 @@ def _refusing(kind: Any, refusing: type) -> type:
 
 
 class Elsewhere:
-    """Modules and tensors that a stage has not. Weakly held: what nobody else holds goes."""
+    """Modules and tensors that this stage does not have, held by weak references."""
 
     def __init__(self) -> None:
         self._modules: list[tuple[weakref.ref[nn.Module], _About, type]] = []
         self._tensors: list[weakref.ref[Tensor]] = []
 
     def add(self, model: nn.Module, stage: nn.Module, layers: nn.Module | None = None) -> None:
-        """Adds all of ``model`` that is not of ``stage``. ``layers``: of all stages, where the model is more than those; its
-        tensors leave it."""
+        """Adds everything in ``model`` that is not in ``stage``. ``layers``: the layers of all stages, if the model has
+        more than those; then their tensors are removed from it.
+        """
         own = {id(module) for module in stage.modules()}
         tensors = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         in_layers = {id(module) for module in (layers or model).modules()} - {id(layers or model)}
@@ -141,7 +143,7 @@ class Elsewhere:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Inside, each use of it is a TaskError."""
+        """Inside, every use of these modules and tensors raises TaskError."""
         if _NOW:
             yield
             return

@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al. 2020, arXiv 1910.02054; 2021, arXiv 2104.07857).
+"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al. 2020, arXiv 1910.02054; 2021, arXiv
+2104.07857).
 
-``handover`` says what DeepSpeed gets of the user's file: all of it, with changes that keep one meaning on every engine (the
-``scheduler`` stays with dsframe, the batch sizes are spelled out, Adam is torch's) or that make ZeRO-3 faster.
+``handover`` makes the configuration that DeepSpeed gets: the user's file, with changes that keep the meaning the same
+on every engine (dsframe runs the ``scheduler``, batch sizes are explicit, Adam is torch's) or make ZeRO-3 faster.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ class ZeroEngine(ModelEngine):
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
         "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
-        "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no words
+        "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no message
         "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
     }
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
+        """**Collective.** Raises EngineError if this machine lacks what the file asks for (fp16, libaio)."""
         versions.check(patches.version(), speaks=plan.world.is_main)
         patches.check_later_ones()
         self.plan = plan
@@ -85,7 +86,7 @@ class ZeroEngine(ModelEngine):
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         refuse_after_step(plan)
-        for put_back in (patches.release_groups, torch_patches.put_linear_back):  # an error may come before close()
+        for put_back in (patches.release_groups, torch_patches.put_linear_back):  # an error may occur before close()
             at_end(put_back)
         at_end(logger.setLevel, logger.level)
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -126,7 +127,7 @@ class ZeroEngine(ModelEngine):
         self._average_start: dict[Tensor, Tensor] | None = None
 
     def _prepare_steps(self, module: nn.Module) -> None:
-        """What DeepSpeed's engine needs to take steps."""
+        """Applies the patches that concern optimizer steps."""
         plan = self.plan
         rates.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
@@ -140,7 +141,7 @@ class ZeroEngine(ModelEngine):
             patches.look_before_each_step(self._engine)
 
     def _watch_calls(self, model: nn.Module) -> CallOrder | None:
-        """What gathers weights when it is called; None where the compiler sees to the calls."""
+        """Returns the call order of all modules that gather weights; None if the model is compiled."""
         if self.plan.config.settings.model.compile is True:
             return None
         modules, parameters = {}, {}
@@ -150,7 +151,7 @@ class ZeroEngine(ModelEngine):
             if module in inside or not (weights or z3_leaf_module(module)):
                 continue
             modules[name] = module
-            if z3_leaf_module(module):  # gathered as one, and gradients that are missing there are zeros
+            if z3_leaf_module(module):  # gathered as one unit; missing gradients in it are zeros
                 inside.update(module.modules())
             else:
                 named = module.named_parameters(name, recurse=False)
@@ -158,8 +159,8 @@ class ZeroEngine(ModelEngine):
         return CallOrder(self, model, modules, parameters)
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
-        """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
-        # Alone, a rank has the whole model on its device, unless that is fetched from the host.
+        """**Collective.** Returns the module that DeepSpeed trains, and the one with the parameter names of the state."""
+        # A single rank has the whole model on its device, unless parameters are offloaded.
         zero = self.plan.config.deepspeed.zero_optimization
         if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
             self._spill = on_disk(self.plan.directory, self.plan.world.size)
@@ -172,9 +173,9 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed.sequence import Slices
 
             self._slices = Slices(self.plan, model)
-        # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and
-        # release it as one, not module by module, which would release under autograd's feet (measured: shapes of 0). And one
-        # that is compiled would fall apart at each hook.
+        # A block that is recomputed in the backward pass needs all its parameters throughout. ZeRO-3 must gather and
+        # release it as one unit; releasing module by module would free weights that autograd still needs (measured:
+        # shapes of 0). A compiled block would have a graph break at each hook.
         for block in switches.units(model):
             set_z3_leaf_module(block, True)
             if self._stage == 3:
@@ -184,7 +185,7 @@ class ZeroEngine(ModelEngine):
     def _initialize(self, module: nn.Module) -> None:
         """**Collective.** Starts DeepSpeed's engine on ``module``."""
         if self.plan.frozen and self._stage < 3:
-            return  # nothing of it is sharded
+            return  # nothing is sharded
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
@@ -221,7 +222,7 @@ class ZeroEngine(ModelEngine):
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
-            document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
+            document.pop("expert_parallel", None)  # nothing is trained: expert weights are whole, or sharded by stage 3
         optimizer, parameters = None, self._split()
         if self.plan.optimizer.is_custom and not self.plan.frozen:
             if self._stage:
@@ -242,19 +243,20 @@ class ZeroEngine(ModelEngine):
         reorder(self._engine)
         if self.plan.frozen:
             return
-        if self.built.groups.options:  # Muon makes groups of its own, with a decay, and has no defaults
+        if self.built.groups.options:  # Muon makes its own groups, with a decay, and has no defaults
             optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
 
     def _shard(self, module: nn.Module, document: dict[str, Any], spill: Spill) -> None:
-        """**Collective.** Shards ``module``, parameter by parameter: it is never whole on the device, nor in memory, unless it is
-        to be sliced for tensor parallelism.
+        """**Collective.** Shards ``module`` parameter by parameter. It is never whole on the device, nor in memory,
+        unless it is split for tensor parallelism.
 
-        ``initialize`` would move all of a module that is not sharded to the device first, and send all of it from rank 0 once
-        more (deepspeed 0.19.8, ``runtime/engine.py``: _configure_distributed_model).
+        ``initialize`` would first move all of an unsharded module to the device and broadcast it from rank 0 (deepspeed
+        0.19.8, ``runtime/engine.py``: _configure_distributed_model).
         """
         if self.plan.batch.tensor_parallel_size > 1:
-            # Its layers are sliced first, by initialize, which takes them whole: on the device, but one by one in memory.
+            # ``initialize`` splits the layers first and needs them whole on the device; in memory they are loaded one
+            # by one.
             for parameter in module.parameters():
                 spill.fetch(parameter, self._dtype)
                 parameter.data = parameter.data.to(self.plan.device)
@@ -267,7 +269,9 @@ class ZeroEngine(ModelEngine):
         spill.close()
 
     def _split(self) -> list[Any] | None:
-        """The parameters in groups; None where all are alike, and DeepSpeed looks for them itself. Raises EngineError."""
+        """Returns the parameter groups; None without group options, so that DeepSpeed finds the parameters. Raises
+        EngineError.
+        """
         if not self.built.groups.options:
             return None
         if who := makes_groups(self.plan.config.deepspeed):
@@ -279,7 +283,7 @@ class ZeroEngine(ModelEngine):
         )
 
     def _tensor_group(self) -> dist.ProcessGroup:
-        """The ranks among which this rank's layers are cut."""
+        """Returns the ranks that split this rank's layers."""
         from dsframe.engines.deepspeed import tensor
 
         return tensor.group()
@@ -288,16 +292,16 @@ class ZeroEngine(ModelEngine):
         accelerator = deepspeed.get_accelerator()
         if self._dtype == torch.float16 and not accelerator.is_fp16_supported():
             raise EngineError("fp16: DeepSpeed does not run it on this processor; use bf16, or torch_autocast")
-        if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
+        if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # the file names no dtype
             raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
 
     def views(self) -> list[ParameterView]:
-        """Returns where DeepSpeed's optimizer has each trained parameter."""
+        """Returns the views of DeepSpeed's optimizer state, one for each trained parameter."""
         return state.views(self._engine, self._model)
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Name of the engine for the first line of a run."""
         zero = self.plan.config.deepspeed.zero_optimization
         parts = [f"DeepSpeed ZeRO-{self._stage}"]
         for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
@@ -317,11 +321,11 @@ class ZeroEngine(ModelEngine):
 
     @property
     def _tensor_rank(self) -> int:
-        """Which share of each layer is this rank's."""
+        """Index of this rank's shard of each split layer."""
         return self.plan.world.rank % self.plan.batch.tensor_parallel_size
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
+        """**Collective.** Makes one optimizer update through DeepSpeed's forward, backward and step."""
         self._begin_step()
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
@@ -342,8 +346,12 @@ class ZeroEngine(ModelEngine):
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
     def _compare_losses(self, loss: Tensor) -> None:
-        """**Collective.** Of ranks that share layers, in the first two steps: a rank that draws more than another has other numbers
-        in the next one; in the first step gradients, too. Raises EngineError."""
+        """**Collective.** Compares losses of ranks that split layers in the first two steps, gradients in the first
+        step.
+
+        The second step is needed because ranks that draw a different amount of random numbers differ from then on.
+        Raises EngineError.
+        """
         if self._shares and self._compared < 2:
             from dsframe.engines.deepspeed.tensor_trial import refuse_different
 
@@ -354,7 +362,10 @@ class ZeroEngine(ModelEngine):
             gradients.refuse_different(self._dtype, self._tensor_group())
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
-        """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
+        """Accumulates as DeepSpeed does: reduces once per step at stages 0 and 1, after each micro-batch at 2 and 3.
+
+        Returns the sum of the losses.
+        """
         losses: list[Tensor] = []
         for batch in micro_batches:
             with self._whole_weights():
@@ -388,17 +399,19 @@ class ZeroEngine(ModelEngine):
             yield
 
     def copy_shard(self, parameter: Any, source: Any) -> None:
-        """At stage 3 its share on this rank."""
+        """At stage 3 copies this rank's shard."""
         (copy_shard if self._stage == 3 else super().copy_shard)(parameter, source)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
-        """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
+        """**Collective** at stage 3. Runs the model or a part of it, not DeepSpeed's engine, which would expect a
+        backward pass.
+        """
         with self._whole_weights() if module is None else contextlib.nullcontext():
             outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)
 
     def release_outputs(self) -> None:
-        """**Collective** at stage 3. Compares the calls, and leaves no trace of them."""
+        """**Collective** at stage 3. Compares the calls and removes them from DeepSpeed's trace."""
         self._calls.compare()
         self._calls.check(waits=self.plan.device.type == "cpu")
         if self._stage == 3 and not self.plan.frozen:
@@ -425,8 +438,11 @@ class ZeroEngine(ModelEngine):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows. Where
-        all are gathered already, nothing is sent, and ranks need not call the same modules."""
+        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered if memory
+        allows.
+
+        If all are gathered already, nothing is sent, and ranks need not call the same modules.
+        """
         self._engine.eval()
         with self._gathered():
             yield
@@ -437,7 +453,7 @@ class ZeroEngine(ModelEngine):
         if (
             self._stage != 3
             or self.gathers_steps
-            or self.plan.config.settings.model.compile  # together with the hooks
+            or self.plan.config.settings.model.compile  # the compiled model includes the hooks
             or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme"
         ):
             return contextlib.nullcontext()
@@ -448,8 +464,9 @@ class ZeroEngine(ModelEngine):
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """**Collective** where a weight is not gathered. Inside all are, and modules are called without DeepSpeed's hooks, which
-        would gather them."""
+        """**Collective** if a weight is not gathered. Inside, all are gathered and modules run without DeepSpeed's
+        hooks, which would gather them again.
+        """
         self._calls.watches = False
         try:
             with patches.hooks_set_aside(self._engine), SHARDS.gathering(list(self._model.parameters())):
@@ -458,24 +475,24 @@ class ZeroEngine(ModelEngine):
             self._calls.watches = True
 
     def average(self, decay: float) -> None:
-        """The average of this rank's shards, in the optimizer's state. Sends nothing."""
+        """Updates the average of this rank's shards in the optimizer's state. Sends nothing."""
         ema.update(*state.masters(self._engine, self._model), decay, self._average_start)
 
     def begin_average(self) -> None:
-        """Keeps a copy of this rank's shards until there is an average."""
+        """Copies this rank's shards as the start of the average."""
         self._average_start = ema.copies(state.masters(self._engine, self._model)[1])
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """**Collective.** The average of the shards, in the model of every rank."""
+        """**Collective.** Inside, every rank's model has the averages."""
         optimizer, masters = state.masters(self._engine, self._model)
         return ema.swapped(optimizer, masters, lambda: state.publish(self._engine))
 
     def buffers(self) -> Tensors:
-        """This rank's, of its own stage in a pipeline."""
+        """Returns this rank's buffers; in a pipeline those of its stage."""
         return persistent_buffers(self._model)
 
     def state(self) -> EngineState:
-        """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
+        """**Collective** to read to its end; at stages 1 to 3 parameters are gathered one at a time."""
         collected = state.state(self._engine, self._model, self._updates)
         if self._experts:
             from dsframe.engines.deepspeed import experts, state_experts
@@ -489,7 +506,7 @@ class ZeroEngine(ModelEngine):
         return state_tensor.whole(collected, self._shares, self._tensor_group())
 
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Each rank takes its shares out of the whole parameters."""
+        """**Collective.** Each rank takes its shards of the whole parameters."""
         whole, updates, batch = saved, saved.updates, self.plan.batch
         if self._shares:
             from dsframe.engines.deepspeed import state_tensor
@@ -519,7 +536,7 @@ class ZeroEngine(ModelEngine):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed's set-up warns about its own use of torch, and a pipeline's prints its layers; none of it is for the user."""
+    """Suppresses DeepSpeed's warnings about its use of torch, and a pipeline's list of layers, during set-up."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

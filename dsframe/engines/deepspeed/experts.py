@@ -1,7 +1,8 @@
-"""Expert parallelism by DeepSpeed's AutoEP: what it is told, and which models it takes. Names and state: ``state_experts``.
+"""Expert parallelism by DeepSpeed's AutoEP: its configuration, and the supported models. Names and state:
+``state_experts``.
 
-A rank routes its own samples' tokens, and an all-to-all takes each to the rank that holds its expert and back: for everything but
-experts it is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_expert_parallel).
+A rank routes its own samples' tokens; an all-to-all sends each token to the rank of its expert and back. For everything
+except experts this is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_expert_parallel).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _COUNTS = ("num_local_experts", "num_experts")
 
 
 def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
-    """Raises EngineError where ``model``'s experts cannot be spread over the file's number of ranks, or AutoEP's layers would
-    compute something else than the model's."""
+    """Raises EngineError if ``model``'s experts cannot be distributed over the ranks as the file says, or if AutoEP's
+    layers would compute something else than the model's.
+    """
     size = plan.config.deepspeed.expert_parallel.autoep_size
     if plan.world.size % size:
         raise EngineError(
@@ -60,12 +62,12 @@ def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
 
 
 class ExpertShards(OwnParts):
-    """Experts that AutoEP has spread over ranks."""
+    """Experts that AutoEP has distributed over ranks."""
 
     never_whole = "use weight_decay for a penalty, or train without expert_parallel"
 
     def cuts(self, weight: Any) -> bool:
-        """True of an expert's weight."""
+        """True for an expert's weight."""
         return getattr(weight, "allreduce", True) is False
 
 
@@ -73,14 +75,15 @@ LIBRARIES.insert(0, ExpertShards())
 
 
 def whole_blocks(model: nn.Module) -> AbstractContextManager[None]:
-    """Around AutoEP's work on ``model``. Raises EngineError for blocks that it cannot put others in the place of."""
+    """Encloses AutoEP's work on ``model``. Raises EngineError for blocks that it cannot replace."""
     return replacing(model, "expert_parallel", lambda layer: type(layer).__module__.startswith(_PLAIN), _WITHOUT)
 
 
 def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -> tuple[Any, list[Any] | None]:
-    """What builds an optimizer of the file's or the task's own, if anything does, and the parameters or groups that it gets.
+    """Returns a function that builds the optimizer (None if DeepSpeed builds it), and the parameters or groups for it.
 
-    DeepSpeed's ZeRO needs experts in groups of their own. It makes them where it builds the optimizer, of groups with a name.
+    DeepSpeed's ZeRO needs experts in separate groups. It creates them when it builds the optimizer, from groups with a
+    name.
     """
     if parameters is not None and isinstance(parameters[0], dict):
         parameters = [{"name": f"group-{number}", **group} for number, group in enumerate(parameters)]
@@ -88,5 +91,5 @@ def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -
 
 
 def group(size: int) -> dist.ProcessGroup:
-    """The ranks that share this rank's experts."""
+    """Returns the ranks that share this rank's experts."""
     return cast(dist.ProcessGroup, groups._get_expert_parallel_group(f"ep_size_{size}"))

@@ -1,7 +1,8 @@
-"""The order of forward hooks at ZeRO-3: the user's come after the one that wraps outputs.
+"""Orders forward hooks at ZeRO-3: the user's run after the one that wraps outputs.
 
-DeepSpeed wraps a module's outputs in a function whose backward pass gathers the weights. A user's hook that was there before sees
-them unwrapped: what it keeps, a layer's features or an attention map, would reach the layer's backward pass without its weights.
+DeepSpeed wraps a module's outputs in a function whose backward pass gathers the weights. A user's hook that was
+registered before sees unwrapped outputs. If it keeps them (features of a layer, an attention map), their gradient would
+reach the layer's backward pass without its weights.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import nn
 
 
 def noting_users_hooks(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
-    """Notes the user's forward hooks of those ``modules`` that have weights themselves. Returns a function
-    that moves them, when DeepSpeed's engine is there, between the hook that wraps outputs and the one that releases the weights,
-    which a user's hook may read."""
+    """Records the user's forward hooks on those ``modules`` that have weights themselves.
+
+    Returns a function, to be called when DeepSpeed's engine exists. It moves the hooks between the one that wraps
+    outputs and the one that releases the weights, which a user's hook may read.
+    """
     hooked = (module for module in modules if module._forward_hooks and module._parameters)
     of_modules = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
     users = {module: keys for module, keys in of_modules.items() if keys}
@@ -23,7 +26,7 @@ def noting_users_hooks(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
     def reorder(engine: Any) -> None:
         if not users:
             return
-        # The optimizer of a frozen model is the offload itself.
+        # For a frozen model ``engine.optimizer`` is the offload object itself.
         offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
         releasing = {handle.id for handle in offload.forward_hooks}
         for module, keys in users.items():

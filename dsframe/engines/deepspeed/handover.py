@@ -1,7 +1,7 @@
-"""The dictionary that ``deepspeed.initialize`` gets: the file, and what dsframe adds to it or takes away.
+"""The configuration that ``deepspeed.initialize`` gets: the file with dsframe's changes.
 
-All of it happens in one function, which reads and changes nothing but the dictionary that it makes. What touches the machine
-(the folders to swap to) or the model (its layers and its size) is found out before and comes as an argument.
+One function makes all changes. It reads and changes only the dictionary that it creates. What depends on the machine
+(swap folders) or the model (layers and size) is computed before and passed in.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ def handover(
     swap_paths: Mapping[str, str] | None = None,
     tensor_parallel: Mapping[str, Any] | None = None,
 ) -> Json:
-    """What DeepSpeed is told. Pure: the same arguments give the same dictionary, and stay as they are.
+    """Returns DeepSpeed's configuration. Pure: the same arguments give the same dictionary and are not changed.
 
     Args:
         plan: With the resolved configuration.
-        elements: Of the model's parameters, for the sizes of buckets that the file does not name.
+        elements: Number of the model's parameters, for bucket sizes that the file does not set.
         keeps_weights: ZeRO-3 does not reshard weights after use (``Zero.keeps_whole``).
-        swap_paths: ``offload_optimizer`` or ``offload_param`` -> this run's own folder.
-        tensor_parallel: The section as ``tensor.completed`` returns it; None where the model is not split so.
+        swap_paths: ``offload_optimizer`` or ``offload_param`` -> this run's folder.
+        tensor_parallel: The section as ``tensor.completed`` returns it; None without tensor parallelism.
 
     Raises:
         ConfigError: as ``Config.batch``.
     """
     document = plan.config.for_deepspeed(plan.world.size)
-    for section in (*WATCHING, "scheduler"):  # dsframe does these itself, the same on every engine
+    for section in (*WATCHING, "scheduler"):  # dsframe implements these itself, the same on every engine
         document.pop(section, None)
     document["optimizer"] = plan.optimizer.for_deepspeed()
     for section, folder in (swap_paths or {}).items():
         document["zero_optimization"][section]["nvme_path"] = folder
     if plan.device.type != "cpu" and not plan.verbose:
-        # DeepSpeed 0.19.8 waits for the device twice in a micro-batch to time it (``utils/timer.py``: ThroughputTimer). dsframe has
-        # its own rate, and nobody reads this one.
+        # To measure throughput, DeepSpeed 0.19.8 waits for the device twice per micro-batch (``utils/timer.py``:
+        # ThroughputTimer). dsframe computes its own rate.
         document.setdefault("timers", {"throughput": {"enabled": False}})
     if "zero_optimization" in document:
-        # It changes where gradients lie, and DeepSpeed 0.19.8 looks for each parameter's part as if it did not
+        # The option moves gradients, but DeepSpeed 0.19.8 looks for each parameter's part at the old position
         # (``runtime/zero/stage_1_and_2.py``: round_robin_bit16_groups and tensor_fragment's mapping).
         document["zero_optimization"].pop("round_robin_gradients", None)
     if plan.config.deepspeed.zero_optimization.stage == 3:
@@ -65,7 +65,7 @@ def handover(
         _pipeline(document, plan)
     else:
         _split(document, plan, tensor_parallel)
-    return copy.deepcopy(document)  # DeepSpeed writes into it, and parts of it are the task's and the optimizer's
+    return copy.deepcopy(document)  # DeepSpeed writes into it, and parts of it belong to the task and the optimizer
 
 
 def _stage_3(section: Json, plan: Plan, elements: int, keeps_weights: bool) -> None:
@@ -78,9 +78,12 @@ def _stage_3(section: Json, plan: Plan, elements: int, keeps_weights: bool) -> N
 
 
 def _gradients(section: Json, plan: Plan) -> None:
-    """Without the buffer that gradients are first copied to: it is against holes in a GPU's memory. What is sent, and when, is the
-    same. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads) and stage_1_and_2.py
-    (reduce_ipg_grads)."""
+    """Disables the buffer that gradients are copied to: it prevents fragmentation of GPU memory. What is sent, and
+    when, is the same.
+
+    Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads) and
+    stage_1_and_2.py (reduce_ipg_grads).
+    """
     if plan.device.type == "cpu" and not plan.config.deepspeed.copies_gradients_on_cpus:
         section["contiguous_gradients"] = False
 
@@ -93,17 +96,17 @@ def _bucket(section: Json, plan: Plan, elements: int) -> None:
 
 
 def _pipeline(document: Json, plan: Plan) -> None:
-    # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
+    # Reentrant checkpointing fails if a stage's inputs are integers or need no gradient, as the first stage's.
     document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
     if not plan.verbose:
-        document["steps_per_print"] = _NEVER  # the pipeline engine prints, whatever the log level, and divides by it
+        document["steps_per_print"] = _NEVER  # the pipeline engine prints at any log level, and divides by it
 
 
 def _split(document: Json, plan: Plan, tensor_parallel: Mapping[str, Any] | None) -> None:
-    if plan.batch.sequence_parallel_size > 1:  # DeepSpeed would divide by ranks that it need not know of
+    if plan.batch.sequence_parallel_size > 1:  # DeepSpeed would divide by ranks that it does not need to know
         for key in ("train_batch_size", "sequence_parallel_size", "data_parallel_size"):
             document.pop(key, None)
     if tensor_parallel is not None:
         document["tensor_parallel"] = dict(tensor_parallel)
-        # DeepSpeed counts ranks that share layers in the batch size, but not at stage 3.
+        # DeepSpeed includes ranks that split layers in the batch size, except at stage 3.
         document.pop("train_batch_size", None)

@@ -1,7 +1,9 @@
-"""DeepSpeed, imported in silence: the only place that does. Without what a training never uses, and the rest by feature.
+"""The only place that imports DeepSpeed: silently, without modules that training never uses; features' modules on
+demand.
 
-Seconds of processor time, deepspeed 0.19.8 and torch 2.13 on 2 cores of a Xeon at 2.5 GHz: its own import 0.3 (torch's is 1.0),
-which brings the pipeline, AutoTP and all ZeRO stages, whatever the file asks for. ``patches`` keeps mlflow out of it.
+Processor time, deepspeed 0.19.8 and torch 2.13 on 2 cores of a Xeon at 2.5 GHz: 0.3 s for its own import (torch's: 1.0
+s), which includes the pipeline, AutoTP and all ZeRO stages, whatever the file asks for. ``patches`` keeps mlflow out of
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import torch
 from dsframe.engines.deepspeed.patches import without_mlflow
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to find out
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it detected the accelerator
 
 with warnings.catch_warnings(), without_mlflow():
-    warnings.simplefilter("ignore")  # its import touches deprecated corners of torch
+    warnings.simplefilter("ignore")  # it uses deprecated parts of torch
     import deepspeed as deepspeed
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
@@ -37,7 +39,8 @@ _BY_FEATURE = {
     "partition_uniform": "runtime.utils",
     "DistributedAttention": "sequence.layer",
 }
-"""Name -> its module in DeepSpeed, imported when one of dsframe's modules asks for it: those of features, when a file has them."""
+"""Name -> its module in DeepSpeed, imported when a module of dsframe asks for it; features only when a file has them.
+"""
 
 
 def __getattr__(name: str) -> Any:

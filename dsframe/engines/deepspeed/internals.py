@@ -1,8 +1,9 @@
-"""Every name inside DeepSpeed that dsframe reads, sets or calls beyond its public interface, and what it must mean.
+"""All private names of DeepSpeed that dsframe reads, sets or calls, and what they must mean.
 
-A new release is read by this table: each file, name by name. ``tests/unit/test_internals.py`` has that nothing is used which is
-not here, and that each name is where the table says. The meaning is proven by the contract (``tests/engines/test_contract.py``),
-by ``tests/engines/test_patches.py`` and by the matrices of ``make equivalence`` and ``make portability``.
+To review a new release, go through this table file by file. ``tests/unit/test_internals.py`` checks that nothing else
+is used and that each name is where the table says. The meaning is tested by the contract
+(``tests/engines/test_contract.py``), by ``tests/engines/test_patches.py`` and by the matrices of ``make equivalence``
+and ``make portability``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dsframe.errors import EngineError
 from dsframe.text import table_of
 
 INTERNALS: dict[str, dict[str, str]] = table_of(__file__)
-"""File of DeepSpeed's package -> name -> what it must mean. Of names that several files have, one of them."""
+"""File in DeepSpeed's package -> name -> what it must mean. A name that is in several files is listed once."""
 
 
 def missing(folder: Path) -> list[str]:
-    """The names that are no more where the table says, as ``FILE: NAME``. ``folder``: of DeepSpeed's package."""
+    """Returns the names that are no longer where the table says, as ``FILE: NAME``. ``folder``: of DeepSpeed's package."""
     gone = []
     for file, names in INTERNALS.items():
         path = folder / file
@@ -30,12 +31,12 @@ def missing(folder: Path) -> list[str]:
 
 
 def package() -> Path:
-    """The folder of DeepSpeed's package, which need not be imported."""
+    """Returns the folder of DeepSpeed's package, without importing it."""
     return Path(str(importlib.metadata.distribution("deepspeed").locate_file("deepspeed")))
 
 
 def check(version: str) -> None:
-    """For a release that nobody has tried. Raises EngineError where names have gone."""
+    """Checks an untested release. Raises EngineError if names are missing."""
     if gone := missing(package()):
         more = f" and {len(gone) - 3} more" * (len(gone) > 3)
         raise EngineError(

@@ -1,8 +1,8 @@
-"""DeepSpeed's ops that are compiled at first use: which ones a file needs, and a way past the locks of dead processes.
+"""DeepSpeed's ops that are compiled on first use: which ones a file needs, and removal of locks of dead processes.
 
-A cold build takes one to five minutes (measured), so it is announced. torch guards a build with an empty lock file; a process
-killed while it holds one leaves it behind, and every later run waits for it for ever without a word. A lock that no living
-process has open is such a remnant.
+A cold build takes one to five minutes (measured), so it is announced. torch protects a build with an empty lock file. A
+process that is killed during a build leaves it behind, and every later run silently waits for it forever. A lock that
+no living process has open is stale.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
-    """Names of the ops that DeepSpeed will load for this file; empty on the default path."""
+    """Returns the names of the ops that DeepSpeed will load for this file; empty by default."""
     zero = config.deepspeed.zero_optimization
     optimizer_name = optimizer.kind.lower()
     ops = []
@@ -45,14 +45,16 @@ def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
 
 
 def prepare(ops: tuple[str, ...], world: World) -> None:
-    """Chooses the cache, removes dead locks and says what will be compiled. Raises EngineError where it cannot be."""
+    """Sets the cache, removes stale locks and prints what will be compiled. Raises EngineError if it cannot be
+    compiled.
+    """
     if not ops:
         return
     cache = extensions_directory()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
-    from dsframe.engines.deepspeed import patches  # it imports torch, and the launcher imports this file
+    from dsframe.engines.deepspeed import patches  # late: it imports torch, and the launcher imports this module
 
-    patches.leave_out_debug_symbols()  # also where nothing is missing: with other options torch compiles again
+    patches.leave_out_debug_symbols()  # also if nothing is missing: with other options torch compiles again
     missing = [op for op in ops if not _is_built(cache / op)]
     if missing and shutil.which("c++") is None and shutil.which("g++") is None:
         raise EngineError(
@@ -74,16 +76,19 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether an op is there. On CPUs one with debug symbols, of an earlier dsframe or of DeepSpeed alone, is compiled again."""
-    how = folder / "build.ninja"  # CUDA's has a standard between the two
+    """True if an op is compiled. On CPUs an op with debug symbols (from older dsframe or plain DeepSpeed) is compiled
+    again.
+    """
+    how = folder / "build.ninja"  # CUDA's flags have a standard between the two
     return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
 
 
 def extensions_directory() -> Path:
-    """$TORCH_EXTENSIONS_DIR, or a cache of this Python environment's own: two that share one rebuild each other's ops.
+    """Returns $TORCH_EXTENSIONS_DIR, or a cache for this Python environment: environments that share one rebuild each
+    other's ops.
 
-    And of this host's own where a home is shared: what is compiled is for its processor, and its locks are those of processes
-    whose end can be seen.
+    If the home is shared by nodes, the cache is also per node: ops are compiled for its processor, and only processes
+    on the same node can be checked for being alive.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -96,7 +101,7 @@ def extensions_directory() -> Path:
 
 
 def remove_stale_locks(cache: Path) -> list[Path]:
-    """Removes and returns the build locks under ``cache`` that no living process of this host holds open."""
+    """Removes and returns the build locks under ``cache`` that no living process of this node has open."""
     locks = stale_locks(cache)
     for lock in locks:
         lock.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Whether an optimizer of a user's can work on flat shards, which is what ZeRO gives it."""
+"""Tests whether a user's optimizer can work on flat shards, which ZeRO gives it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dsframe.model.optimizers import OptimizerSpec
 
 
 def refuse_dependent(spec: OptimizerSpec, stage: int) -> None:
-    """Raises EngineError where an optimizer of a user's updates a rank's flat shard in another way than whole parameters.
+    """Raises EngineError if a user's optimizer updates a rank's flat shard differently than whole parameters.
 
-    At ZeRO-1 and 2 it is made for whole parameters, and then gets shards of them; at ZeRO-3 it never sees their shapes.
+    At ZeRO-1 and 2 it is created for whole parameters and then gets shards of them; at ZeRO-3 it never sees their
+    shapes.
     """
     draw = torch.Generator().manual_seed(0)
     shapes = ((4, 6), (6,), (5, 2))
@@ -35,7 +36,7 @@ def refuse_dependent(spec: OptimizerSpec, stage: int) -> None:
                     shard.grad = _half([whole[n].grad for n in group])
                 for optimizer in both:
                     optimizer.step()
-    except Exception:  # one that knows the model's own parameters, for example
+    except Exception:  # for example an optimizer that needs the model's own parameters
         return
     for shard, group, start in zip(shards, members, before, strict=True):
         moved, expected = shard.detach() - start, _half([whole[n] for n in group]) - start
@@ -47,6 +48,6 @@ def refuse_dependent(spec: OptimizerSpec, stage: int) -> None:
 
 
 def _half(tensors: list[Any]) -> torch.Tensor:
-    """What the first of two ranks has of them."""
+    """Returns the part of the first of two ranks."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors] or [torch.empty(0, dtype=torch.float64)])
     return flat.tensor_split(2)[0].clone()

@@ -1,10 +1,10 @@
-"""Every place where dsframe changes what DeepSpeed does, each with its reason and the upstream code. No other file does so.
+"""All changes to DeepSpeed's behaviour, each with its reason and the upstream code.
 
-``PATCHES`` (``patches.json``) lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault without the
-patch and fails with "no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes
-has gone, the engine does not start, and the message names the patch.
+``PATCHES`` (``patches.json``) lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault
+without the patch and fails with "no longer needed" once DeepSpeed is fixed. ``_upstream`` is the guard: if the code
+that a patch changes is missing, the engine does not start, and the message names the patch.
 
-This module imports nothing of DeepSpeed by itself: one of the patches is for its import.
+This module does not import DeepSpeed: one of the patches is for its import.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from dsframe.model import recomputation
 from dsframe.text import Json, table_of
 
 PATCHES: dict[str, Json] = table_of(__file__)
-"""Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``: what is
-called in the middle of a training or at its end, as ``module:name``."""
+"""Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``:
+what is called during or after training, as ``module:name``.
+"""
 
 
 def version() -> str:
-    """DeepSpeed's, as installed."""
+    """Returns the version of the installed DeepSpeed."""
     return importlib.metadata.version("deepspeed")
 
 
 def _upstream(patch: str, module: str, *path: str) -> Any:
-    """An object of DeepSpeed's. Raises EngineError, naming the patch, where it has gone."""
+    """Returns an object of DeepSpeed. Raises EngineError, naming the patch, if it does not exist."""
     try:
         target: Any = importlib.import_module(f"deepspeed.{module}")
         for name in path:
@@ -54,16 +55,16 @@ def _upstream(patch: str, module: str, *path: str) -> Any:
     return target
 
 
-# At import and start.
+# Import and start.
 
 
 @contextlib.contextmanager
 def without_mlflow() -> Iterator[None]:
-    """ "mlflow": within, its import raises ImportError, unless somebody has imported it already."""
+    """Patch "mlflow": inside, its import raises ImportError, unless it was imported before."""
     if "mlflow" in sys.modules:
         yield
         return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # how Python writes it down
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # Python's marker for a blocked import
     try:
         yield
     finally:
@@ -71,20 +72,20 @@ def without_mlflow() -> Iterator[None]:
 
 
 def orthogonalize_in_fp32() -> None:
-    """ "muon_dtype": on CPUs, whatever instructions they have."""
+    """Patch "muon_dtype": on CPUs, with any instruction set."""
     _upstream("muon_dtype", "runtime.zero.muon.original_muon", "ns_compute_dtype")
     _upstream("muon_dtype", "runtime.zero.muon.original_muon").ns_compute_dtype = lambda method="gram": torch.float32
 
 
 def leave_out_shm_comm() -> None:
-    """ "shm_comm": DeepSpeed does not even ask whether this machine can build it, for which it tries a compiler on other ops."""
+    """Patch "shm_comm": skips DeepSpeed's test whether this machine can build it, which runs a compiler on other ops."""
     _upstream("shm_comm", "comm.torch", "build_shm_op")
     _upstream("shm_comm", "comm.torch").build_shm_op = lambda: None
 
 
 @contextlib.contextmanager
 def scalars_sent() -> Iterator[None]:
-    """ "scalars": inside, while an engine starts, they have a dimension when they are sent."""
+    """Patch "scalars": inside, while an engine starts, scalars are sent with a dimension."""
     engines = _upstream("scalars", "runtime.engine", "DeepSpeedEngine")
     shards = _upstream("scalars", "runtime.zero.partition_parameters", "Init")
     broadcast = _upstream("scalars", "runtime.engine", "DeepSpeedEngine", "_broadcast_model")
@@ -100,7 +101,7 @@ def scalars_sent() -> Iterator[None]:
             return
         parameter.data = parameter.data.view(1)
         shard(init, parameter)
-        parameter.ds_shape = torch.Size()  # of what is gathered
+        parameter.ds_shape = torch.Size()  # shape after gathering
 
     with (
         mock.patch.object(engines, "_broadcast_model", broadcast_with_dimension),
@@ -111,7 +112,7 @@ def scalars_sent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dimensions(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, none of ``tensors`` is without a dimension."""
+    """Inside, every tensor of ``tensors`` has at least one dimension."""
     scalars = [tensor for tensor in tensors if not tensor.ndim]
     for tensor in scalars:
         tensor.data = tensor.data.view(1)
@@ -123,7 +124,7 @@ def _dimensions(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def leave_out_debug_symbols() -> None:
-    """ "debug_symbols": of every op that this process compiles from now on."""
+    """Patch "debug_symbols": for every op that this process compiles from now on."""
     options = _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder", "cxx_args")
     if not hasattr(options, "__wrapped__"):
 
@@ -135,14 +136,14 @@ def leave_out_debug_symbols() -> None:
 
 
 def silence_torch_warnings() -> None:
-    """ "torch_warnings": for the rest of the process."""
+    """Patch "torch_warnings": for the rest of the process."""
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
-    # And a pipeline sends weights that are tied as what has gradients, which torch takes for a mistake.
+    # A pipeline sends tied weights, which require gradients; torch warns about that.
     warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
 
 
 def check_later_ones() -> None:
-    """At start, so that no training breaks off. Raises EngineError where something has gone."""
+    """Checks at start the objects that later patches need. Raises EngineError if one is missing."""
     for patch, row in PATCHES.items():
         for place in row.get("later", ()):
             module, _, path = place.partition(":")
@@ -150,18 +151,18 @@ def check_later_ones() -> None:
 
 
 def release_groups() -> None:
-    """ "groups": after the process group has ended."""
+    """Patch "groups": after the process group has been destroyed."""
     _upstream("groups", "utils.groups", "_release_process_group_references")()
 
 
 def release_model(model: Any) -> None:
-    """ "models": after ZeRO-3 has ended."""
+    """Patch "models": after ZeRO-3 has ended."""
     stack = _upstream("models", "runtime.zero.parameter_offload", "FWD_MODULE_STACK")
-    modules = set(model.modules())  # after an error all that had begun are there
+    modules = set(model.modules())  # after an error it contains all modules whose forward pass had begun
     stack[:] = [held for held in stack if held not in modules]
     coordinator = ("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
     function = _upstream("models", *coordinator, "_PartitionedParameterCoordinator__params_to_release")
-    for cell in function.__closure__ or ():  # of instrument_w_nvtx, around functools.lru_cache
+    for cell in function.__closure__ or ():  # closure of instrument_w_nvtx, around functools.lru_cache
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
 
@@ -170,12 +171,12 @@ def release_model(model: Any) -> None:
 
 
 def keep_norm(engine: Any) -> None:
-    """ "norm": clips by a limit that nothing reaches where the file does not clip."""
+    """Patch "norm": if the file does not clip, clips by an infinite limit."""
     if engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization():
         return
     _upstream("norm", "runtime.engine", "DeepSpeedEngine", "clip_fp32_gradients")
     clip_grad_norm_ = _upstream("norm", "runtime.utils", "clip_grad_norm_")
-    limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
+    limit = engine.gradient_clipping() or math.inf  # infinity: clips nothing, gradients are multiplied by 1.0
 
     def clip() -> None:
         if engine.has_moe_layers:
@@ -189,7 +190,7 @@ def keep_norm(engine: Any) -> None:
 
 
 def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
-    """ "expert_norm". **Collective.** Of what is the same on all ranks once, and of each expert once."""
+    """Patch "expert_norm". **Collective.** Counts replicated gradients once, and each expert once."""
     _upstream("expert_norm", "moe.utils", "is_moe_param")
     of_all, of_experts = list[Tensor](), list[Tensor]()
     for parameter in engine.module.parameters():
@@ -206,7 +207,7 @@ def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
 
 
 def scale_until_updated(optimizer: Any) -> None:
-    """ "loss_scale": the scale moves when the update is done, as on every other engine."""
+    """Patch "loss_scale": changes the scale after the update, as on every other engine."""
     if not getattr(optimizer, "dynamic_loss_scale", False):
         return
     for module, name in (("stage_1_and_2", "DeepSpeedZeroOptimizer"), ("stage3", "DeepSpeedZeroOptimizer_Stage3")):
@@ -223,7 +224,7 @@ def scale_until_updated(optimizer: Any) -> None:
 
 
 def look_before_each_step(engine: Any) -> None:
-    """ "nonfinite": DeepSpeed's engine asks its optimizer for ``overflow`` after each step, so it gets one."""
+    """Patch "nonfinite": sets ``overflow``, which DeepSpeed's engine reads after each step."""
     _upstream("nonfinite", "runtime.engine", "DeepSpeedEngine", "_take_model_step")
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow"):
@@ -234,10 +235,10 @@ def look_before_each_step(engine: Any) -> None:
         gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
         norm = precision.clip(gradients, 0.0, always=True)
         if engine.mpu is not None and norm is not None:
-            # Ranks that split one model have other gradients, and one answer.
+            # Ranks that split one model have different gradients, and must decide the same.
             dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
         if engine.has_moe_layers and norm is not None:
-            dist.all_reduce(norm)  # ranks have other experts, and one answer
+            dist.all_reduce(norm)  # ranks have different experts, and must decide the same
         optimizer.overflow = not precision.finite(norm)
         return None if optimizer.overflow else update(*arguments, **keywords)
 
@@ -245,13 +246,13 @@ def look_before_each_step(engine: Any) -> None:
 
 
 def reduce_in_order(engine: Any) -> None:
-    """ "order": stages 1 and 2 reduce all parameters in one order on all ranks, with zeros for gradients that are not there.
+    """Patch "order": stages 1 and 2 reduce all parameters in one order on all ranks, with zeros for missing gradients.
 
-    A gradient that comes before its turn waits, to the end of the backward pass if one before it never comes.
+    A gradient that arrives early waits for those before it, at most until the end of the backward pass.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "reduce_ready_partitions_and_remove_grads") or hasattr(optimizer, "fp16_groups"):
-        return  # stage 0 fills in zeros, stage 3 gathers in an order of its own
+        return  # stage 0 fills in zeros, stage 3 gathers in its own order
     for name in ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"):
         _upstream("order", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
@@ -262,7 +263,7 @@ def reduce_in_order(engine: Any) -> None:
         for parameter in members
         if parameter.requires_grad
     ]
-    if optimizer.partition_gradients or optimizer.overlap_comm:  # as the backward pass comes to them, not after it
+    if optimizer.partition_gradients or optimizer.overlap_comm:  # reduced during the backward pass, not after it
         order.reverse()
     arrived, turn = set[Tensor](), 0
 
@@ -270,7 +271,7 @@ def reduce_in_order(engine: Any) -> None:
         nonlocal turn
         if not (optimizer.partition_gradients or optimizer.is_gradient_accumulation_boundary()):
             return
-        if not getattr(parameter, "ds_grad_is_ready", True):  # a part of it
+        if not getattr(parameter, "ds_grad_is_ready", True):  # only a part of it has arrived
             return
         arrived.add(parameter)
         while turn < len(order) and order[turn][0] in arrived:
@@ -295,7 +296,7 @@ def reduce_in_order(engine: Any) -> None:
 
 
 def zero_unused(engine: Any) -> None:
-    """ "unused": at the end of a backward pass the rest of the parameters have zero gradients, as on every other engine."""
+    """Patch "unused": after a backward pass, parameters without gradients have zeros, as on every other engine."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "grad_partitions_flat_buffer"):
         return
@@ -313,7 +314,7 @@ def zero_unused(engine: Any) -> None:
     def close() -> None:
         finish()
         unused = [parameter for parameter in trained if parameter.ds_id not in arrived]
-        if unused:  # a gradient that comes later in this pass takes the place of the zeros
+        if unused:  # a gradient that arrives later in this pass replaces the zeros
             dtype = optimizer.gradient_accumulation_dtype
             partition(
                 unused,
@@ -330,10 +331,10 @@ def zero_unused(engine: Any) -> None:
 
 @torch.no_grad()
 def undo_hidden_step(engine: Any) -> None:
-    """ "hidden_step": masters are the model's weights again, and the optimizer has no state.
+    """Patch "hidden_step": resets the masters to the model's weights, and clears the optimizer's state.
 
-    Adam's bias correction would be one step ahead and weight decay have shrunk the masters: another training than at any
-    other stage.
+    Otherwise Adam's bias correction would be one step ahead and weight decay would have shrunk the masters, unlike at
+    any other stage.
     """
     _upstream("hidden_step", "runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "initialize_optimizer_states")
     optimizer = engine.optimizer
@@ -350,7 +351,7 @@ def undo_hidden_step(engine: Any) -> None:
 
 
 def prologue_of_loss(engine: Any) -> Callable[[], None]:
-    """ "prologue": hooks on outputs do nothing. Returns what is to be called when a backward pass begins."""
+    """Patch "prologue": disables the hooks on outputs. Returns a function to be called when a backward pass begins."""
     begin: Callable[[], None] = engine._backward_prologue
     engine._backward_prologue = lambda: None
     engine._backward_prologue_per_tensor = lambda gradient: gradient
@@ -362,7 +363,9 @@ def prologue_of_loss(engine: Any) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recorded_routers() -> Iterator[None]:
-    """ "recorded_routers": while AutoEP puts its layers into a model, which then records the new routers' outputs."""
+    """Patch "recorded_routers": inside, when AutoEP replaces a model's layers, the model then records the new routers'
+    outputs.
+    """
     name = "_install_instance_transformers_output_recorders"
     _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
     with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
@@ -392,7 +395,7 @@ def _record_again(
 
 
 def coalesce_gathers(engine: Any) -> None:
-    """ "gathers": what is kept is gathered by one collective after each update, instead of one for each parameter."""
+    """Patch "gathers": after each update, gathers persistent parameters in one collective instead of one for each."""
     kept = getattr(engine.optimizer, "persistent_parameters", None)
     if not kept:
         return
@@ -400,7 +403,7 @@ def coalesce_gathers(engine: Any) -> None:
     first = kept[0]
     one_by_one = first.all_gather
 
-    def gather(param_list: Any = None, *more: Any, **options: Any) -> Any:  # named as DeepSpeed's callers name it
+    def gather(param_list: Any = None, *more: Any, **options: Any) -> Any:  # DeepSpeed passes it by keyword
         if param_list is not kept or more or options:
             return one_by_one(param_list, *more, **options)
         absent = [parameter for parameter in kept if parameter.ds_status is absent_status]
@@ -412,10 +415,11 @@ def coalesce_gathers(engine: Any) -> None:
 
 
 def forget_evaluation(engine: Any) -> None:
-    """ "evaluation": one before the first training step leaves no trace.
+    """Patch "evaluation": removes the trace of an evaluation before the first training step.
 
-    DeepSpeed decides from the order of modules, once and for good, what it gathers again in the backward pass: from a forward pass
-    alone it would release everything after it, and send half as much again in every step (seen in its count of bytes).
+    From the order of modules DeepSpeed decides once what it gathers again in the backward pass. After a trace of a
+    forward pass only, it would release every module afterwards, and send half as much again in every step (seen in its
+    count of bytes).
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
@@ -424,7 +428,9 @@ def forget_evaluation(engine: Any) -> None:
 
 @contextlib.contextmanager
 def hooks_set_aside(engine: Any) -> Iterator[None]:
-    """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters are gathered."""
+    """Patch "hooks_set_aside": inside, modules run without DeepSpeed's hooks. Requires that all parameters are
+    gathered.
+    """
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     handle_ids = {handle.id for handle in handles}
@@ -436,7 +442,7 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for key, hooks in registers.items():  # in the old order, with what a model may have added or removed meanwhile
+        for key, hooks in registers.items():  # in the old order, with hooks that a model has added or removed meanwhile
             now = dict(hooks)
             hooks.clear()
             hooks.update(
@@ -449,7 +455,7 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
 
 
 class StagePatches:
-    """ "pipeline_bounds": to be inherited from before DeepSpeed's ``PipelineModule``."""
+    """Patch "pipeline_bounds": base class that must precede DeepSpeed's ``PipelineModule``."""
 
     parts: list[int]
     stage_id: int
@@ -465,14 +471,16 @@ class StagePatches:
 
 
 def recompute_once(engine: Any, stage: Any) -> None:
-    """ "pipeline_recompute": torch's function, which counts a batch once and computes again under the same autocast."""
+    """Patch "pipeline_recompute": uses torch's function, which counts a batch once and recomputes under the same
+    autocast.
+    """
     _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
     stage.activation_checkpoint_func = recomputation.checkpoint_function(stage)
-    engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
+    engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed recognizes its own function only by name
 
 
 def count_for_clipping(stage: nn.Module) -> None:
-    """ "pipeline_clipping": marks what is no copy."""
+    """Patch "pipeline_clipping": marks parameters that are not copies."""
     _upstream("pipeline_clipping", "runtime.utils", "is_model_parallel_parameter")
     parameter: Any
     for parameter in stage.parameters():
@@ -480,7 +488,7 @@ def count_for_clipping(stage: nn.Module) -> None:
 
 
 def sum_norms_once(optimizer: Any) -> None:
-    """ "pipeline_groups": each stage's norm is that of all its groups, and one collective adds up the stages'."""
+    """Patch "pipeline_groups": each stage computes the norm of all its groups, and one collective sums over the stages."""
     if not hasattr(optimizer, "scaled_global_norm"):
         return
     for name in ("scaled_global_norm", "_model_parallel_all_reduce"):
@@ -490,7 +498,7 @@ def sum_norms_once(optimizer: Any) -> None:
     def of_all() -> Tensor:
         with mock.patch.object(optimizer, "_model_parallel_all_reduce", return_value=None):
             norm = of_stage()
-        square = torch.where(norm < 0, torch.nan, norm.square())  # DeepSpeed's -1 is for one that is not finite
+        square = torch.where(norm < 0, torch.nan, norm.square())  # DeepSpeed returns -1 for a norm that is not finite
         add(tensor=square, op=dist.ReduceOp.SUM)
         return torch.where(square.isfinite(), square.sqrt(), -1.0)
 
@@ -498,18 +506,22 @@ def sum_norms_once(optimizer: Any) -> None:
 
 
 def run_forward(engine: Any, micro_batch: Any) -> None:
-    """ "pipeline_evaluation". **Collective.** One micro-batch through the stages; the loss function gets the outputs."""
+    """Patch "pipeline_evaluation". **Collective.** Runs one micro-batch through the stages; the loss function gets the
+    outputs.
+    """
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
-    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of what stages send.
+    # Batches of evaluations may have other shapes, and DeepSpeed caches the shapes that stages send.
     engine.reset_activation_shape()
     engine._exec_schedule(engine._inference_schedule(1))
     engine.reset_activation_shape()
 
 
 def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
-    """ "pipeline_sizes". **Collective.** In the next step stages announce ``each`` activation's size; else the first one's alone,
-    and that only ``anew``: where it is not the last step's."""
+    """Patch "pipeline_sizes". **Collective.** Sets whether stages announce ``each`` activation's size in the next step.
+
+    Otherwise only the first one's, and only if ``anew``: if it differs from the last step's.
+    """
     engine.dynamic_shape = each
     if anew:
         engine.reset_activation_shape()

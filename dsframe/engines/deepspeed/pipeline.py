@@ -1,10 +1,10 @@
-"""DeepSpeed's pipeline: each stage holds some layers, and micro-batches follow one another through the stages.
+"""DeepSpeed's pipeline: each stage has some layers, and micro-batches pass through the stages one after another.
 
-One forward, one backward (1F1B), as in PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503); with m micro-batches and p
-stages, a stage waits (p - 1) / (m + p - 1) of the time (Huang et al. 2019, arXiv 1811.06965). ``gradient_accumulation_steps``
-is m. Optimizer state may be sharded among the ranks of a stage (ZeRO-1), and offloaded to the CPU.
+One forward, one backward (1F1B), as in PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503). With m micro-batches
+(``gradient_accumulation_steps``) and p stages, a stage is idle (p - 1) / (m + p - 1) of the time (Huang et al. 2019,
+arXiv 1811.06965). Optimizer state may be sharded among the ranks of a stage (ZeRO-1), and offloaded to the CPU.
 
-Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage 1.
+Ranks are numbered as by DeepSpeed: all ranks of stage 0, then all of stage 1.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from dsframe.tasks.task import Sums
 
 
 class PipelineEngine(ZeroEngine):
-    """DeepSpeed's pipeline engine; everything but the step and the state is as without a pipeline."""
+    """DeepSpeed's pipeline engine. Only the step and the state differ from :class:`ZeroEngine`."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises TaskError and EngineError where the model makes no such stages, before processes meet."""
+        """**Collective.** Raises TaskError or EngineError, before communication, if the model cannot be split into
+        these stages.
+        """
         if plan.task.eval_gradients:
             raise TaskError(
                 f"{type(plan.task).__name__}.eval_gradients: a pipeline's stages hold parts of the model, so an evaluation cannot "
@@ -60,9 +62,9 @@ class PipelineEngine(ZeroEngine):
         self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank)
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
-        # PipelineModule speaks through it before initialize() would.
+        # PipelineModule communicates before initialize() would initialize it.
         deepspeed.init_distributed(dist_init_required=False)
-        assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
+        assert_same_model(self, *self._cut.models)  # all stages: ranks with different partitions would deadlock
         self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
         model = self._stage_module.model
         self.built = BuiltModel(
@@ -86,12 +88,12 @@ class PipelineEngine(ZeroEngine):
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Name of the engine for the first line of a run."""
         stages, ranks = self._cut.stages, self.plan.batch.data_parallel_size
         return f"{super().description}, a pipeline of {stages} stages x {ranks} rank{'s' if ranks > 1 else ''}"
 
     def _loss_or_outputs(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
-        """The loss of one micro-batch, on the last stage; while evaluating, the outputs themselves are wanted."""
+        """Returns the loss of one micro-batch, on the last stage; during an evaluation stores the outputs instead."""
         outputs = precision.cast_outputs(outputs)
         if self._evaluating:
             self._evaluated = outputs
@@ -99,8 +101,11 @@ class PipelineEngine(ZeroEngine):
         return self._stage_module.joined(self._loss(outputs, labels["batch"]))
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-        """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is.
-        Raises TaskError."""
+        """Returns a micro-batch in DeepSpeed's form. Targets are in a dict, which DeepSpeed passes to the loss
+        unchanged.
+
+        Raises TaskError.
+        """
         inputs = batch.inputs
         if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
             inputs = inputs[0]
@@ -113,24 +118,26 @@ class PipelineEngine(ZeroEngine):
         return precision.cast_inputs(inputs, self._dtype), {"batch": batch}
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
+        """**Collective.** Passes all micro-batches through the stages; then makes one update."""
         self._begin_step()
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
-        # All of them on every stage, before anybody waits for anybody: each rank sees what is wrong, and what sizes will be sent.
+        # Read all batches on every stage before any communication: each rank sees errors, and the sizes that will be
+        # sent.
         batches = [self._micro_batch(batch) for batch in micro_batches]
         self._settle_sizes({inputs.shape for inputs, _ in batches})
         self._engine.train_batch(iter(batches))
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
-        # Of this column, from the last stage; what train_batch returns is the mean of all columns.
+        # The loss of this column, from the last stage; train_batch returns the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
         norm = self._engine.get_global_grad_norm()
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
-        """Lets stages announce an activation's size only where the inputs' ``sizes`` do not tell it: to read what is announced the
-        next stage's host waits for its device, several times for each activation."""
+        """Lets stages announce an activation's size only if the inputs' ``sizes`` do not determine it: to read an
+        announced size, the next stage's host waits for its device several times for each activation.
+        """
         patches.announce_sizes(self._engine, each=len(sizes) > 1, anew=sizes != self._sizes)
         self._sizes = sizes
 
@@ -148,7 +155,7 @@ class PipelineEngine(ZeroEngine):
             engine.module.train()
 
     def state(self) -> EngineState:
-        """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
+        """**Collective.** Returns every stage's parameters on every rank; they are sent one at a time."""
         local = super().state()
         stage, column = self._stage_module, self._column
         buffers = column.buffers(local.buffers)
@@ -158,7 +165,7 @@ class PipelineEngine(ZeroEngine):
         return EngineState(local.updates, local.loss_scale, buffers, stage.further_names, parameters)
 
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
+        """**Collective.** Each stage takes its layers from the whole state, each rank its shards of those."""
         shapes = {name: list(shape) for name, shape in state.shapes(self._model).items()}
         kinds = shapes_of(saved_buffers(self._model), saved.resized)
         of_ranks = all_gather_json(self, [shapes, kinds])

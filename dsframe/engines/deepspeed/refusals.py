@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot hold or show of a model."""
+"""Checks for what DeepSpeed does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsframe.model.plan import Plan
 
 
 def refuse_after_step(plan: Plan) -> None:
-    """Raises EngineError if the task writes to weights after updates, and no rank can gather a whole one."""
+    """Raises EngineError if the task writes to weights after updates, but no rank can gather a whole weight."""
     file, batch = plan.config.deepspeed, plan.batch
     splits = {
         "a pipeline": file.pipeline.stages > 1,
@@ -30,7 +30,7 @@ def refuse_after_step(plan: Plan) -> None:
 
 
 def refuse_gradient_hooks(plan: Plan, hooks: GradientHooks) -> None:
-    """Raises EngineError for hooks on gradients of which each rank has a part."""
+    """Raises EngineError for hooks on gradients that are split between ranks."""
     splits = {
         "tensor_parallel": plan.batch.tensor_parallel_size > 1,
         "expert_parallel": plan.config.deepspeed.on("expert_parallel"),
@@ -43,9 +43,10 @@ def refuse_gradient_hooks(plan: Plan, hooks: GradientHooks) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises EngineError if the program has compiled a part of ``model``: what gathers its weights at ZeRO-3 is then lost
-    (deepspeed 0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict)."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there, if something was compiled
+    """Raises EngineError if a part of ``model`` is already compiled: ZeRO-3 then cannot gather its weights (deepspeed
+    0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict).
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported if something was compiled
     wrapper = dynamo.OptimizedModule if dynamo is not None else ()
     if any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules()):
         raise EngineError(
@@ -55,7 +56,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_empty(model: nn.Module) -> None:
-    """Raises EngineError for what stage 3 cannot cut: parameters without elements."""
+    """Raises EngineError for parameters without elements, which stage 3 cannot shard."""
     if names := without_elements(model):
         raise EngineError(
             f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"

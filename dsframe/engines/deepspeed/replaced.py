@@ -1,4 +1,4 @@
-"""Layers in whose place DeepSpeed puts its own, with their weights and nothing else: what would be lost with them."""
+"""Layers that DeepSpeed replaces by its own, which only take over the weights: detects what would be lost."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsframe.model.user_spaces import HOOKS
 
 
 class OwnParts(Shards):
-    """Parameters of which each rank has a part, and computes with it."""
+    """Parameters of which each rank has, and computes with, a part."""
 
     def is_whole(self, weight: Any) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def copies(self, weights: Any) -> list[Tensor]:
@@ -25,22 +25,24 @@ class OwnParts(Shards):
         raise EngineError(f"dsframe.gathered: no rank gathers whole weights; {self.never_whole}")
 
     def gradients(self, weights: Any, gradients: Any) -> list[Tensor]:
-        """Raises EngineError, as :meth:`copies` does, of which these would be the gradients."""
+        """Raises EngineError, as :meth:`copies`."""
         return self.copies(weights)
 
 
 def _hooks(layer: nn.Module) -> list[Any]:
-    """Those of the program's."""
+    """Returns the user's hooks."""
     hooks = [hook for kind in HOOKS for hook in getattr(layer, kind).values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("dsframe.")]
 
 
 @contextmanager
 def replacing(model: nn.Module, section: str, is_plain: Callable[[nn.Module], bool], remedy: str) -> Iterator[None]:
-    """Around DeepSpeed's work on ``model``. Raises EngineError for layers with more than weights, if they are not ``is_plain``."""
+    """Encloses DeepSpeed's work on ``model``. Raises EngineError if a replaced layer has more than weights or is not
+    ``is_plain``.
+    """
     before = list(model.named_modules(remove_duplicate=False))
     lost: dict[nn.Module, str] = {}
-    for _, layer in before:  # DeepSpeed has hooks of its own later
+    for _, layer in before:  # recorded now, because DeepSpeed adds its own hooks
         if _hooks(layer):
             lost[layer] = "hooks"
         elif "forward" in vars(layer) or not is_plain(layer):

@@ -1,9 +1,10 @@
-"""Sequence parallelism: ranks that read the same samples share them along time (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
+"""Sequence parallelism: ranks that read the same samples split them along time (Ulysses; Jacobs et al. 2023, arXiv
+2309.14509).
 
-Each rank of a group computes its slice of the positions with the whole model. Only attention looks across positions: for it
-the ranks exchange slices of all heads for all positions of some heads, and back. DeepSpeed's engine is told nothing of it: the
-mean over a sequence is the mean over its equal slices, so that averaging gradients over all ranks, as for data parallelism,
-gives the gradients of the whole batch at every stage.
+Each rank of a group computes its slice of the positions with the whole model. Only attention needs other positions: for
+it the ranks exchange slices of all heads for all positions of some heads, and back. DeepSpeed's engine does not know
+about it: the mean over a sequence is the mean over its equal slices, so averaging gradients over all ranks, as in data
+parallelism, gives the gradients of the whole batch at every stage.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from dsframe.tasks.task import Attention
 
 
 class Slices:
-    """This rank's slice of each sequence, and the ranks that have the others."""
+    """This rank's slice of each sequence, and the group of ranks that have the others."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
-        """**Collective.** Tells ``model`` about its slice. Raises TaskError where the task's model cannot be shared so."""
+        """**Collective.** Tells ``model`` its slice. Raises TaskError if the task's model does not support this."""
         self._size = plan.batch.sequence_parallel_size
         self._rank = plan.world.rank % self._size
         self._group, _ = dist.new_subgroups(self._size)  # type: ignore[no-untyped-call]
@@ -34,7 +35,9 @@ class Slices:
         plan.task.share_sequences(model, self._rank, self._size, self._exchanged)
 
     def cut(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """This rank's slice of inputs and targets, ``[rows, time, ...]`` each. Raises EngineError where it would not be equal."""
+        """Returns this rank's slice of inputs and targets, ``[rows, time, ...]`` each. Raises EngineError if slices
+        would not be equal.
+        """
 
         def slice_of(tensor: Tensor) -> Tensor:
             if tensor.ndim < 2 or tensor.shape[1] % self._size:
@@ -49,12 +52,12 @@ class Slices:
         return inputs, tree_map_only(Tensor, slice_of, targets)
 
     def cut_micro_batch(self, batch: MicroBatch) -> MicroBatch:
-        """:meth:`cut`, of a micro-batch whose weight is that of the slice."""
+        """Returns this rank's slice of a micro-batch, as :meth:`cut`."""
         inputs, targets = self.cut((batch.inputs, batch.targets))
         return replace(batch, inputs=inputs, targets=targets)
 
     def mean(self, loss: Tensor) -> Tensor:
-        """**Collective.** Over the ranks that share sequences: the loss of the whole ones."""
+        """**Collective.** Averages the loss over the ranks that share sequences."""
         loss = loss.clone()
         dist.all_reduce(loss, group=self._group)
         return loss / self._size
@@ -64,12 +67,12 @@ class Slices:
 
 
 class _Exchanged:
-    """Attention of slices, by DeepSpeed's exchange. No module, so that a model's parameters keep their names and places."""
+    """Attention over slices with DeepSpeed's exchange. Not a module, so that a model's parameter names do not change."""
 
     def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
         self._distributed = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[rows, slice of the time, heads, head size]`` each, and of the outcome."""
+        """Arguments and result: ``[rows, slice of the time, heads, head size]``."""
         mixed: Tensor = self._distributed(query, key, value, 0)
         return mixed

@@ -1,4 +1,6 @@
-"""What a model needs so that ZeRO stage 3 shards it in little memory, and differentiates blocks that it gathers as one."""
+"""Support for ZeRO stage 3: sharding a model in little memory, gathered access, and blocks that are gathered as one
+unit.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from dsframe.values import tensors_of
 
 
 class ZeroShards(Shards):
-    """Parameters that ``deepspeed.zero`` has cut. DeepSpeed reduces what reaches them as any other gradient."""
+    """Parameters sharded by ``deepspeed.zero``. DeepSpeed reduces their gradients as any other."""
 
     def cuts(self, weight: Any) -> bool:
-        """True of a parameter that DeepSpeed has cut."""
+        """True if DeepSpeed has sharded the parameter."""
         return hasattr(weight, "ds_numel")
 
     def is_whole(self, weight: Any) -> bool:
@@ -27,7 +29,7 @@ class ZeroShards(Shards):
 
     @contextmanager
     def gathering(self, weights: Sequence[Any]) -> Iterator[None]:
-        """**Collective.** All at once."""
+        """**Collective.** Gathers all weights at once; releases them afterwards."""
         missing = [weight for weight in weights if not self.is_whole(weight)]
         if missing:
             missing[0].all_gather(param_list=missing)
@@ -37,19 +39,23 @@ class ZeroShards(Shards):
             release(missing)
 
     def copies(self, weights: Sequence[Any]) -> list[Tensor]:
-        """Of what is gathered."""
+        """Returns copies of the gathered weights."""
         return [weight.detach().clone() for weight in weights]
 
     @torch.no_grad()
     def keep(self, weight: Any) -> None:
-        """Another module with the same weight gathers it anew."""
+        """Writes the gathered weight to this rank's shard, because another module with the same weight gathers it
+        again.
+        """
         shard = weight.ds_tensor
         flat, size = weight.detach().flatten(), shard.ds_numel
         piece = flat[weight.ds_process_group.rank() * size :][:size]
         shard.view(-1)[: piece.numel()].copy_(piece)
 
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """**Collective.** As they are; to take them, the weights have to be whole until the end of the backward pass."""
+        """**Collective.** Returns them unchanged. Gathers the weights until the end of the backward pass, which needs
+        them.
+        """
         missing = [weight for weight in weights if not self.is_whole(weight)]
         if missing:
             missing[0].all_gather(param_list=missing)
@@ -58,7 +64,7 @@ class ZeroShards(Shards):
 
 
 def release(weights: Sequence[Any]) -> None:
-    """**Collective.** Gives up those that are gathered, and that no module which still runs will give up."""
+    """**Collective.** Releases the gathered weights that no running module uses."""
     if gathered := [
         weight for weight in weights if weight.ds_status.name == "AVAILABLE" and not weight.ds_active_sub_modules
     ]:
@@ -70,14 +76,14 @@ LIBRARIES.append(SHARDS)
 
 
 def copy_shard(parameter: Any, source: Any) -> None:
-    """Copies a parameter of another model that is cut alike."""
+    """Copies a parameter's shard from another model that is sharded the same way."""
     parameter.ds_tensor.copy_(source.ds_tensor)
     if parameter.ds_status.name == "AVAILABLE":
-        parameter.partition()  # the next forward pass gathers it anew
+        parameter.partition()  # the next forward pass gathers it again
 
 
 class InTurn(nn.Module):
-    """A model whose parameters are made ready one by one, each when it is asked for."""
+    """A model whose parameters are prepared one by one, each when it is iterated over."""
 
     def __init__(self, model: nn.Module, ready: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
@@ -90,8 +96,9 @@ class InTurn(nn.Module):
 
 
 def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Inputs of a block that runs as one have gradients: without any, DeepSpeed's hook after the backward pass comes before it,
-    and gives the weights up too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
+    """Makes inputs of a block that runs as one unit require gradients. If none does, DeepSpeed's hook after the
+    backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``).
+    """
     tensors = tensors_of((args, kwargs))
     if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
         return None

@@ -1,7 +1,7 @@
-"""Cutting a model into pipeline stages: which layers there are, which stage has which, and by what names their state is known.
+"""Partitions a model into pipeline stages, and names their state.
 
-A task's ``layers()`` are built one by one, each stage its own. A model that comes whole (an ``nn.Sequential``, or what the task
-itself can cut) is built on every stage, and all but the stage's own layers are dropped.
+A task's ``layers()`` are built one by one, each stage only its own. A whole model (an ``nn.Sequential``, or one that
+the task can cut) is built on every stage, and all layers except the stage's own are dropped.
 
 Source: deepspeed 0.19.8, ``runtime/pipe/module.py`` (PipelineModule).
 """
@@ -43,22 +43,22 @@ class Cut:
     """A model as a list of layers, and the layers at which its stages begin."""
 
     def __init__(self, plan: Plan) -> None:
-        """Cuts the plan's model; the same on every rank, and without a word between them.
+        """Partitions the plan's model; the same on every rank, without communication.
 
-        Raises TaskError where the model is not made of layers, EngineError where they make no such stages or have a parameter
-        without dimensions.
+        Raises TaskError if the model is not made of layers, EngineError if these stages are impossible or a parameter
+        has no dimensions.
         """
         self._plan = plan
         self._whole: nn.Module | None = None
         self._trial: chains.Trial | None = None
-        # On the CPU, as every engine builds it: initial weights depend on no kind of device. A model that comes whole lies in
-        # files, of which this rank reads its stage's.
+        # On the CPU, as every engine builds it, so that initial weights do not depend on the device. A whole model is
+        # kept in files, of which this rank reads its stage's.
         self._spill = on_disk(plan.directory)
         generators.seed(plan.seed)
         with torch.device("cpu"), self._spill.building():
             self.layers = self._find()
         probes: list[nn.Module] = []
-        for index, layer in enumerate(self.layers):  # a tie stands for its weight's owner
+        for index, layer in enumerate(self.layers):  # a tie counts as the layer that owns its weight
             probes.append(probes[layer.layer] if isinstance(layer, Tied) else self._probe(layer, index))
         self._probes = nn.Sequential(*probes)
         self.depends = dependences(plan.task, self._probes.train())
@@ -71,10 +71,11 @@ class Cut:
         self.parts = parts_of(self.models[0])
         """``BuiltModel.parts``, of all stages."""
         self.sizes = [elements(trainable(probe)) for probe in probes]
-        """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
+        """Number of trainable parameters of each layer; a tied layer counts its weight again, because it uses it too.
+        """
         self.names = [type(probe).__name__ for probe in probes]
         self.bounds = self._partition()
-        """Stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]`` - 1."""
+        """Stage s has the layers ``bounds[s]`` to ``bounds[s + 1] - 1``."""
         self._refuse_weights_in_two_stages()
         max_norm.refuse(self._probes)
         if names := ", ".join(gradient_hooks.find(self._probes)):
@@ -82,7 +83,7 @@ class Cut:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Returns the layers of all stages as one, and the model where it was built whole."""
+        """The layers of all stages as one module, preceded by the model if it was built whole."""
         return [self._probes] if self._whole is None else [self._whole, self._probes]
 
     @property
@@ -113,13 +114,15 @@ class Cut:
         return modules
 
     def try_out(self, inputs: Tensor) -> None:
-        """Raises TaskError where what a task itself cuts is not what its model computes, the first time."""
+        """On the first call, raises TaskError if the layers of the task's ``cut`` do not compute what the model
+        computes.
+        """
         trial, self._trial = self._trial, None
         if trial is not None:
             trial(inputs)
 
     def _named(self, probes: Sequence[nn.Module]) -> nn.Module:
-        """The layers' parameters by the names that they have in the state; a tie's is a further name."""
+        """Returns the layers with the parameter names of the state; a tied weight gets a further name."""
         return nn.Sequential(
             *(
                 TiedLayer(layer, tied_weight(self.layers, index, probe)) if isinstance(layer, Tied) else probe
@@ -128,13 +131,13 @@ class Cut:
         )
 
     def _probe(self, layer: Any, index: int) -> nn.Module:
-        """The layer, only for its size and class: without memory where it can be made so."""
+        """Returns the layer for its size and class only: on the meta device if possible."""
         if isinstance(layer, nn.Module):
             return layer
         try:
             with torch.device("meta"):
                 return make(layer, index, self._plan.seed)
-        except (RuntimeError, NotImplementedError):  # its initialisation looks at numbers
+        except (RuntimeError, NotImplementedError):  # its initialization reads values
             return make(layer, index, self._plan.seed)
 
     def _partition(self) -> list[int]:
@@ -170,7 +173,7 @@ class Cut:
         seen: dict[int, int] = {}
         for stage, (first, end) in enumerate(pairwise(self.bounds)):
             for index in range(first, end):
-                # A tie is what such a layer should be. Functions may return one module, or modules that share, as well.
+                # Ties are allowed; but factories can return the same module, or modules that share weights.
                 probe: nn.Module = nn.Identity() if isinstance(self.layers[index], Tied) else self._probes[index]
                 for parameter in probe.parameters():
                     if seen.setdefault(id(parameter), stage) != stage:
@@ -187,7 +190,7 @@ class Cut:
                         )
 
     def build(self, loss: Loss) -> Stage:
-        """**Collective.** This rank's stage. torch.distributed and deepspeed.comm must be initialised."""
+        """**Collective.** Builds this rank's stage. torch.distributed and deepspeed.comm must be initialized."""
         plan = self._plan
         rank, size = plan.world.rank, plan.world.size
         stage = rank // (size // self.stages)
@@ -214,7 +217,7 @@ class Cut:
         return module
 
     def _spec(self, index: int, ties: dict[int, Tied], local: bool) -> Any:
-        """What DeepSpeed is told of a layer. Of another stage's, only what its parameters are tied to."""
+        """Returns DeepSpeed's specification of a layer; for a layer of another stage only if its weight is tied."""
         layer, seed = self.layers[index], self._plan.seed
         if isinstance(layer, Tied):
             owner, weight, function = layer.layer, layer.weight, layer.function
@@ -226,7 +229,7 @@ class Cut:
         return self._ready(make(layer, index, seed)) if local else None
 
     def _ready(self, layer: nn.Module) -> nn.Module:
-        """A layer of this stage, in memory and on its device."""
+        """Loads a layer of this stage into memory and moves it to its device."""
         dtype = formats.parameter_dtype(self._plan.config)
         for parameter in layer.parameters():
             self._spill.fetch(parameter, dtype if dtype.itemsize < 4 and parameter.is_floating_point() else None)
@@ -243,7 +246,7 @@ class Cut:
 
 
 class _Tie(TiedLayerSpec):  # type: ignore[misc]  # DeepSpeed has no types
-    """A layer whose weight several stages hold: each builds it from the same seed, and DeepSpeed adds up its gradients."""
+    """A layer whose weight several stages have: each builds it from the same seed, and DeepSpeed sums its gradients."""
 
     def __init__(self, owner: int, weight: str, build: Callable[[], nn.Module], forward: Any) -> None:
         super().__init__(str(owner), nn.Module, forward_fn=forward, tied_weight_attr=weight)
@@ -254,27 +257,28 @@ class _Tie(TiedLayerSpec):  # type: ignore[misc]  # DeepSpeed has no types
 
 
 class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
-    """One stage as DeepSpeed runs it, and as its state is known."""
+    """One stage, as DeepSpeed runs it, with the names of its state."""
 
     model: nn.Module
-    """The stage's modules under the names that they have in the whole model."""
+    """The stage's modules under their names in the whole model."""
     borrowed: frozenset[str]
-    """Names of the weights that are an earlier stage's, of which this one has a copy."""
+    """Names of weights that an earlier stage owns and this one has a copy of."""
     elsewhere: Elsewhere
-    """What the other stages have."""
+    """Modules and tensors of the other stages."""
     further_names: dict[str, str]
-    """Further names of shared parameters of the whole model -> the name they are kept under."""
+    """Other names of the whole model's shared parameters -> the name in checkpoints."""
     _sizes: dict[tuple[torch.Size, ...], list[torch.Size]]
     """Sizes of inputs in training -> of outputs."""
 
     _joined: Tensor | None
-    """Zero, with a gradient to each input of the last forward pass in training, where there are several."""
+    """Zero with a gradient to each input of the last forward pass in training, if there are several."""
 
     def forward(self, forward_input: Any) -> Any:
-        """Returns what the next stage gets. Raises TaskError if it is nothing that DeepSpeed sends, or if, in training, inputs of
-        the same size gave another size before, which is all that the next stage has been told (``PipelineEngine._settle_sizes``).
+        """Returns the inputs of the next stage. Raises TaskError if DeepSpeed cannot send them, or if inputs of the
+        same size gave another output size before: the next stage knows only the input size
+        (``PipelineEngine._settle_sizes``).
 
-        In training DeepSpeed exchanges a gradient for each tensor of floats, so it is given one where it has none.
+        In training DeepSpeed exchanges a gradient for each floating-point tensor, so all outputs require one.
         """
         outputs = super().forward(forward_input)
         differentiates = self.training and torch.is_grad_enabled()
@@ -302,7 +306,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
         return self.stage_id == len(self.parts) - 2
 
     def joined(self, tensor: Tensor) -> Tensor:
-        """``tensor``, with a gradient also to inputs that it does not depend on."""
+        """Returns ``tensor``, with a gradient also to inputs that it does not depend on."""
         return (
             tensor if self._joined is None or not tensor.is_floating_point() else tensor + self._joined.to(tensor.dtype)
         )
@@ -323,8 +327,11 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
             )
 
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range, probes: nn.Module) -> None:
-        """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it.
-        ``probes``: the layers of all stages, which the task may hold."""
+        """Sets ``model`` and the name attributes. ``whole``: the model if it was built whole; other stages' weights are
+        removed from it.
+
+        ``probes``: the layers of all stages, which the task may hold.
+        """
         self.borrowed, self._sizes, self.elsewhere = frozenset(), {}, Elsewhere()
         ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
         if whole is not None:
@@ -352,10 +359,10 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
-    """``tensor``, of which DeepSpeed takes derivatives if it has floats."""
+    """Returns ``tensor``; a floating-point one requires a gradient, which DeepSpeed needs."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() and not tensor.requires_grad else tensor
 
 
 def _zero_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of no element of each: whatever they are, not even NaN changes it."""
+    """Returns the sum of zero elements of each tensor, so that even NaN does not change it."""
     return sum((t.flatten()[:0].sum() for t in tensors if t.requires_grad), torch.zeros(()))

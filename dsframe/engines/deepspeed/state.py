@@ -1,10 +1,11 @@
-"""State in and out of DeepSpeed's engine, for every ZeRO stage, offloaded or not. All of it is **collective**.
+"""Reads and writes the state of DeepSpeed's engine, for every ZeRO stage, with or without offload. All of it is
+**collective**.
 
-DeepSpeed has public accessors for this (``deepspeed.utils.safe_get_full_fp32_param`` and its kin), but they are not enough:
-they leave out the optimizer's step count; what they set reaches the model's own weights only after further calls; on a fresh
-engine there is no optimizer state to set; and at stage 3 their setters fail for a parameter that does not divide evenly.
-Nothing of that raises by itself: the restored training is just another one. So this module goes one level deeper, and a
-round-trip test for every stage keeps it true.
+DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and similar) are not enough. They omit the
+optimizer's step count. What they set reaches the model's weights only after further calls. On a new engine there is no
+optimizer state to set. At stage 3 their setters fail for a parameter that does not divide evenly. None of this raises
+an error; the restored training would be a different one. So this module uses internals, and a round-trip test checks it
+for every stage.
 
 Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/{fused,unfused}_optimizer.py``, ``utils/tensor_fragment.py``.
@@ -39,7 +40,9 @@ from dsframe.model.state import (
 
 
 def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
-    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: what it trains, by the names of the state."""
+    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: the trained module, with the names of the
+    state.
+    """
     parameters = _parameters(engine, model)
     return EngineState(updates, _loss_scale(engine), saved_buffers(model), aliases(model), parameters)
 
@@ -48,7 +51,7 @@ def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
 def load_state(
     engine: Any, model: nn.Module, saved: SavedState, accumulation_steps: int, train_batch_size: int
 ) -> None:
-    """**Collective.** Raises CheckpointError where the checkpoint is of another model or cannot be held by this stage."""
+    """**Collective.** Raises CheckpointError if the checkpoint belongs to another model or this stage cannot hold it."""
     compare("parameter", shapes(model), saved.shapes)
     load_buffers(model, saved)
     optimizer = engine.optimizer
@@ -61,7 +64,7 @@ def load_state(
         state_replica.write(slots, frozen, engine.basic_optimizer, saved)
         _round_masters_into_model(optimizer)
     _put_loss_scale(engine, saved.loss_scale)
-    # What DeepSpeed's monitors and its gradient accumulation count by.
+    # Counters of DeepSpeed's monitors and gradient accumulation.
     engine.global_steps = saved.updates
     engine.micro_steps = saved.updates * accumulation_steps
     engine.global_samples = saved.updates * train_batch_size
@@ -85,12 +88,14 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The names of what checkpoints have, by the parameters' ids."""
+    """Returns the names of saved parameters by the parameters' ids."""
     return {id(parameter): name for name, parameter in saved_parameters(model)}
 
 
 def views(engine: Any, model: nn.Module) -> list[ParameterView]:
-    """The trained parameters in what this rank's optimizer updates; not for shards on NVMe."""
+    """Returns the views of trained parameters in the tensors that this rank's optimizer updates; not for shards on
+    NVMe.
+    """
     optimizer = engine.optimizer
     names = _names(model)
     if _is_stage_3(optimizer):
@@ -102,13 +107,13 @@ def views(engine: Any, model: nn.Module) -> list[ParameterView]:
 
 @dataclass(frozen=True)
 class _FlatView(ParameterView):
-    """A parameter of which this rank has a range, in a flat tensor of many."""
+    """A parameter of which this rank has a range, in a flat tensor with other parameters."""
 
     size: int = 0
     first: int = 0
-    """The first element of the range in the whole, flattened parameter."""
+    """First element of the range in the flattened parameter."""
     gather: Callable[[Tensor], Tensor] = torch.clone
-    """**Collective.** Returns the whole of which this rank has given its range, in fp32."""
+    """**Collective.** Returns the whole parameter in fp32, given this rank's range."""
 
     def cut(self, tensor: Tensor) -> Tensor:
         return tensor.narrow(0, self.start or 0, self.size)
@@ -121,15 +126,15 @@ class _FlatView(ParameterView):
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape, as it was before stage 3 took it apart."""
+    """Returns every parameter's shape before stage 3 sharded it."""
     return {name: _shape(parameter) for name, parameter in saved_parameters(model)}
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 keeps an empty tensor in its place
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 leaves an empty tensor as the parameter
 
 
-# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters of a 16-bit model.
+# Stage 0: a plain optimizer, or one of two wrappers with fp32 masters of a 16-bit model.
 
 
 def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[ParameterView]]:
@@ -160,7 +165,8 @@ def _round_masters_into_model(optimizer: Any) -> None:
             torch._foreach_copy_([p.data for p in group], [master.data for master in masters])
 
 
-# Stages 1 and 2: each rank's optimizer has one flat fp32 tensor per parameter group, a slice of all its parameters.
+# Stages 1 and 2: each rank's optimizer has one flat fp32 tensor for each parameter group, a slice of all its
+# parameters.
 
 
 def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
@@ -187,7 +193,7 @@ def _views_stage_1_2(optimizer: Any, names: dict[int, str]) -> Iterator[Paramete
 def _gather_stage_1_2(parameter: Any, piece: Piece, held: Tensor) -> Tensor:
     full = torch.zeros(parameter.numel(), device=parameter.device)
     full.narrow(0, piece.first, piece.size).copy_(held)
-    dist.all_reduce(full, group=parameter._dp_group)  # DeepSpeed's
+    dist.all_reduce(full, group=parameter._dp_group)  # DeepSpeed's group
     return full.view(parameter.shape)
 
 
@@ -212,8 +218,8 @@ def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
             parameter.data.copy_(saved.parameter(name).weight)
 
 
-# Stage 3: each parameter is cut among the ranks by itself; each rank's pieces lie one after another in flat fp32 tensors,
-# one for each sub-group of parameters. With NVMe those are read from and written to files, one sub-group at a time.
+# Stage 3: each parameter is sharded separately. Each rank's pieces lie one after another in flat fp32 tensors, one for
+# each sub-group of parameters. With NVMe these are in files, and read and written one sub-group at a time.
 
 
 def _is_stage_3(optimizer: Any) -> bool:
@@ -221,7 +227,7 @@ def _is_stage_3(optimizer: Any) -> bool:
 
 
 def _sub_groups(optimizer: Any, names: dict[int, str]) -> Iterator[tuple[int, list[_FlatView]]]:
-    """The number of each sub-group, with its parameters; takes these out of ``names``."""
+    """Yields each sub-group's number and parameters; removes these from ``names``."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     for index, (group, flat) in enumerate(groups):
         yield index, [_view_stage_3(optimizer, names.pop(id(parameter)), parameter, flat) for parameter in group]
@@ -268,7 +274,7 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
 
 
 def _swapping(optimizer: Any, index: int, shards: list[ParameterShard]) -> Iterator[ParameterShard]:
-    """Shards on NVMe: the first that is read brings its sub-group into memory, and the last lets it go."""
+    """Yields shards on NVMe: reading the first loads its sub-group into memory, reading the last releases it."""
     for number, shard in enumerate(shards):
         keys = list(shard.tensors)
         tensors = {}
@@ -296,7 +302,7 @@ def _shard_frozen(name: str, parameter: Any) -> ParameterShard:
 
 
 def _swapped_in(optimizer: Any, index: int, read: Callable[[], Tensor], at: tuple[bool, bool]) -> Tensor:
-    """A copy of a piece on NVMe; ``at``: whether it is the first, and the last, of its sub-group's, in memory in between."""
+    """Returns a copy of a piece on NVMe. ``at``: whether it is the first, and the last, piece of its sub-group."""
     if at[0]:
         optimizer._optimizer_states_and_gradient_swap_in(index)
     copy = read().clone()
@@ -315,7 +321,7 @@ def _gather_frozen(name: str, parameter: Any) -> ParameterState:
 def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
     names = _names(model)
-    optimizer._partition_all_parameters()  # else small parameters that are kept whole keep their old values
+    optimizer._partition_all_parameters()  # otherwise persistent parameters would keep their old values
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -336,11 +342,13 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
             frozen.partition(param_list=[frozen], has_been_updated=True)
 
 
-# Only the masters, of every stage that keeps them in memory.
+# The masters, for every stage that has them in memory.
 
 
 def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """The optimizer that updates, and what it updates: parameters, their fp32 masters, or this rank's flat shards of them."""
+    """Returns the optimizer and the tensors that it updates: parameters, their fp32 masters, or this rank's flat shards
+    of them.
+    """
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
         return optimizer.optimizer, list(optimizer.fp32_partitioned_groups_flat)
@@ -353,7 +361,7 @@ def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[
 
 @torch.no_grad()
 def publish(engine: Any) -> None:
-    """**Collective.** Makes the model on every rank have the values of the masters."""
+    """**Collective.** Copies the masters to the model on every rank."""
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
         optimizer._partition_all_parameters()
@@ -367,12 +375,12 @@ def publish(engine: Any) -> None:
 
 
 def _gather_kept(optimizer: Any) -> None:
-    """**Collective.** Stage 3: what is kept in full shape is of the new values."""
+    """**Collective.** At stage 3, gathers the new values of persistent parameters."""
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-# The loss scale, of whichever wrapper there is.
+# The loss scale, in any wrapper.
 
 
 def _loss_scale(engine: Any) -> LossScaleState | None:

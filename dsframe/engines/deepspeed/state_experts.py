@@ -1,10 +1,11 @@
-"""Experts that AutoEP has spread over ranks: under the model's own names and whole for a checkpoint, and spread again from one.
+"""State of experts that AutoEP has distributed over ranks: joined under the model's names for checkpoints, and split
+again.
 
-AutoEP puts a layer of its own in the place of a mixture's: ``experts.w1``, ``w2`` and ``w3`` are this rank's experts alone, and the
-router is ``router.gate``. transformers has all experts stacked: ``experts.gate_up_proj`` with gates in the first half of each
-expert's rows and ups in the second, ``experts.down_proj``, and ``gate``. Checkpoints know the latter names only, so a training goes
-on with another number of expert-parallel ranks, or with none. Source: deepspeed 0.19.8, ``module_inject/auto_ep_layer.py``,
-``moe/ep_repack.py`` (_repack_fused_3d).
+AutoEP replaces a mixture-of-experts layer: ``experts.w1``, ``w2`` and ``w3`` are this rank's experts only, and the
+router is ``router.gate``. transformers stacks all experts: ``experts.gate_up_proj`` with gates in the first half of
+each expert's rows and ups in the second, ``experts.down_proj``, and ``gate``. Checkpoints have only the latter names,
+so a training can continue with another number of expert-parallel ranks, or with none. Source: deepspeed 0.19.8,
+``module_inject/auto_ep_layer.py``, ``moe/ep_repack.py`` (_repack_fused_3d).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from dsframe.model.state import EngineState, ParameterState, SavedState, SavedVi
 
 @dataclass(frozen=True)
 class Part:
-    """Where a parameter of AutoEP's lies in one of the model's own."""
+    """Position of an AutoEP parameter in one of the model's parameters."""
 
     whole: str
-    """The name in the model, as checkpoints have it."""
+    """Name of the parameter in the model and in checkpoints."""
     shape: tuple[int, ...]
-    """The whole's: ``[experts, rows, columns]``; of a router ``[experts, columns]``."""
+    """Whole shape: ``[experts, rows, columns]``; of a router ``[experts, columns]``."""
     local_shape: tuple[int, ...]
-    """This rank's: ``[its experts, its rows, columns]``; the whole shape of a router."""
+    """This rank's shape: ``[its experts, its rows, columns]``; of a router the whole shape."""
     expert: int = 0
     """The first of this rank's experts."""
     row: int = 0
@@ -42,20 +43,20 @@ class Part:
 
     @property
     def spread(self) -> bool:
-        """True if ranks hold other experts; a router is the same on all."""
+        """True if ranks have different experts; a router is the same on all."""
         return len(self.shape) == 3
 
     def pick(self, experts: Tensor) -> Tensor:
-        """This rank's rows out of this rank's ``experts``, ``[experts, rows, columns]``."""
+        """Returns this parameter's rows of this rank's ``experts``, ``[experts, rows, columns]``."""
         return experts[:, self.row : self.row + self.local_shape[1]].contiguous()
 
     def put(self, whole: Tensor, everyones: Sequence[Tensor]) -> None:
-        """Writes each rank's experts, in the order of ranks, into the ``whole``."""
+        """Writes each rank's experts, in the order of ranks, to ``whole``."""
         whole[:, self.row : self.row + self.local_shape[1]] = torch.cat(list(everyones))
 
 
 def parts(model: nn.Module) -> dict[str, Part]:
-    """Every parameter of ``model`` that AutoEP has made, by its own name."""
+    """Returns every parameter of ``model`` that AutoEP has made, by its name there."""
     by_name: dict[str, Part] = {}
     module: Any
     for prefix, module in model.named_modules():
@@ -79,9 +80,10 @@ def parts(model: nn.Module) -> dict[str, Part]:
 
 
 def whole(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> EngineState:
-    """**Collective** to read to its end, over ``group``, the ranks that share the experts: ``state`` by the model's own names.
+    """**Collective** to read to its end, over ``group`` (the ranks that share the experts): ``state`` with the model's
+    names.
 
-    One whole parameter at a time is in memory, and those of which not all parts have come.
+    In memory at a time are one whole parameter, and those of which not all parts have arrived.
     """
     # AutoEP's layers have their router under a second name.
     further = {name: kept for name, kept in state.aliases.items() if kept not in made}
@@ -117,7 +119,7 @@ def _gather(mine: Tensor, into: Tensor, part: Part, group: dist.ProcessGroup) ->
 
 
 class Experts(SavedView):
-    """A saved state, by the model's own names, as one rank's AutoEP layers have it."""
+    """A saved state, with the model's names, as one rank's AutoEP layers need it."""
 
     def __init__(self, saved: SavedState, made: Mapping[str, Part]) -> None:
         super().__init__(saved)
@@ -125,7 +127,9 @@ class Experts(SavedView):
 
     @property
     def shapes(self) -> Shapes:
-        """Of this rank's parameters. Where the saved whole is of another model, the whole's, so that the difference is seen."""
+        """Shapes of this rank's parameters; if the saved model differs, the saved shape, so that the difference is
+        detected.
+        """
         saved = self._saved.shapes
         shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}
         for name, part in self._made.items():
@@ -134,7 +138,7 @@ class Experts(SavedView):
         return shapes
 
     def parameter(self, name: str) -> ParameterState:
-        """One of this rank's parameters: of the saved whole, only its experts are read."""
+        """Returns one of this rank's parameters; reads only this rank's experts."""
         part = self._made.get(name)
         if part is None:
             return self._saved.parameter(name)
@@ -146,7 +150,7 @@ class Experts(SavedView):
         return ParameterState(name, part.pick(stored.weight.view(count, *part.shape[1:])), moments, stored.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of one of this rank's parameters."""
+        """Returns a range of one of this rank's parameters."""
         if name not in self._made:
             return self._saved.part(name, first, size)
         return narrowed(self.parameter(name), first, size)

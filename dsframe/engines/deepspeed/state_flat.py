@@ -1,4 +1,4 @@
-"""Filling one of ZeRO's flat tensors, and the optimizer state that goes with it, from a saved state."""
+"""Fills one of ZeRO's flat tensors, and its optimizer state, from a saved state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dsframe.model.state import Number, ParameterState, SavedState, put_scalars,
 
 
 class Piece(NamedTuple):
-    """The part of one parameter that a flat tensor of this rank holds: ``size`` elements, none where others have all."""
+    """The part of one parameter in a flat tensor of this rank: ``size`` elements, 0 if other ranks have all."""
 
     name: str
     start: int
-    """Where it begins in the flat tensor."""
+    """First element in the flat tensor."""
     size: int
     first: int
-    """Its first element in the whole, flattened parameter."""
+    """First element in the flattened parameter."""
 
 
 def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
-    """Weights, moments and step count of one flat tensor, from the saved ranges of its pieces, read one at a time."""
+    """Fills weights, moments and step count of one flat tensor from the saved ranges of its pieces, read one at a time."""
     held = optimizer.state[flat]
     common: dict[str, Number] | None = None
     anew = ""
@@ -46,17 +46,17 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
 
 
 def _make_moments(held: dict[str, Any], parameter: ParameterState, flat: Tensor) -> None:
-    """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
+    """Creates the state tensors that a new optimizer would create at its first step."""
     for key in parameter.moments:
         if not isinstance(held.get(key), Tensor):
             held[key] = torch.zeros_like(flat.detach())
 
 
 def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, Number] | None) -> None:
-    """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
+    """Sets the numbers of one flat tensor, such as the step count. Without saved ones, as before the first update."""
     held = optimizer.state[flat]
     if not held and not scalars:
-        optimizer.state.pop(flat)  # to be made at the first step
+        optimizer.state.pop(flat)  # created at the first step
         return
     if scalars is None:
         moments, numbers = split(held, flat.shape, optimizer)

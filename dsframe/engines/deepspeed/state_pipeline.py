@@ -1,7 +1,7 @@
-"""State in and out of a pipeline, by the whole model's names on every rank. All of it is **collective**.
+"""Reads and writes the state of a pipeline, with the whole model's names on every rank. All of it is **collective**.
 
-Each stage reads its own parameters as the other DeepSpeed engines do, one at a time, and sends each to the other stages of its
-column (the ranks that together hold one model).
+Each stage reads its parameters as the other DeepSpeed engines do, one at a time, and sends each to the other stages of
+its column (the ranks that together hold one model).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class Column:
     """The ranks that together hold one model: one of each stage."""
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
-        """``group``: of torch.distributed (None: all), with ``ranks`` in the order of stages; ``rank`` is this process's."""
+        """``group``: of torch.distributed (None: all), with ``ranks`` in the order of stages; ``rank``: this process."""
         self._group, self._ranks, self._rank = group, ranks, rank
 
     def parameters(self, local: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
-        """**Collective** to iterate. Every stage's parameters, in the order of stages; copies of an earlier stage's once."""
+        """**Collective** to iterate. Yields every stage's parameters, in the order of stages, without copies
+        (``borrowed``).
+        """
         for source in self._ranks:
             mine = iter(local if source == self._rank else ())
             while True:
@@ -35,24 +37,22 @@ class Column:
                 yield sent
 
     def buffers(self, local: Tensors) -> Tensors:
-        """**Collective.** Every stage's buffers, in the order of stages."""
+        """**Collective.** Returns every stage's buffers, in the order of stages."""
         gathered: Tensors = {}
         for source in self._ranks:
             for name, buffer in self._sent(_on_cpu(local), source).items():
-                gathered.setdefault(
-                    name, buffer
-                )  # the first stage's, which runs it, where a later one shares the layer
+                gathered.setdefault(name, buffer)  # the first stage's, if later stages share the layer
         return gathered
 
     def _sent(self, value: Any, source: int) -> Any:
-        """**Collective.** The ``value`` of the ``source``."""
+        """**Collective.** Returns the ``value`` of rank ``source``."""
         box = [value]
         dist.broadcast_object_list(box, source, group=self._group)
         return box[0]
 
 
 def _on_cpu(tensors: Tensors) -> Tensors:
-    """Copies, each with no memory but its own: the whole of it would be sent."""
+    """Returns copies with separate storage, because the whole storage of a tensor is sent."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
@@ -62,7 +62,7 @@ def _copied(parameter: ParameterState) -> ParameterState:
 
 
 class Share(SavedView):
-    """The part of a saved state that one stage holds, as a saved state."""
+    """One stage's part of a saved state."""
 
     def __init__(self, saved: SavedState, parameters: Iterable[str], buffers: Iterable[str]) -> None:
         super().__init__(saved)
@@ -70,9 +70,9 @@ class Share(SavedView):
 
     @property
     def shapes(self) -> Shapes:
-        """Of the stage's parameters."""
+        """Shapes of the stage's parameters."""
         return {name: shape for name, shape in self._saved.shapes.items() if name in self._parameters}
 
     def buffers(self) -> Tensors:
-        """The stage's."""
+        """Returns the stage's buffers."""
         return {name: buffer for name, buffer in self._saved.buffers().items() if name in self._buffers}

@@ -1,7 +1,7 @@
-"""Parameters that tensor parallelism has cut: whole again for a checkpoint, and cut again from one.
+"""Parameters split by tensor parallelism: joined for a checkpoint, and split again from one.
 
-DeepSpeed's AutoTP notes on each parameter that it cuts how it did so (``ds_autotp_universal_checkpoint_meta``); that is all that
-is needed to go back and forth. Source: deepspeed 0.19.8, ``module_inject/layers.py`` (_build_param_uc_restore_meta).
+DeepSpeed's AutoTP notes on each parameter that it splits how it did so (``ds_autotp_universal_checkpoint_meta``), which
+suffices for both directions. Source: deepspeed 0.19.8, ``module_inject/layers.py`` (_build_param_uc_restore_meta).
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _NOTE = "ds_autotp_universal_checkpoint_meta"
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is shared out among the ranks of a tensor-parallel group."""
+    """How one parameter is split among the ranks of a tensor-parallel group."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     view: tuple[int, ...]
-    """The shape in which it is cut: a packed weight may be seen with more dimensions."""
+    """The shape in which it is split: a packed weight may be viewed with more dimensions."""
     dimension: int
-    """Of the view, along which it is cut."""
+    """Dimension of the view along which it is split."""
     widths: tuple[tuple[int, ...], ...]
-    """Segment -> rank -> extent. Query, key and value packed into one weight are three segments, each cut for itself."""
+    """Segment -> rank -> extent. Query, key and value packed into one weight are three segments, each split separately.
+    """
 
     def share(self, whole: Tensor, rank: int, shape: Sequence[int]) -> Tensor:
-        """``rank``'s share of ``whole``, in the ``shape`` that the rank's parameter has."""
+        """Returns ``rank``'s share of ``whole``, in the ``shape`` of the rank's parameter."""
         view = whole.reshape(self.view)
         parts = [
             torch.split(segment, list(widths), self.dimension)[rank]
@@ -46,7 +47,7 @@ class Cut:
         return torch.cat(parts, self.dimension).reshape(tuple(shape))
 
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from every rank's share, flattened."""
+        """Joins the flattened shares of all ranks to the whole parameter."""
         result = shares[0].new_empty(self.view)
         for rank, share in enumerate(shares):
             extents = [widths[rank] for widths in self.widths]
@@ -63,19 +64,19 @@ class Cut:
         return torch.split(view, [sum(widths) for widths in self.widths], self.dimension)
 
     def share_view(self, rank: int) -> tuple[int, ...]:
-        """The shape in which ``rank``'s share is seen."""
+        """Returns the view's shape of ``rank``'s share."""
         extent = sum(widths[rank] for widths in self.widths)
         return (*self.view[: self.dimension], extent, *self.view[self.dimension + 1 :])
 
 
 def note_of(parameter: Any) -> Mapping[str, Any] | None:
-    """What AutoTP has noted on a parameter that it has cut; None of one that is whole."""
+    """Returns AutoTP's note on a split parameter; None for a whole one."""
     note: Mapping[str, Any] | None = getattr(parameter, _NOTE, None)
     return None if note is None or note["replicated"] or note["partition_dim"] is None else note
 
 
 def cuts(model: nn.Module) -> dict[str, Cut]:
-    """How each parameter of ``model`` that is not whole on every rank was cut, by name."""
+    """Returns by name how each parameter that is not whole on every rank was split."""
     cut_by_name = {}
     for name, parameter in model.named_parameters():
         if (note := note_of(parameter)) is None:
@@ -87,8 +88,10 @@ def cuts(model: nn.Module) -> dict[str, Cut]:
 
 
 def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
-    """Raises CheckpointError where the optimizer's state of a rank's share has another shape than the share: the ranks' cannot be
-    joined. ``name``: the whole parameter's; ``section``: the file's, by which ranks have shares."""
+    """Raises CheckpointError if optimizer state has another shape than the rank's share: such shares cannot be joined.
+
+    ``name``: of the whole parameter. ``section``: key of the file that makes ranks hold shares.
+    """
     for key, moment in parameter.moments.items():
         if moment.shape != parameter.weight.shape:
             raise CheckpointError(
@@ -99,7 +102,9 @@ def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
 
 
 def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) -> EngineState:
-    """**Collective** to read to its end, over ``group``: a rank's state with the shares of the others, one parameter at a time."""
+    """**Collective** to read to its end, over ``group``: a rank's state joined with the others' shares, one parameter
+    at a time.
+    """
 
     def gathered() -> Iterator[ParameterState]:
         for parameter in state.parameters:
@@ -117,7 +122,7 @@ def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) 
 
 def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
     sizes = [cut.numel(rank) for rank in range(dist.get_world_size(group))]
-    padded = share.new_zeros(max(sizes))  # every backend gathers equal sizes, not every one others
+    padded = share.new_zeros(max(sizes))  # not every backend gathers different sizes
     padded[: share.numel()].copy_(share.flatten())
     everyones = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyones, padded, group)
@@ -125,21 +130,21 @@ def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
 
 
 class Shares(SavedView):
-    """A saved state as one rank of a tensor-parallel group sees it: its share of every parameter that is cut."""
+    """A saved state as one rank of a tensor-parallel group needs it: its share of every split parameter."""
 
     def __init__(self, saved: SavedState, shapes: Shapes, cut: Mapping[str, Cut], rank: int) -> None:
-        """``shapes``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
+        """``shapes``: the shapes of this rank's parameters. Raises CheckpointError if the models differ."""
         compare("parameter", {name: cut[name].shape if name in cut else shapes[name] for name in shapes}, saved.shapes)
         super().__init__(saved)
         self._shapes, self._cut, self._rank = shapes, cut, rank
 
     @property
     def shapes(self) -> Shapes:
-        """Of this rank's parameters."""
+        """Shapes of this rank's parameters."""
         return self._shapes
 
     def parameter(self, name: str) -> ParameterState:
-        """This rank's share. Optimizer state that is not shaped like the weight stays as it is."""
+        """Returns this rank's share. Optimizer state of another shape than the weight is not split."""
         parameter = self._saved.parameter(name)
         if name not in self._cut:
             return parameter
@@ -148,7 +153,7 @@ class Shares(SavedView):
         return ParameterState(name, share(parameter.weight), moments, parameter.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of this rank's share."""
+        """Returns a range of this rank's share."""
         if name not in self._cut:
             return self._saved.part(name, first, size)
         return narrowed(self.parameter(name), first, size)

@@ -1,8 +1,8 @@
-"""A folder of this run's own under ``nvme_path``.
+"""A separate folder for this run under ``nvme_path``.
 
-DeepSpeed names its swap files after stage and rank only, so two runs with one ``nvme_path`` would overwrite each other's
-state without a word, and it leaves the files behind. Each run gets ``dsframe-HOST-PID-RANDOM`` there, removes it at the end,
-and removes those of runs on this host that are no longer alive.
+DeepSpeed names its swap files after stage and rank only, so two runs with the same ``nvme_path`` would silently
+overwrite each other's state. It also leaves the files behind. Each run gets ``dsframe-HOST-PID-RANDOM`` there, removes
+it at the end, and removes those of runs on this node that are no longer alive.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class SwapFolders:
     """The NVMe folders of one run."""
 
     def __init__(self, zero: Mapping[str, Any], world: World, device: torch.device) -> None:
-        """**Collective.** Makes a folder of this run's own under each ``nvme_path`` of ``zero_optimization``.
+        """**Collective.** Creates a separate folder under each ``nvme_path`` of ``zero_optimization``.
 
-        torch.distributed must be initialised. Raises EngineError where a folder cannot be made.
+        torch.distributed must be initialized. Raises EngineError if a folder cannot be created.
         """
         self._world = world
         self.paths: dict[str, str] = {}
@@ -41,7 +41,7 @@ class SwapFolders:
         }
         if not sections:
             return
-        # Each rank's process and host, and one number that no other run has: rank 0 draws it, the others add nothing.
+        # Each rank's process id and node, and a number unique to this run, which rank 0 draws.
         table = torch.zeros(2 * world.size + 1, dtype=torch.int64, device=device)
         table[world.rank], table[world.size + world.rank] = os.getpid(), world.node
         table[-1] = int.from_bytes(os.urandom(4), "big") if world.is_main else 0
@@ -56,7 +56,7 @@ class SwapFolders:
         dist.barrier()
 
     def remove(self) -> None:
-        """Removes what this run swapped out."""
+        """Removes the swap folders."""
         if self._world.local_rank == 0:
             for folder in self.paths.values():
                 shutil.rmtree(folder, ignore_errors=True)

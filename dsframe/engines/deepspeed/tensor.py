@@ -1,6 +1,7 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: what it is told, and what it cannot do, found before it starts.
+"""Tensor parallelism by DeepSpeed's AutoTP: its configuration, and checks of what it does not support.
 
-Source: deepspeed 0.19.8, ``runtime/engine.py`` (_apply_autotp_partitioning), ``module_inject/{auto_tp,tp_plan_converter}.py``.
+Source: deepspeed 0.19.8, ``runtime/engine.py`` (_apply_autotp_partitioning),
+``module_inject/{auto_tp,tp_plan_converter}.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _REMEDY = 'say in "tensor_parallel": {"partition_config": ...} which layers to s
 
 
 def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """The ``tensor_parallel`` section as DeepSpeed gets it for ``model``, which is not split yet.
+    """Returns the ``tensor_parallel`` section that DeepSpeed gets for ``model``, which is not split yet.
 
-    * Which layers are split: what the file says, else what the task says, else what transformers says of its model.
-    * The output layer's scores are gathered, because the task's loss takes all of them.
+    - Which layers are split: as the file says, else the task, else transformers for its model.
+    - The output layer's scores are gathered, because the task's loss takes all of them.
 
-    Raises EngineError where nobody says how to split the model, or its heads do not divide.
+    Raises EngineError if none of them says how to split the model, or if its heads do not divide.
     """
     size = plan.batch.tensor_parallel_size
     completed = {**section, "vocab_parallel_lm_head": False}
@@ -52,13 +53,13 @@ def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[
 
 
 def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
-    """How DeepSpeed has cut ``model``. Raises EngineError where it has cut nothing, or what it cannot train."""
+    """Returns how DeepSpeed has split ``model``. Raises EngineError if it has split nothing, or what it cannot train."""
     cut = state_tensor.cuts(model)
     if not cut:
         raise EngineError(
             "tensor_parallel: no layer matches partition_config, so nothing is sharded; correct its patterns"
         )
-    # An embedding that is cut gives a cut output, and DeepSpeed leaves all its shares but one out of the gradients' norm.
+    # A split embedding has a split output, and DeepSpeed counts only one of its shares in the gradient norm.
     for name, parameter in model.named_parameters():
         if name in cut and not getattr(parameter, "tensor_model_parallel", False):
             raise EngineError(
@@ -68,5 +69,5 @@ def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
 
 
 def group() -> dist.ProcessGroup:
-    """The ranks among which this rank's layers are cut, by DeepSpeed itself."""
+    """Returns DeepSpeed's group of ranks that split this rank's layers."""
     return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())

@@ -1,9 +1,9 @@
-"""Whether a model that AutoTP has cut still computes what it does whole.
+"""Tests whether a model that AutoTP has split still computes the same as the whole model.
 
-AutoTP puts layers of its own in the place of those that a pattern matches, with their weights and nothing else: what a subclass of
-``nn.Linear``, a hook or a parametrization does is gone. It divides attributes such as ``d_model`` and ``hidden_size``. Of a weight
-that stays whole and is used between cut ones, each rank has a part of the gradient.
-Source: deepspeed 0.19.8, ``module_inject/auto_tp.py`` (_replace_with_config, update_mp_params) and ``layers.py``.
+AutoTP replaces the layers that a pattern matches by its own, which only take over the weights: the effect of a subclass
+of ``nn.Linear``, a hook or a parametrization is lost. It divides attributes such as ``d_model`` and ``hidden_size``. If
+a whole weight is used between split ones, each rank has a part of its gradient. Source: deepspeed 0.19.8,
+``module_inject/auto_tp.py`` (_replace_with_config, update_mp_params) and ``layers.py``.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _PARTIAL = (
 
 
 class TensorShards(OwnParts):
-    """Parameters that AutoTP has cut."""
+    """Parameters that AutoTP has split."""
 
     never_whole = f"use weight_decay for a penalty, {_LEAVE}"
 
     def cuts(self, weight: Any) -> bool:
-        """True of a parameter that AutoTP has cut."""
+        """True if AutoTP has split the parameter."""
         return note_of(weight) is not None
 
 
-LIBRARIES.insert(0, TensorShards())  # at stage 3 a part is cut once more
+LIBRARIES.insert(0, TensorShards())  # first: stage 3 shards a split weight again
 
 
 def whole_layers(model: nn.Module) -> AbstractContextManager[None]:
-    """Around AutoTP's work on ``model``. Raises EngineError for layers that it cannot put others in the place of."""
+    """Encloses AutoTP's work on ``model``. Raises EngineError for layers that it cannot replace."""
     return replacing(model, "tensor_parallel", _is_plain, _LEAVE)
 
 
@@ -66,32 +66,32 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class Trial:
-    """A copy of the whole model, which is compared with the one that is cut."""
+    """A copy of the whole model, which is compared with the split one."""
 
     def __init__(self, whole: nn.Module) -> None:
         self._whole = whole
 
     @classmethod
     def of(cls, whole: nn.Module) -> Trial | None:
-        """None where a copy would need much memory, or cannot be made."""
+        """Returns None if a copy would need much memory, or cannot be made."""
         copied = small_copy(whole, whole)
         return None if copied is None else cls(copied)
 
     def load(self, saved: SavedState) -> None:
-        """Gives the copy the weights that the model gets."""
+        """Loads the weights that the model loads into the copy."""
         for name, weight in saved_parameters(self._whole):
             weight.data.copy_(saved.parameter(name).weight)
         load_buffers(self._whole, saved)
 
     def __call__(self, model: nn.Module, inputs: Inputs, cut: Mapping[str, Cut], rank: int) -> None:
-        """**Collective.** Raises EngineError where outputs differ in evaluation, or gradients of them."""
+        """**Collective.** Raises EngineError if outputs in evaluation mode, or their gradients, differ."""
         dtype = next(parameter.dtype for parameter in model.parameters())
         device = next((leaf.device for leaf in tensors_of(inputs)), torch.device("cpu"))
         for parameter in self._whole.to(device).parameters():
             parameter.data = parameter.data.to(dtype)
         try:
             wanted = _outputs(self._whole, inputs)
-        except Exception:  # a model that cannot be called so early says so itself
+        except Exception:  # a model that cannot be called yet reports that itself
             return
         modes = {module: module.training for module in model.modules()}
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -112,7 +112,7 @@ class Trial:
         except RuntimeError as error:
             raise EngineError(f"tensor_parallel: a sharded {name} cannot be computed ({error}): {_DIVIDED}") from error
         noise = 1e-3 if exact else 0.1
-        # A cache is in parts. A loss that uses it differs between ranks.
+        # A key-value cache is split. If a loss uses it, the loss differs between ranks.
         pairs = [pair for pair in zip(found, wanted, strict=False) if pair[0].shape == pair[1].shape]
         if (wanted and not pairs) or not all(_close(*pair, noise) for pair in pairs):
             raise EngineError(
@@ -133,7 +133,7 @@ class Trial:
 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """What ``model`` computes in evaluation mode that has gradients."""
+    """Returns the outputs of ``model`` in evaluation mode that have gradients."""
     generators = Generators([])
     given = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), inputs)
     with torch.random.fork_rng(), torch.enable_grad():
@@ -144,7 +144,7 @@ def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The gradients of a sum over those ``outputs`` that have the shapes of ``others``."""
+    """Returns the gradients of a sum over those ``outputs`` that have the shapes of ``others``."""
     draw, total = torch.Generator().manual_seed(0), torch.zeros(())
     with torch.enable_grad():  # the first batch may be one of an evaluation
         for output, other in zip(outputs, others, strict=False):
@@ -159,15 +159,16 @@ def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Ten
 
 def _close(one: Tensor, other: Tensor, noise: float, least: float = 1e-6) -> bool:
     difference, size = (float(tensor.detach().float().norm()) for tensor in (one - other, other))
-    return not difference > noise * size + least  # NaN is for others to say
+    return not difference > noise * size + least  # NaN is reported elsewhere
 
 
 class WholeGradients:
-    """The gradients, in the first step, of weights that each rank has whole: the same on ranks that share layers, but where such a
-    weight is used between cut ones. Also of a model too large for a :class:`Trial`."""
+    """First-step gradients of weights that each rank has whole. They are equal on ranks that split layers, unless such
+    a weight is used between split ones. Also for models too large for a :class:`Trial`.
+    """
 
     def __init__(self, model: nn.Module, cut: Mapping[str, Cut], device: torch.device) -> None:
-        """After DeepSpeed, whose own hooks add up what a file asks for."""
+        """Created after DeepSpeed, whose hooks sum the gradients that a file names."""
         weights = {name: w for name, w in model.named_parameters() if w.requires_grad and name not in cut}
         self._device = device
         self._norms = {name: torch.zeros((), device=device) for name in weights}
@@ -177,14 +178,14 @@ class WholeGradients:
         self._norms[name] = self._norms[name] + gradient.float().norm()
 
     def refuse_different(self, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        """**Collective.** Raises EngineError where the ranks of ``group`` have other gradients."""
+        """**Collective.** Raises EngineError if the ranks of ``group`` have different gradients."""
         for hook in self._hooks:
             hook.remove()
         mine = torch.stack([torch.zeros((), device=self._device), *self._norms.values()])
         norms = gathered(mine, group)
         noise = 1e-4 if dtype == torch.float32 else 1e-2
         apart = torch.stack([norm - norms[0] for norm in norms]).abs().amax(0)
-        wrong = apart > noise * (norms[0] + 0.1 * norms[0].norm())  # NaN is for others to say
+        wrong = apart > noise * (norms[0] + 0.1 * norms[0].norm())  # NaN is reported elsewhere
         if names := [name for name, other in zip(self._norms, wrong.tolist()[1:], strict=True) if other]:
             raise EngineError(
                 f"tensor_parallel: {names[0]}, which each rank has whole, gets another gradient on each: {_PARTIAL}"
@@ -192,7 +193,7 @@ class WholeGradients:
 
 
 def refuse_different(loss: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """**Collective.** Raises EngineError where ranks that share layers, and have the same samples, have other losses."""
+    """**Collective.** Raises EngineError if ranks that split layers, and have the same samples, have different losses."""
     losses = gathered(loss, group)
     noise = 1e-5 if dtype == torch.float32 else 1e-3
     if not torch.allclose(torch.stack(losses), losses[0], rtol=noise, atol=0.0, equal_nan=True):

@@ -1,15 +1,15 @@
-"""Which releases of DeepSpeed keep the engines' contract."""
+"""Tested releases of DeepSpeed."""
 
 from __future__ import annotations
 
 import sys
 
 HOLDS = ("0.19.8",)
-"""The contract (``tests/engines/test_contract.py``) and every patch's test were run with these."""
+"""Releases with which the contract (``tests/engines/test_contract.py``) and every patch's test were run."""
 
 
 def check(version: str, *, speaks: bool) -> None:
-    """Raises EngineError for a release that lacks what dsframe needs. ``speaks``: warns of one that nobody has tried."""
+    """Raises EngineError for a release that lacks what dsframe needs. ``speaks``: print a warning for an untested one."""
     if version.partition("+")[0] in HOLDS:
         return
     from dsframe.engines.deepspeed import internals
