@@ -1,8 +1,9 @@
-"""One checkpoint's files, brought to the disk by a thread while training continues, and written by it where they were copied first.
+"""Brings one checkpoint's files to the disk in a thread while training continues, and writes those that were copied
+first.
 
-Threads take part in no collective: each rank's leaves a status file in the checkpoint's folder when what this rank writes is
-on the disk, and rank 0's waits for all of them before it commits. The folder is hidden until then, and what ends a process in
-between leaves it as a save that was cut off.
+Threads take part in no collective. When a rank's files are on the disk, its thread writes a status file to the
+checkpoint's folder. Rank 0's thread waits for all status files, then commits. The folder is hidden until then: if a
+process ends before, it remains as an interrupted save.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 class Writing:
-    """A save under way on this rank."""
+    """A save in progress on this rank."""
 
     def __init__(
         self,
@@ -32,12 +33,14 @@ class Writing:
         commit: Callable[[list[Json]], None] | None,
         sign_of_life: Callable[[], None],
     ) -> None:
-        """Starts. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on others) with every rank's,
-        and ``runs``, what it has written; may raise OSError, CheckpointError."""
+        """Starts the thread. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on
+        others) with every rank's facts and ``runs``, the ranges that it has written; may raise OSError,
+        CheckpointError.
+        """
         self.failure = ""
-        """The error of this rank, or ""; to be read when :meth:`wait` has returned."""
+        """This rank's error, or ""; valid after :meth:`wait`."""
         self.outcome = ""
-        """The error on rank 0 because of which there is no checkpoint; to be read when :meth:`finish` has returned."""
+        """Rank 0's error that prevented the checkpoint, or ""; valid after :meth:`finish`."""
         self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
         self._facts, self._commit, self._sign_of_life = facts, commit, sign_of_life
         self._written, self._hopeless = threading.Event(), threading.Event()
@@ -54,7 +57,9 @@ class Writing:
         self._written.wait()
 
     def finish(self, hopeless: bool = False) -> None:
-        """Waits until the thread has ended. ``hopeless``: another rank has failed, so rank 0 need not wait for its word."""
+        """Waits until the thread has ended. ``hopeless``: another rank has failed, so rank 0 must not wait for its
+        status file.
+        """
         if hopeless:
             self._hopeless.set()
         self._thread.join()
@@ -62,12 +67,12 @@ class Writing:
     def _work(self) -> None:
         try:
             failure = catch_io_error(lambda: self._writer.flush(self._sign_of_life))
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # otherwise the error would be lost
             failure = repr(error)
         finally:
             self._writer.close()
         word = {**self._facts, "failure": failure, "runs": self._writer.runs}
-        left = catch_io_error(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
+        left = catch_io_error(lambda: self._leave(json.dumps(word)))  # failures too: rank 0 waits for it
         self.failure = failure or left
         self._written.set()
         if self._commit is not None and not self.failure:
@@ -81,7 +86,7 @@ class Writing:
         try:
             partial.write_text(text)
         except OSError:
-            self._word(self._rank).touch()  # on a full disk there is room for a name
+            self._word(self._rank).touch()  # a full disk still has room for an empty file
             raise
         partial.rename(self._word(self._rank))
 
@@ -93,7 +98,7 @@ class Writing:
         for rank in range(self._ranks):
             while not self._word(rank).exists():
                 if self._hopeless.wait(_POLL_SECONDS):
-                    return ""  # whoever says so knows why
+                    return ""  # the caller knows the other rank's error
             text = self._word(rank).read_text()
             word: Json = json.loads(text) if text else {"failure": "there is no room for its word"}
             if word["failure"]:

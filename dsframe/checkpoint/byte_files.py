@@ -1,8 +1,7 @@
-"""Files written by byte ranges, each by the process that holds its bytes, with a checksum of every run of them.
+"""Files written as byte ranges, each by the process that holds the bytes, with a checksum for each run of bytes.
 
-Nobody reads a byte again to know the checksum of a file: that of each run is made while it is written, and a file is
-whole where the runs of all processes follow one another from its first byte to its last. Nothing here is collective,
-and nothing imports torch.
+Checksums are computed while writing, so no byte is read again. A file is complete if the runs of all processes are
+contiguous from its first byte to its last. Nothing here is collective, and nothing imports torch.
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ import xxhash
 from dsframe.errors import CheckpointError
 
 RUN_BYTES = 64 << 20
-"""Longest run with one checksum: several processes verify a large file together."""
+"""Longest run with one checksum. The limit lets several processes verify a large file together."""
 _CHUNK = 8 << 20
-"""Bytes that are hashed and written at once, while a processor's cache has them."""
+"""Bytes that are hashed and written at once, while they are in the processor's cache."""
 _READ = 1 << 20
 
 Run = tuple[int, int, str]
-"""First byte, number of bytes, and XXH3-128 in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it
-is no signature."""
+"""First byte, number of bytes, and XXH3-128 in hexadecimal (https://xxhash.com, as fast as memory). It detects damage;
+it is not a signature.
+"""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file as the manifest has it."""
+    """The manifest's entry of one file."""
 
     bytes: int
     checksums: Sequence[Sequence[Any]]
-    """``[number of bytes, XXH3-128]`` of each run, in order; together they are the file."""
+    """``[number of bytes, XXH3-128]`` of each run, in order; together they cover the file."""
 
 
 def write_at(descriptor: int, content: memoryview, begin: int) -> None:
-    """Writes all of ``content`` from byte ``begin`` on. Raises OSError. Every byte of a checkpoint's tensors passes here."""
+    """Writes all of ``content`` starting at byte ``begin``. Raises OSError. Every byte of a checkpoint's tensors is
+    written here.
+    """
     while content:
         written = os.pwrite(descriptor, content, begin)
         if not written:
@@ -52,18 +54,19 @@ def write_at(descriptor: int, content: memoryview, begin: int) -> None:
 
 
 class RangeWriter:
-    """One process's part of files that several write. Every method raises OSError."""
+    """One process's part of files that several processes write. Every method raises OSError."""
 
     def __init__(self, folder: Path, *, several_hosts: bool = False, ahead: bool = False) -> None:
-        """``several_hosts``: others may write other bytes of the same page over a network. ``ahead``: the system begins at
-        once to bring what is written to the disk, else :meth:`finish` waits for all of it."""
+        """``several_hosts``: other nodes may write other bytes of the same page over a network. ``ahead``: start
+        writing to the disk at once; otherwise :meth:`finish` waits for all of it.
+        """
         self.runs: dict[str, list[Run]] = {}
-        """File -> what this process has written of it."""
+        """File -> the runs that this process has written."""
         self._folder, self._several_hosts, self._ahead = folder, several_hosts, ahead
         self._descriptors: dict[tuple[str, int], int] = {}
 
     def put(self, name: str, begin: int, content: bytes | memoryview) -> None:
-        """Writes ``content`` from byte ``begin`` of a file on, which is made where it is not there."""
+        """Writes ``content`` starting at byte ``begin`` of a file, which is created if necessary."""
         every = memoryview(content).cast("B")
         for low in range(0, len(every), RUN_BYTES):
             run, checksum = every[low : low + RUN_BYTES], xxhash.xxh3_128()
@@ -74,7 +77,7 @@ class RangeWriter:
             self.runs.setdefault(name, []).append((begin + low, len(run), checksum.hexdigest()))
 
     def finish(self, sign_of_life: Callable[[], None] = lambda: None) -> None:
-        """All that was put is on the disk when this returns. ``sign_of_life`` is called after each file."""
+        """Returns when everything is on the disk. ``sign_of_life`` is called after each file."""
         for (name, _), descriptor in self._descriptors.items():
             with naming(self._folder / name):
                 os.fsync(descriptor)
@@ -84,15 +87,16 @@ class RangeWriter:
     def close(self) -> None:
         """Closes the files."""
         while self._descriptors:
-            with contextlib.suppress(OSError):  # what did not come to finish() is no file
+            with contextlib.suppress(OSError):  # a file that was not finished is incomplete anyway
                 os.close(self._descriptors.popitem()[1])
 
     def _write(self, name: str, begin: int, piece: memoryview) -> None:
         if not self._several_hosts:
             write_at(self._descriptor(name), piece, begin)
         else:
-            # A host that writes less than a page over NFS sends the whole page, with zeros for what it does not know of it;
-            # not where it writes at once (Linux, fs/nfs/write.c, nfs_can_extend_write). Whole pages are nobody else's.
+            # A node that writes less than a page over NFS sends the whole page, with zeros for what it does not know,
+            # unless it writes synchronously (Linux, fs/nfs/write.c, nfs_can_extend_write). No other node writes to a
+            # whole page.
             end, page = begin + len(piece), mmap.PAGESIZE
             first, last = min(-(-begin // page) * page, end), max(end // page * page, begin)
             cuts = [begin, first, last, end] if first <= last else [begin, end]
@@ -101,7 +105,7 @@ class RangeWriter:
                 if low < high:
                     write_at(self._descriptor(name, edge), piece[low - begin : high - begin], low)
         if self._ahead:
-            # Linux begins to write these pages to the disk now, and drops none before: fsync finds little left to do.
+            # Linux starts to write these pages to the disk and drops none before, so that fsync has little left to do.
             os.posix_fadvise(self._descriptor(name), begin, len(piece), os.POSIX_FADV_DONTNEED)
 
     def _descriptor(self, name: str, flags: int = 0) -> int:
@@ -112,8 +116,10 @@ class RangeWriter:
 
 
 def combined(name: str, size: int, runs: Iterable[Sequence[Any]]) -> FileEntry:
-    """The entry of a file of ``size`` bytes from the runs of all processes. Raises CheckpointError where they leave a gap or
-    overlap: a fault of the program."""
+    """Returns the entry of a file of ``size`` bytes, given the runs of all processes.
+
+    Raises CheckpointError if they leave a gap or overlap, which is a bug.
+    """
     end, ordered = 0, sorted((begin, length, checksum) for begin, length, checksum in runs)
     for begin, length, _ in ordered:
         if begin != end:
@@ -125,8 +131,8 @@ def combined(name: str, size: int, runs: Iterable[Sequence[Any]]) -> FileEntry:
 
 
 def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
-    """A new file of these ``pieces``, some bytes at least, on the disk when this returns. Raises OSError."""
-    path.unlink(missing_ok=True)  # cut off earlier
+    """Writes a new file of these ``pieces`` (at least one byte); it is on the disk on return. Raises OSError."""
+    path.unlink(missing_ok=True)  # remains of an interrupted save
     writer, end = RangeWriter(path.parent, ahead=True), 0
     try:
         for piece in pieces:
@@ -139,10 +145,10 @@ def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
 
 
 def damage_of(path: Path, entry: Mapping[str, Any], share: slice) -> str:
-    """What is wrong with a file, "" where nothing is; reads this ``share`` of its runs. Raises OSError."""
+    """Returns what is wrong with a file, or ""; reads only this ``share`` of its runs. Raises OSError."""
     if path.is_symlink():  # it may lead anywhere
         return f"{path.name} is a symbolic link, not a file"
-    if (size := path.stat().st_size) != entry["bytes"]:  # before it is opened: a pipe would wait
+    if (size := path.stat().st_size) != entry["bytes"]:  # checked before opening: a pipe would block
         return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
     ends = itertools.accumulate(length for length, _ in entry["checksums"])
     runs = [(end - length, length, wanted) for end, (length, wanted) in zip(ends, entry["checksums"], strict=True)]
@@ -154,7 +160,7 @@ def damage_of(path: Path, entry: Mapping[str, Any], share: slice) -> str:
 
 
 def checksum_of(descriptor: int, begin: int, length: int) -> str:
-    """XXH3-128 of a range of bytes; of what there is, where the file ends before. Raises OSError."""
+    """Returns the XXH3-128 of a range of bytes, or of what exists of it. Raises OSError."""
     hasher, end = xxhash.xxh3_128(), begin + length
     while chunk := os.pread(descriptor, min(_READ, end - begin), begin):
         hasher.update(chunk)
@@ -164,7 +170,7 @@ def checksum_of(descriptor: int, begin: int, length: int) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names the file in an OSError inside: those of writing do not."""
+    """Adds the file's name to an OSError raised inside; errors of writing have none."""
     try:
         yield
     except OSError as error:
@@ -172,7 +178,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def catch_io_error(action: Callable[[], Any]) -> str:
-    """Calls ``action`` and returns the disk's error, "" if there is none."""
+    """Calls ``action`` and returns its OSError or CheckpointError as text, "" if there is none."""
     try:
         action()
     except OSError as error:
@@ -183,12 +189,12 @@ def catch_io_error(action: Callable[[], Any]) -> str:
 
 
 def remove(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link and not what it leads to; nothing where there is none. Raises OSError."""
+    """Removes a folder with its content, a file, or a link without its target, if it exists. Raises OSError."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Makes new and renamed names in ``path`` last: they are the folder's content, not the file's. Raises OSError."""
+    """Makes new and renamed names in ``path`` durable: they are the folder's content, not the file's. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

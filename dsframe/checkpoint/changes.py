@@ -1,6 +1,6 @@
-"""What a checkpoint records of its run, and what may change before a run continues from it.
+"""Facts of a run that a checkpoint records, and which of them may change before another run continues from it.
 
-Each change is reported, with what follows from it.
+Each change is reported with its consequence.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _TABLE = table_of(__file__)
 FOLLOWS: Mapping[str, str] = _TABLE["follows"]
-"""What may change between two starts, by the beginning of its name -> what follows; docs/resuming.md has the table."""
+"""What may change between two runs, by the beginning of its name -> consequence; docs/resuming.md has the table."""
 FIXED: Mapping[str, str] = _TABLE["fixed"]
-"""What must not change -> why."""
+"""What must not change -> reason."""
 BATCH = "train_batch_size"
 _ELSEWHERE = {"data_dir", "workers"}
 """Settings of a task that say where its data are and how they are read, not what they are."""
@@ -37,7 +37,7 @@ _FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
 _FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
 _OWN: Json = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
 _OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
-"""Keys of the file, and of its dsframe section, that may change and are pointed out."""
+"""Keys of the file, and of its dsframe section, that may change and are reported."""
 
 
 def about(
@@ -51,9 +51,11 @@ def about(
     engine: str,
     package: str | None,
 ) -> Json:
-    """Returns what the manifest tells of a run: ``training`` must be the same to continue, the rest may change and is reported.
+    """Returns the run's part of the manifest: ``training`` must be the same to continue; changes of the rest are
+    reported.
 
-    ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
+    ``samples``: number of training samples. ``engine``: its name in the table; ``package``: what it needs besides
+    torch.
     """
     cls, own = type(task), config.settings
     kept = json.loads(own.model_dump_json(include=_OWN))
@@ -73,7 +75,7 @@ def about(
             "learning rate": optimizer.learning_rate,
             **json.loads(config.deepspeed.model_dump_json(include=_FILE)),
             "communication": {"communication": own.ddp.communication, "compression": own.horovod.compression},
-            **{key: value for key, value in kept.items() if key != "ema" or value},  # on or off: the weights show it
+            **{key: value for key, value in kept.items() if key != "ema" or value},  # weights show whether it was on
         },
         "run": {
             "engine": engine,
@@ -93,17 +95,17 @@ def kind_of(optimizer: OptimizerSpec) -> str:
     """Returns the optimizer's name in manifests."""
     name = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
     if optimizer.cls is None and name == "adam" and optimizer.arguments.get("adam_w_mode", True):
-        return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
+        return "adamw"  # DeepSpeed's Adam decouples weight decay by default
     return name
 
 
 def course_of(optimizer: OptimizerSpec) -> Json:
-    """Returns those of its arguments that may change, and are pointed out."""
+    """Returns the optimizer's arguments that may change and are reported."""
     return {key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")}
 
 
 def _versions(engines: str | None) -> dict[str, str | None]:
-    """Returns the versions of what computes: dsframe, torch, what the engine needs, and what the task has imported."""
+    """Returns the versions of dsframe, torch, the engine's package and libraries that the task has imported."""
     versions: dict[str, str | None] = {}
     names = ["dsframe", "torch", engines, *(name for name in ("torchvision", "transformers") if name in sys.modules)]
     for name in filter(None, names):
@@ -113,9 +115,9 @@ def _versions(engines: str | None) -> dict[str, str | None]:
 
 
 def differences(manifest: Json, mine: Json) -> list[str]:
-    """Returns what has changed and may change, one line each, with what follows. Says nothing of what an older checkpoint lacks.
+    """Returns a line for each permitted change, with its consequence. Ignores what an older checkpoint does not record.
 
-    Raises CheckpointError, naming every difference, where the checkpoint is of another training.
+    Raises CheckpointError, naming every difference, if the checkpoint belongs to another training.
     """
     current = json.loads(json.dumps(mine))
     compare_classes(manifest, current.get("classes", ()))
@@ -146,7 +148,7 @@ def differences(manifest: Json, mine: Json) -> list[str]:
 
 
 def compare_classes(manifest: Json, names: Sequence[str]) -> None:
-    """Raises CheckpointError where the data's classes have other names, or another order, than those of the training."""
+    """Raises CheckpointError if the data's classes have other names, or another order, than in the training."""
     trained = manifest.get("classes") or []
     if not (trained and names) or list(names) == trained:
         return
@@ -159,9 +161,10 @@ def compare_classes(manifest: Json, names: Sequence[str]) -> None:
 
 
 def compare_adapters(manifest: Json, settings: str) -> None:
-    """Raises CheckpointError where the adapter counts otherwise than in the training: neither names nor shapes show it.
+    """Raises CheckpointError if the adapter's scale differs from the training's: neither names nor shapes show it.
 
-    ``settings``: peft's, as JSON."""
+    ``settings``: peft's, as JSON.
+    """
     was, now = (json.loads(text or "{}") for text in (manifest.get("adapter"), settings))
     keys = [key for key in ("lora_alpha", "alpha_pattern", "use_rslora") if key in was and key in now]
     if lines := [line for key in keys for line in _changes(f"adapter.{key}", was[key], now[key])]:
@@ -188,7 +191,7 @@ def _unlike(before: Json, now: Json) -> list[str]:
 
 
 def _changes(name: str, before: Any, now: Any) -> list[str]:
-    """Returns ``name was A, is B``; of sections, for each key that differs."""
+    """Returns ``name was A, is B``; for sections one line for each key that differs."""
     if before == now:
         return []
     if isinstance(before, dict) and isinstance(now, dict):
@@ -198,13 +201,13 @@ def _changes(name: str, before: Any, now: Any) -> list[str]:
 
 
 def new_batch(manifest: Json, mine: Json) -> bool:
-    """True if this run has another global batch than the saved one."""
+    """True if this run's global batch differs from the saved one."""
     return bool(manifest["training"].get(BATCH) != mine["training"].get(BATCH))
 
 
 def step_now(manifest: Json, mine: Json) -> int:
-    """Returns the step at which this run stands in the data where the saved one stood: the number of its own batches that fit into
-    what had been read. Less than a batch is read once more.
+    """Returns this run's step at the saved position in the data: the number of its batches that fit into what was read.
+    The remainder, less than a batch, is read again.
     """
     step = manifest["step"]
     if not new_batch(manifest, mine):

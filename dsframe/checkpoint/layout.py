@@ -1,6 +1,6 @@
-"""Where each tensor of a state lies in the files of a checkpoint, and which rank writes which range of it.
+"""Computes where each tensor of a state is in the files of a checkpoint, and which rank writes which range of it.
 
-Every rank tells the others once in a save what it holds; all come to the same plan without another word.
+In each save every rank sends once what it holds; then all compute the same plan without communication.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dsframe.text import Json
 
 MODEL, OPTIMIZER, BUFFERS = "model", "optimizer", "buffers"
 FILE_BYTES = 4 << 30
-"""Tensors of so many bytes lie in one file, and at least one tensor."""
+"""Size of a file's tensors, unless a single tensor is larger."""
 PIECE_BYTES = 16 << 20
-"""A range that several ranks hold is written by them in turn, in pieces of so many bytes."""
+"""Size of the pieces in which ranks take turns to write a range that several of them hold."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -63,7 +63,7 @@ Place = tuple[str, str]
 
 
 def buffers_of(rank: int) -> str:
-    """The key of a rank's buffers. Rank 0's are everybody's, but for ranks that have others."""
+    """Returns the key of a rank's buffers. Ranks without a key of their own have rank 0's."""
     return f"rank-{rank:05}"
 
 
@@ -85,39 +85,40 @@ Entries = dict[Place, Entry]
 
 
 def shards_of(state: EngineState) -> Iterable[ParameterShard]:
-    """**Collective** to read to its end where the engine gathers: what this rank holds of each parameter."""
+    """**Collective** to read to its end if the engine gathers. Returns what this rank holds of each parameter."""
     if isinstance(state.parameters, ShardedParameters):
         return state.parameters.shards
     return (whole_shard(parameter) for parameter in state.parameters)
 
 
 def whole_shard(parameter: ParameterState) -> ParameterShard:
-    """A parameter of which this rank holds everything."""
+    """Returns the shard of a parameter that this rank holds completely."""
     tensors = {WEIGHT: parameter.weight, **parameter.moments}
     shards = {key: whole(tensor, full_precision(tensor.dtype)) for key, tensor in tensors.items()}
     return ParameterShard(parameter.name, shards, parameter.scalars)
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> TensorShard:
-    """A tensor of which this rank holds everything, to be written as ``dtype``."""
+    """Returns the shard of a tensor that this rank holds completely, to be written as ``dtype``."""
     return TensorShard(tuple(tensor.shape), dtype, 0, tensor.numel(), lambda: tensor)
 
 
 class Layout:
-    """Where everything lies: made at a run's first save, and again where a rank holds other ranges than before."""
+    """Layout of all files. Computed at a run's first save, and again if the ranges of a rank have changed."""
 
     def __init__(self, file_bytes: int = FILE_BYTES) -> None:
-        """``file_bytes``: tensors of so many bytes lie in one file, and at least one tensor."""
+        """``file_bytes``: size of a file's tensors, unless a single tensor is larger."""
         self._file_bytes = file_bytes
         self._held = ""
         self._entries, self._buffers = Entries(), Entries()
         self._plan = FilePlan()
 
     def agree(self, ranks: Ranks, state: EngineState) -> tuple[FilePlan, dict[str, dict[str, Number]]]:
-        """**Collective.** Returns the plan for ``state``, and the scalars of each parameter in the order of the ranks' lists.
+        """**Collective.** Returns the plan for ``state``, and the scalars of each parameter in the order of the ranks'
+        lists.
 
-        Parameters that come from an iterator are used up. Raises CheckpointError, on every rank, where the ranges leave a gap
-        or overlap: a fault of the engine.
+        Consumes parameters that come from an iterator. Raises CheckpointError, on every rank, if the ranges leave a gap
+        or overlap, which is a bug of the engine.
         """
         held, scalars = [], dict[str, dict[str, Number]]()
         for shard in shards_of(state):
@@ -141,7 +142,9 @@ class Layout:
 
 
 def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
-    """**Collective.** The tensors of every parameter that some rank lists, in the order of the lists, rank after rank."""
+    """**Collective.** Returns the tensors of every parameter that some rank lists, in the order of the lists, rank
+    after rank.
+    """
     facts = [[name, [[key, shape, dtype] for key, shape, dtype, *_ in tensors]] for name, tensors in held]
     ranges = {(name, key): (first, size) for name, tensors in held for key, _, _, first, size in tensors}
     kinds_of = dict[Place, Any]()
@@ -161,7 +164,7 @@ def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
 
 
 def _agree_on_buffers(ranks: Ranks, buffers: Mapping[str, Tensor]) -> Entries:
-    """**Collective.** Rank 0's buffers, and those of each rank that has others, as with BatchNorm's statistics."""
+    """**Collective.** Returns rank 0's buffers, and those of each rank with different ones (BatchNorm's statistics)."""
     hasher, kinds = xxhash.xxh3_128(), []
     for name, buffer in buffers.items():
         kinds.append([name, buffer.shape, _text(buffer.dtype)])
@@ -180,7 +183,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _gathered(ranks: Ranks, text: str) -> list[str]:
-    """**Collective.** Every rank's text, or one where all have the same: then nothing but a digest is sent."""
+    """**Collective.** Returns every rank's text, or only one if all are equal: then only a digest is sent."""
     return [text] if same(ranks, text) else all_gather_text(ranks, text)
 
 
@@ -206,9 +209,11 @@ class Content(NamedTuple):
 
 
 def header(tensors: Sequence[Content], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Returns the first bytes of a safetensors file whose ``tensors`` follow in this order, and where each begins in the file;
-    last where the file ends. https://huggingface.co/docs/safetensors: the length of a JSON header (8 bytes, little-endian),
-    the header, and then the bytes.
+    """Returns the first bytes of a safetensors file with ``tensors`` in this order, and the byte at which each begins,
+    then the end.
+
+    Format (https://huggingface.co/docs/safetensors): the length of a JSON header (8 bytes, little-endian), the header,
+    the bytes of the tensors.
 
     Raises CheckpointError for a dtype that the format does not have.
     """
@@ -238,25 +243,25 @@ class Piece(NamedTuple):
 
 @dataclass
 class FilePlan:
-    """What goes where."""
+    """The files, and this rank's part of them."""
 
     headers: dict[str, bytes] = field(default_factory=dict)
-    """File -> its first bytes."""
+    """File -> its header."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """File -> all its bytes."""
+    """File -> its size in bytes."""
     pieces: dict[Place, list[Piece]] = field(default_factory=dict)
     """What this rank writes of each tensor, in order."""
     tensors: dict[Place, Json] = field(default_factory=dict)
     """The manifest's entry of each tensor."""
     weights: dict[str, str] = field(default_factory=dict)
-    """Name of a weight or a buffer -> its file, as transformers' index has it."""
+    """Name of a weight or a buffer -> its file, as in transformers' index."""
 
 
 def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
-    """Lays out the files, the same on every rank, and deals their ranges to those that hold them.
+    """Lays out the files, the same on every rank, and assigns their ranges to ranks that hold them.
 
-    Weights lie by the model's names in files of their own, with rank 0's buffers; the rest as ``KEY/NAME``, key by key: ranges
-    of neighbours in ZeRO's flat tensors follow one another in a file too.
+    Weights, with rank 0's buffers, are in separate files under the model's names. Everything else is named ``KEY/NAME``
+    and ordered by key, so that neighbours in ZeRO's flat tensors are neighbours in a file too.
     """
     file_plan, dealer = FilePlan(), _Dealer(ranks)
     stems: dict[str, list[Place]] = {}
@@ -283,15 +288,16 @@ def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
 
 
 def _stem(key: str) -> str:
-    """The name of the files of a key."""
+    """Returns the file name's stem for a key."""
     if key in (WEIGHT, buffers_of(0)):
         return MODEL
     return BUFFERS if key.startswith(buffers_of(0)[:5]) else OPTIMIZER
 
 
 def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[list[Place]]:
-    """The tensors of each file. The widest elements come first, as in safetensors' own files: each is aligned to its elements,
-    for readers that map the file."""
+    """Returns the tensors of each file. The widest elements come first, as in safetensors' own files, so that each
+    tensor is aligned to its elements for readers that map the file.
+    """
     files: list[list[Place]] = []
     left = -1
     for place in sorted(places, key=lambda place: -entries[place].dtype.itemsize):
@@ -304,13 +310,13 @@ def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[l
 
 
 class _Dealer:
-    """Deals ranges to ranks that hold them: to the same one as before, until another has far fewer bytes."""
+    """Assigns ranges to ranks that hold them: to the same rank as before, until another has far fewer bytes."""
 
     def __init__(self, ranks: int) -> None:
         self._dealt, self._last = [0] * ranks, 0
 
     def deal(self, entry: Entry, file: str, begin: int) -> Iterator[tuple[int, Piece]]:
-        """Every range of a tensor that begins at byte ``begin``, and who writes it."""
+        """Yields the pieces of a tensor that begins at byte ``begin``, each with the rank that writes it."""
         width = entry.dtype.itemsize
         for (low, size), among in sorted(entry.holders.items()):
             step = max(1, size if len(among) == 1 else PIECE_BYTES // width)

@@ -1,8 +1,8 @@
-"""The two forms of earlier dsframes (formats 2 and 3), as today's manifest describes them: to be read, for one release.
+"""Translates the manifests of formats 2 and 3 (earlier dsframe) to today's. To be read for one release.
 
-Each parameter lay whole, with its moments, in ``part-RANK-NUMBER.safetensors``; or in pieces, each a tensor of one dimension
-in ``shard-RANK-NUMBER.safetensors``, of which the manifest has file, first element and number of elements. Tensors were
-``KEY/NAME``, and only the header of a file says where in it they are. Nothing here imports torch.
+A parameter was stored whole, with its moments, in ``part-RANK-NUMBER.safetensors``; or in pieces, each a 1-d tensor in
+``shard-RANK-NUMBER.safetensors``, for which the manifest has file, first element and number of elements. Tensors were
+named ``KEY/NAME``, and only a file's header says where they are. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _MOST_BYTES = 100_000_000
 
 
 def translated(path: Path, manifest: Json) -> Json:
-    """The manifest of a checkpoint, as today's dsframe would have written it for the same files. Raises CheckpointError where they
-    are not what it says."""
+    """Returns the manifest that today's dsframe would have written for the same files. Raises CheckpointError if they
+    do not match.
+    """
     headers: dict[str, Json] = {}
 
     def header(file: str) -> Json:
@@ -81,9 +82,9 @@ def _tensor(file: str, entry: Json) -> Json:
 
 
 def _header(path: Path) -> Json:
-    """The header of a safetensors file, with the first byte of each tensor in the file. Raises CheckpointError."""
+    """Returns the header of a safetensors file, with each tensor's first byte in the file. Raises CheckpointError."""
     try:
-        if path.is_symlink() or not path.is_file():  # a pipe would wait
+        if path.is_symlink() or not path.is_file():  # a pipe would block
             raise CheckpointError(f"{path} is not there, or no file")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Checks before training that every rank sees and can write the run's folder: a host may lack it."""
+"""Checks before training that every rank sees the run's folder and can write to it; a node may lack it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def preflight(engine: Engine, folder: Path) -> None:
-    """**Collective.** Tries what a save needs: rank 0 creates a folder next to ``folder`` (in the target, if that is a link),
-    every other rank writes into it, and it is removed. Raises CheckpointError, on every rank, if one cannot.
+    """**Collective.** Tries what a save needs: rank 0 creates a folder next to ``folder`` (in the target, if that is a
+    link), every other rank writes into it, and it is removed. Raises CheckpointError, on every rank, if one cannot.
 
-    Otherwise the first save would fail, which by default is at the end of training. Not in the folder itself: it may be renamed to
-    make room, and hosts would remember the old one by its name (NFS).
+    Otherwise the first save would fail, by default at the end of training. The folder itself is not used: it may be
+    renamed to archive it, and nodes would cache the old one by its name (NFS).
     """
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:
@@ -35,7 +35,7 @@ def preflight(engine: Engine, folder: Path) -> None:
             f"this run cannot be saved: checkpoints do not support the buffer {', '.join(odd)}; register it with "
             "persistent=False, or use another dtype"
         )
-    # A name that no host has asked for before: it cannot be remembered as missing.
+    # A new name, so that no node can have cached it as missing.
     trial_name = (
         f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
     )
@@ -62,14 +62,14 @@ def _begin(trial: Path) -> None:
 def _join(trial: Path, rank: int) -> None:
     (trial / "0").read_bytes()
     (trial / str(rank)).write_bytes(b"0")
-    (trial / str(rank)).unlink()  # here, where it is known at once
+    (trial / str(rank)).unlink()  # removed here, so that this node knows at once
 
 
 def damaged_files(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
-    """**Collective.** Returns what is damaged in a checkpoint, of which each rank reads its share; none where it is whole.
+    """**Collective.** Returns what is damaged in a checkpoint, empty if nothing is; each rank reads its share.
 
-    A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then
-    their hosts have the problem, and the checkpoint may be complete.
+    A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read
+    it: then their nodes have a problem, and the checkpoint may be complete.
     """
     suspects = sorted({name for damages in _damage_of_ranks(ranks, path, None, sign_of_life) for name in damages})
     if not suspects:
@@ -83,7 +83,7 @@ def damaged_files(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = l
 def _damage_of_ranks(
     ranks: Ranks, path: Path, names: Collection[str] | None, sign_of_life: Callable[[], None]
 ) -> list[dict[str, str]]:
-    """**Collective.** Returns what each rank finds damaged among ``names``, or in its share of all files."""
+    """**Collective.** Returns each rank's report on the files ``names``, or on its share of all files."""
     world = ranks.plan.world
     damage: dict[str, str] = {}
     failure = ""
@@ -101,7 +101,7 @@ def _damage_of_ranks(
 
 
 def _unread(path: Path, failures: list[str], ranks: Ranks) -> CheckpointError:
-    """**Collective.** The same error on every rank; ``failures``: by rank, empty where all is well."""
+    """**Collective.** Returns the same error on every rank. ``failures``: by rank, empty strings for success."""
     return CheckpointError(
         f"not every rank can read {path}: {'; '.join(named(ranks, failures))}; nothing was renamed; every host needs this "
         "folder, shared (NFS) and readable"
@@ -109,7 +109,7 @@ def _unread(path: Path, failures: list[str], ranks: Ranks) -> CheckpointError:
 
 
 def named(ranks: Ranks, failures: list[str]) -> list[str]:
-    """**Collective.** Returns the failures, each with its rank and host, without the empty ones."""
+    """**Collective.** Returns the failures, each with its rank and node, without the empty ones."""
     hosts = all_gather_text(ranks, socket.gethostname())
     return [
         f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, failures, strict=True)) if text

@@ -1,7 +1,8 @@
-"""A checkpoint's model as transformers' ``from_pretrained`` reads it: config.json, safetensors, the tokenizer's files.
+"""Writes a checkpoint's model in the form of transformers' ``from_pretrained``: config.json, safetensors, the
+tokenizer's files.
 
-What transformers has to know in addition to the weights was asked of the task when the checkpoint was saved
-(``Task.pretrained``) and is in its manifest: the training's file and its model folder are not needed.
+What transformers needs besides the weights was asked of the task when the checkpoint was saved (``Task.pretrained``)
+and is in its manifest, so the training's file and model folder are not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dsframe.text import Json, Say, one_line
 
 
 class _PretrainedRecord(BaseModel):
-    """What a manifest says of the model: data, whoever wrote it."""
+    """The manifest's entry about the model; validated, because anyone may have written it."""
 
     model_config = ConfigDict(strict=True, defer_build=True)
 
@@ -29,11 +30,11 @@ class _PretrainedRecord(BaseModel):
     tokenizer: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")] | None
     tokenizer_sha256: str | None
     chat_template: str | None = None
-    """That of the training, where its file named one."""
+    """The training's template, if its file named one."""
     generation_config: str | None = None
     """The model folder's, as JSON text."""
     preprocessor_config: str | None = None
-    """How images are made numbers, as JSON text."""
+    """Conversion of images to numbers, as JSON text."""
 
 
 def write(
@@ -44,9 +45,10 @@ def write(
     shard_size: str,
     say: Say,
 ) -> None:
-    """Writes the folder ``out``; ``weights`` are a whole state_dict of ``dtype``. ``say``: hears why there is no tokenizer.
+    """Writes the folder ``out``. ``weights``: a whole state_dict of ``dtype``. ``say``: prints why there is no
+    tokenizer.
 
-    Raises OSError, TaskError where transformers is missing, and CheckpointError where the model is none of transformers'.
+    Raises OSError, TaskError if transformers is missing, and CheckpointError if the model is not one of transformers.
     """
     recorded = manifest.get("pretrained")
     if recorded is None:
@@ -65,21 +67,23 @@ def write(
 
 
 def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
-    """File name -> content of what makes a checkpoint's folder one that ``from_pretrained`` reads; none where the model is not of
-    transformers, only an adapter of it is saved, or the weights have other names. ``say`` hears why there is no config.json, or no
-    tokenizer."""
+    """Returns the files (name -> content) that make a checkpoint's folder readable by ``from_pretrained``.
+
+    Empty if the model is not one of transformers, only its adapter is saved, or the weights have other names. ``say``:
+    prints why there is no config.json or tokenizer.
+    """
     if manifest.get("pretrained") is None or "adapter" in manifest:
         return {}
     try:
         known = _PretrainedRecord.model_validate(manifest["pretrained"])
         config = {**json.loads(known.config), "dtype": "float32"}
         ours, aliases = manifest["parameters"], manifest["aliases"]
-        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # which from_pretrained would draw
+        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # would be random
             raise TaskError(
                 f"{config['architectures'][0]} has {min(lost)}, and the checkpoint has {', '.join(sorted(ours)[:1])}; let the "
                 "task's model() return the model of transformers itself, or leave out pretrained()"
             )
-        if not {*ours}.intersection(aliases.values()):  # the configuration may say that two parameters are one
+        if not {*ours}.intersection(aliases.values()):  # the configuration may tie parameters that are separate
             for part in (config, config.get("text_config")):
                 if isinstance(part, dict) and part.get("tie_word_embeddings"):
                     part["tie_word_embeddings"] = False
@@ -87,13 +91,13 @@ def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
             (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             _write_others(known, Path(folder), say)
             return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
-    except Exception as error:  # of whichever tokenizer: the checkpoint is whole without it
+    except Exception as error:  # a tokenizer may raise anything; the checkpoint is complete without it
         say(f"warning: checkpoints have no config.json for from_pretrained: {one_line(error)}")
         return {}
 
 
 def _write_others(known: _PretrainedRecord, out: Path, say: Say) -> None:
-    """The files of a model folder beside weights and config.json."""
+    """Writes the files of a model folder other than weights and config.json."""
     for name in ("generation_config", "preprocessor_config"):
         if (text := getattr(known, name)) is not None:
             (out / f"{name}.json").write_text(text, encoding="utf-8")

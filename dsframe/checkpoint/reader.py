@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each tensor, or a range of it, from where the manifest says that its bytes are."""
+"""Reads a checkpoint: each tensor, or a range of it, from the position in the manifest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Checkpoint:
-    """A checkpoint on disk, read as :class:`dsframe.model.state.SavedState`. Files are mapped: what is not used is not read."""
+    """A checkpoint on disk, as a :class:`dsframe.model.state.SavedState`. Files are mapped, so only what is used is
+    read.
+    """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        """Reads only the manifest. ``rank``: whose buffers are wanted, where ranks had different ones.
+        """Reads only the manifest. ``rank``: whose buffers are read, if ranks had different ones.
 
-        Raises CheckpointError where the manifest is missing or damaged; ``store.verify`` reads the rest.
+        Raises CheckpointError if the manifest is missing or damaged; ``store.verify`` checks the rest.
         """
         self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
@@ -37,12 +39,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Global batches trained on."""
+        """Number of global batches trained on."""
         return int(self.manifest["step"])
 
     @property
     def updates(self) -> int:
-        """Optimizer updates applied: fewer than steps where fp16 gradients overflowed."""
+        """Number of optimizer updates; fewer than steps if fp16 gradients overflowed."""
         return int(self.manifest["updates"])
 
     @property
@@ -57,53 +59,53 @@ class Checkpoint:
         return {name: tuple(entry["tensors"][WEIGHT]["shape"]) for name, entry in self._parameters.items()}
 
     def moments(self, name: str) -> list[str]:
-        """The keys of what the optimizer keeps about a parameter, sorted."""
+        """Returns the keys of a parameter's optimizer state, sorted."""
         return sorted(self._parameters[name]["tensors"].keys() - {WEIGHT})
 
     def keeps(self, key: str) -> bool:
-        """Returns whether the optimizer's state has tensors of this name."""
+        """Returns whether the optimizer state has tensors with this key."""
         return any(key in entry["tensors"] for entry in self._parameters.values())
 
     @property
     def resized(self) -> Collection[str]:
-        """The buffers to which the training has given another shape than the built model has."""
+        """Names of buffers whose shape changed during training."""
         return frozenset(self.manifest.get("resized", ()))
 
     def buffers(self) -> Tensors:
-        """The model's buffers: this rank's own where it had others, else rank 0's."""
+        """Returns the model's buffers: this rank's, if it had different ones, else rank 0's."""
         of_ranks = self.manifest["buffers"]
         kept = of_ranks.get(buffers_of(self.rank)) or of_ranks.get(buffers_of(0), {})
         return {name: self._tensor(entry) for name, entry in kept.items()}
 
     def parameter(self, name: str) -> ParameterState:
-        """One parameter, in fp32, on the CPU. Raises CheckpointError where a file is not as the manifest says."""
+        """Returns one parameter, in fp32, on the CPU. Raises CheckpointError if a file is not as the manifest says."""
         entry = self._parameters[name]
         moments = {key: self._tensor(entry["tensors"][key]) for key in self.moments(name)}
         return ParameterState(name, self._tensor(entry["tensors"][WEIGHT]), moments, dict(entry["scalars"]))
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of one flattened parameter; nothing else is read.
+        """Returns a range of one flattened parameter; reads nothing else.
 
-        Raises CheckpointError as :meth:`parameter`, and where a moment has another shape than the weight.
+        Raises CheckpointError as :meth:`parameter`, and if a moment has another shape than the weight.
         """
         entry = self._parameters[name]
         if len({tuple(tensor["shape"]) for tensor in entry["tensors"].values()}) > 1:
-            return narrowed(self.parameter(name), first, size)  # which says why it cannot be
+            return narrowed(self.parameter(name), first, size)  # raises the error
         parts = {key: self._range(tensor, first, size) for key, tensor in entry["tensors"].items()}
         weight = parts.pop(WEIGHT)
         return ParameterState(name, weight, dict(sorted(parts.items())), dict(entry["scalars"]))
 
     def weights(self, instead: str = WEIGHT) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and then buffers, one at a time, as in the model's ``state_dict``.
+        """Yields parameters, then buffers, one at a time, as in the model's ``state_dict``.
 
-        ``instead``: the optimizer's tensors of this name in the place of the weights, where there are some.
+        ``instead``: use the optimizer's tensors with this key in place of the weights, if there are any.
         """
         for name, entry in self._parameters.items():
             yield name, self._tensor(entry["tensors"].get(instead) or entry["tensors"][WEIGHT])
         yield from self.buffers().items()
 
     def generators(self) -> list[Json]:
-        """The random generators of every rank that saved. Raises CheckpointError where they cannot be read."""
+        """Returns the random generators of every rank that saved. Raises CheckpointError if they cannot be read."""
         try:
             kept: list[Json] = json.loads((self.path / RNG).read_bytes())
         except (OSError, ValueError) as error:
@@ -111,14 +113,14 @@ class Checkpoint:
         return kept
 
     def close(self) -> None:
-        """Lets the files go: tensors that were read keep theirs."""
+        """Closes the files; tensors that were read keep their mappings."""
         self._mapped = {}
 
     def _tensor(self, entry: Json) -> Tensor:
         return self._range(entry, 0, math.prod(entry["shape"])).view(entry["shape"])
 
     def _range(self, entry: Json, first: int, size: int) -> Tensor:
-        """Elements of one tensor; a view of the mapped file where they lie in one piece."""
+        """Returns elements of one tensor; a view of the mapped file if they are contiguous."""
         dtype, parts, start = _DTYPES[entry["dtype"]], [], 0
         for file, begin, count in entry["pieces"]:
             low, high = max(first, start) - start, min(first + size, start + count) - start
@@ -135,7 +137,7 @@ class Checkpoint:
         if name not in self._mapped:
             path, size = self.path / name, self.manifest["files"][name]["bytes"]
             try:
-                if (there := path.stat().st_size) != size:  # what is mapped beyond the end would end the process
+                if (there := path.stat().st_size) != size:  # access beyond the end of the file would kill the process
                     raise CheckpointError(f"{path} has {there:,} bytes instead of {size:,}")
                 self._mapped[name] = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
             except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Resuming: chooses a checkpoint, verifies it, checks that it is of this training, and continues exactly there."""
+"""Resuming: chooses a checkpoint, verifies it, checks that it belongs to this training, and continues exactly there."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Start:
     """The point where training begins."""
 
     step: int = 0
-    """Global batches done already."""
+    """Number of completed global batches."""
     loss: float | None = None
     """The training loss of that step."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """The evaluation after that step, where there was one."""
+    """The evaluation after that step, if there was one."""
     in_place: bool = False
-    """True if the checkpoint is the run's own, so that its record of figures goes on too."""
+    """True if the checkpoint is the run's own, so that its metrics record continues too."""
 
 
 def refuse(config: Config, wanted: str, *, evaluates: bool) -> None:
-    """Checks what only the disk or the task can tell, before anything is set up. Raises CheckpointError, ConfigError."""
+    """Checks, before any setup, what depends on the disk or the task. Raises CheckpointError, ConfigError."""
     if config.settings.checkpoints.keep_best and not evaluates:
         message = "the task has no eval_data, so no checkpoint can be the best"
         where = "dsframe.checkpoints.keep_best"
@@ -65,13 +65,14 @@ def begin(
     say: Say,
     sign_of_life: Callable[[], None] = lambda: None,
 ) -> Start:
-    """**Collective.** Goes on from a checkpoint or makes sure that none is in the way.
+    """**Collective.** Continues from a checkpoint, or archives earlier checkpoints and starts from the beginning.
 
-    ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), "best" (the
-    one there that is best by "keep_best"), or a path to a checkpoint or a folder with some. Damaged ones found by "auto" or in a
-    folder are renamed, named to ``say``, and the one before is taken. ``sign_of_life`` is called after each file and each
-    parameter. Raises CheckpointError where there is nothing to go on from, only another training's, or what one rank cannot read
-    (then nothing is renamed), and where the run could not be saved.
+    ``wanted``: "never", "auto" (the newest complete one in ``folder``, the run's; the beginning if there is none),
+    "best" (the best one there by "keep_best"), or a path to a checkpoint or a folder with some. Damaged ones found by
+    "auto" or in a folder are renamed and reported with ``say``, and the one before is taken. ``sign_of_life`` is called
+    after each file and each parameter. Raises CheckpointError if there is nothing to continue from, if the checkpoint
+    belongs to another training, if only some ranks cannot read it (then nothing is renamed), and if the run could not
+    be saved.
     """
     preflight(engine, folder.directory)
     remove_unfinished(engine, folder, say)
@@ -86,7 +87,7 @@ def begin(
     checkpoint = Checkpoint(path, engine.plan.world.rank if same_ranks else 0)
     for line in differences(checkpoint.manifest, mine):
         say(f"resuming with a change: {line}")
-    # A link among the run's checkpoints is one of them, and so is what a link elsewhere leads to.
+    # In place also if the checkpoint is reached by a link, from the run's folder or to it.
     in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
     step = _first_step(checkpoint, mine, total_steps, in_place=in_place)
     saved: SavedState = _Watched(checkpoint, sign_of_life)
@@ -118,7 +119,7 @@ def begin(
 
 
 def _first_step(checkpoint: Checkpoint, mine: Json, total_steps: int, *, in_place: bool) -> int:
-    """Returns after which step of this run training goes on. Raises CheckpointError if there is no such step."""
+    """Returns the step of this run after which training continues. Raises CheckpointError if there is no such step."""
     step = step_now(checkpoint.manifest, mine)
     if new_batch(checkpoint.manifest, mine) and in_place:
         raise CheckpointError(
@@ -133,7 +134,7 @@ def _first_step(checkpoint: Checkpoint, mine: Json, total_steps: int, *, in_plac
 
 
 class _Watched(SavedView):
-    """A checkpoint that gives a sign of life with each parameter: reading a large one takes a while."""
+    """A checkpoint that reports to the watchdog with each parameter, because reading a large one takes long."""
 
     def __init__(self, saved: Checkpoint, sign_of_life: Callable[[], None]) -> None:
         super().__init__(saved)
@@ -145,18 +146,18 @@ class _Watched(SavedView):
 
 
 class _WithoutAverages(SavedView):
-    """A saved state without the averages, which a training that keeps none would carry along for ever."""
+    """A saved state without averages, which a training without "ema" would otherwise keep and save forever."""
 
     def seen(self, parameter: ParameterState) -> ParameterState:
-        """The parameter without its average."""
+        """Returns the parameter without its average."""
         moments = {key: value for key, value in parameter.moments.items() if key != ema.KEY}
         return ParameterState(parameter.name, parameter.weight, moments, parameter.scalars)
 
 
 def _choose(engine: Engine, wanted: str, folder: Store, say: Say, sign_of_life: Callable[[], None]) -> Path | None:
-    """**Collective.** The newest whole checkpoint; each rank verifies its share of the files.
+    """**Collective.** Returns the newest complete checkpoint; each rank verifies its share of the files.
 
-    Damaged ones are set aside when a whole one is found: where none is, every later start finds, and says, the same.
+    Damaged ones are set aside only when a complete one is found; otherwise every later start reports the same error.
     """
     main = engine.plan.world.is_main
     candidates: list[Path] = []
@@ -180,7 +181,7 @@ def _choose(engine: Engine, wanted: str, folder: Store, say: Say, sign_of_life: 
     damaged: dict[Path, str] = {}
     for path in paths:
         if str(path) in choice["foreign"]:
-            raise CheckpointError(choice["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
+            raise CheckpointError(choice["foreign"][str(path)])  # complete: neither usable here, nor to be set aside
         if wrong := damaged_files(engine, path, sign_of_life):
             damaged[path] = "; ".join(wrong)
             continue
@@ -201,7 +202,7 @@ def _choose(engine: Engine, wanted: str, folder: Store, say: Say, sign_of_life: 
 
 
 def _never_whole(folder: Store) -> str:
-    """Returns a message if all checkpoints of a run are damaged: then it must not start over unasked."""
+    """Returns a message if all checkpoints of a run are damaged: it must not start over without being asked to."""
     if not (damaged := folder.damaged()):
         return ""
     return f"all checkpoints in {folder.directory} are damaged ({', '.join(damaged)}); to start over: --resume never"
@@ -213,12 +214,12 @@ def _of_another_format(path: Path) -> str:
     except store.OtherFormatError as error:
         return str(error)
     except CheckpointError:
-        pass  # damaged, which is said when it is its turn
+        pass  # damaged, reported when it is verified
     return ""
 
 
 def remove_unfinished(engine: Engine, folder: Store, say: Say) -> None:
-    """Rank 0 removes unfinished saves."""
+    """Removes unfinished saves, on rank 0."""
     if engine.plan.world.is_main:
         with suppress(OSError):
             if removed := folder.remove_unfinished():
@@ -226,7 +227,7 @@ def remove_unfinished(engine: Engine, folder: Store, say: Say) -> None:
 
 
 def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Say) -> None:
-    """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
+    """**Collective.** Archives the checkpoints of the run's folder, or only those of steps after ``after``."""
 
     def archive() -> None:
         if moved := folder.archive_earlier(after):
@@ -238,9 +239,11 @@ def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Say) 
 
 
 def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Each rank's own random generators; ranks that the saved run did not have start from seed, rank and step.
+    """Restores each rank's random generators; ranks that the saved run did not have are seeded from seed, rank and
+    step.
 
-    Ranks that share their samples have the same ones, or their dropout would differ: the group's first rank's.
+    Ranks that share samples need the same generators, or their dropout would differ: they take the group's first
+    rank's.
     """
     kept = checkpoint.generators()
     plan = engine.plan

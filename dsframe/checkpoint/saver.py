@@ -1,12 +1,13 @@
-"""Writing: all ranks write one checkpoint together.
+"""Saving: all ranks write one checkpoint together.
 
-Every rank writes the ranges that it holds into the files of all (``writer``); rank 0 makes the folder, writes what is small,
-and when all have said that what they write is on the disk, the manifest, the rename and the pointer. What one rank cannot
-write, all learn: then nothing is renamed, what was written is taken away, and the checkpoint before stays as it is.
+Every rank writes the ranges that it holds into shared files (``writer``). Rank 0 creates the folder and writes small
+files. When all ranks report that their data are on the disk, it writes the manifest, renames the folder and updates the
+pointer. If one rank fails, all learn of it: then nothing is renamed, the files are removed, and the previous checkpoint
+is unchanged.
 
-Training goes on as soon as the ranges are written, which is when the system has their bytes: a thread waits until they are on
-the disk, and rank 0's then commits (``background``). Asynchronously, each rank copies them, and threads write as well. At most
-one checkpoint is under way: the next save waits for it, and says what went wrong with it.
+Training continues as soon as the ranges are written to the page cache: a thread waits until they are on the disk, and
+rank 0's thread commits (``background``). Asynchronous saves copy the ranges, and the threads also write them. At most
+one checkpoint is in progress: the next save waits for it and reports its errors.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ if TYPE_CHECKING:
 
 
 ModelFiles = Callable[[Json, Say], dict[str, bytes]]
-"""Of the manifest and rank 0's voice: name of a file -> content."""
+"""Function of the manifest and of a function that prints -> files by name."""
 _LAST_SECONDS = 10.0
 _NOT_SHARED = f"{os.strerror(errno.ENOENT)}: rank 0 has made the folder on its host; every host needs it, shared (NFS)"
 
 
 class Saver:
-    """Writes a run's checkpoints. Every method but :meth:`due` and :meth:`path` is **collective**."""
+    """Writes a run's checkpoints. Every method except :meth:`due` and :meth:`path` is **collective**."""
 
     def __init__(
         self,
@@ -67,46 +68,47 @@ class Saver:
         model_files: ModelFiles = lambda *_: {},
         say: Say,
     ) -> None:
-        """Before a checkpoint is loaded, while buffers have the shapes that they were built with.
+        """Create it before a checkpoint is loaded, while buffers have their initial shapes.
 
-        ``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
-        ``model_files``: makes what lies beside the weights, for other programs."""
+        ``about``: the manifest's entries that do not change from step to step; plain JSON values. ``model_files``:
+        creates the files next to the weights, for other programs.
+        """
         self._make_model_files = model_files
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._staging = staging.Staging() if asynchronous else None
         self._layout = Layout()
         self._built = {name: buffer.shape for name, buffer in engine.buffers().items()}
-        """The shapes of this rank's buffers before the training."""
+        """Initial shapes of this rank's buffers."""
         self._model_files: dict[str, bytes] | None = None
-        """What makes the folder one of transformers', from the first save on."""
+        """Files that make the folder readable by transformers; set at the first save."""
         self._said = False
         self._writing: tuple[int, Writing] | None = None
         self._begun: int | None = None
-        """The step whose folder this rank has made, to write into."""
+        """The step for which this rank has created the folder."""
         self._ratings: dict[int, Metrics] = {}
         """Evaluations of checkpoints that are still being written."""
         self.asynchronous = asynchronous
-        """True if training goes on before the files are written."""
+        """True if training continues before the files are written."""
         self.saved_step: int | None = None
-        """The step of the newest checkpoint that this run wrote or went on from."""
+        """Step of the newest checkpoint that this run wrote or resumed from."""
         self.sign_of_life: Callable[[], None] = lambda: None
-        """Called after each parameter: a large checkpoint may take longer than a hang is allowed to."""
+        """Called after each parameter: writing a large checkpoint may take longer than the hang timeout."""
 
         self.claim: Callable[[], None] = lambda: None
-        """Called by rank 0 before each save. Raises CheckpointError where the run's directory is another run's."""
+        """Called by rank 0 before each save. Raises CheckpointError if another run has taken the run's directory."""
 
     def path(self, step: int) -> Path:
-        """Returns where the checkpoint of ``step`` is, or will be."""
+        """Returns the path of the checkpoint of ``step``, whether it exists or not."""
         return self._store.path(step)
 
     def due(self, step: int, total_steps: int) -> bool:
-        """True if a checkpoint is to be written after ``step``."""
+        """True if a checkpoint must be written after ``step``."""
         regular = self._every is not None and epochs.due(step, self._every)
         return step != self.saved_step and (regular or (self._at_end and step == total_steps))
 
     def prepare(self) -> None:
-        """**Collective**, after the first step, which makes the optimizer's state: memory for copies is taken from the system."""
+        """**Collective.** Reserves memory for copies. Called after the first step, which creates the optimizer's state."""
         if self._staging is None or self._every is None:
             return
         state = self._engine.state()
@@ -124,7 +126,7 @@ class Saver:
     def save(self, step: int, *, loss: float | None, evaluation: Metrics) -> float:
         """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
 
-        Raises CheckpointError, on every rank, where one cannot write; the checkpoint before is still there.
+        Raises CheckpointError, on every rank, if one rank cannot write; the previous checkpoint is unchanged.
         """
         began = time.perf_counter()
         self.settle()
@@ -137,7 +139,7 @@ class Saver:
         state = engine.state()
         writer = Writer(engine, state, folder, staging=self._staging, layout=self._layout)
         if not isinstance(state.parameters, ShardedParameters):
-            state = replace(state, parameters=engine.state().parameters)  # laying out has used them up
+            state = replace(state, parameters=engine.state().parameters)  # the layout has consumed them
         failure = writer.take(state, self.sign_of_life)
         shapes = {name: buffer.shape for name, buffer in engine.buffers().items()}
         resized = [name for name, shape in shapes.items() if self._built.get(name, shape) != shape]
@@ -184,9 +186,10 @@ class Saver:
         }
 
     def rate(self, step: int, evaluation: Metrics) -> None:
-        """**Collective.** The evaluation of a checkpoint that was saved before it, now that there is one.
+        """**Collective.** Adds an evaluation to the checkpoint of ``step``, which was saved before it.
 
-        One that is still being written gets it when it is whole. A run that ends before evaluates again when it goes on.
+        If the checkpoint is still being written, it is added afterwards. If the run ends before, it evaluates again
+        when it resumes.
         """
         self._look_for_metric(evaluation)
         if self._engine.plan.world.is_main and evaluation:
@@ -197,20 +200,20 @@ class Saver:
     def _rate(self) -> None:
         ratings, self._ratings = self._ratings, {}
         for step, evaluation in ratings.items():
-            if self._store.path(step).is_dir():  # not where another run's was gone on from
+            if self._store.path(step).is_dir():  # absent if the run continued from another run's checkpoint
                 if failure := catch_io_error(partial(self._store.rate, step, evaluation)):
                     self._say(f"warning: the evaluation after step {step} cannot be added to its checkpoint: {failure}")
                 self._prune()
 
     @property
     def failed(self) -> bool:
-        """True if a checkpoint under way is known to have failed on this rank: :meth:`settle` says what, on all ranks."""
+        """True if this rank knows that a save in progress has failed; :meth:`settle` raises the error on all ranks."""
         return self._writing is not None and self._writing[1].failed
 
     def settle(self) -> None:
-        """**Collective.** Waits until the checkpoint that is written in the background, if there is one, is complete.
+        """**Collective.** Waits until the checkpoint in progress, if there is one, is complete.
 
-        Raises CheckpointError, on every rank, where one could not write; the checkpoint before is still there.
+        Raises CheckpointError, on every rank, if one rank could not write; the previous checkpoint is unchanged.
         """
         if self._writing is None:
             return
@@ -225,7 +228,7 @@ class Saver:
         self._rate()
 
     def outlast(self) -> None:
-        """Not collective. Waits some seconds for the checkpoint that is being written: this rank's error shall not cost it."""
+        """Not collective. Called when this rank ends with an error: waits some seconds for the checkpoint in progress."""
         if self._writing is None:
             return
         step, writing = self._writing
@@ -234,7 +237,7 @@ class Saver:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong."""
+        """Not collective. Waits until the checkpoint in progress is finished, whatever else failed."""
         if self._writing is not None:
             self._writing[1].finish()
             self._writing = None
@@ -250,43 +253,43 @@ class Saver:
     def _prune(self) -> str:
         try:
             removed = self._store.prune(self._retention)
-        except OSError as error:  # the new checkpoint is safe; old ones that stay are no reason to stop training
+        except OSError as error:  # the new checkpoint is safe; training need not stop for old ones
             return f"; an old checkpoint cannot be removed: {error}"
         return f"; removed {', '.join(str(step) for step in removed)}" if removed else ""
 
     def _check(self, step: int, failure: str) -> None:
-        """**Collective.** Raises CheckpointError on every rank where any rank failed. ``failure``: what went wrong here, or ""."""
+        """**Collective.** Raises CheckpointError on every rank if any failed. ``failure``: this rank's error, or ""."""
         if wrong := failures(self._engine, failure):
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
-        if self._begun == step:  # else the folder is another run's
+        if self._begun == step:  # otherwise the folder belongs to another run
             self._store.abandon(step)
         try:
             newest = self._store.newest_first()
             before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"
-        except OSError as error:  # the directory is away, which may be the very reason
+        except OSError as error:  # the folder may be the reason for the failure
             before = f"the folder with earlier ones cannot be read: {error.strerror}"
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")
 
 
 def _appears(folder: Path) -> bool:
-    """Returns whether a folder that rank 0 has made is there, or comes: over NFS a host may remember that it was not."""
+    """Waits until a folder that rank 0 has created is visible; over NFS a node may have cached that it was missing."""
     until = time.monotonic() + _LAST_SECONDS
     while not folder.is_dir():
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
         with suppress(OSError):
-            list(folder.parent.iterdir())  # which asks the server anew
+            list(folder.parent.iterdir())  # asks the server again
     return True
 
 
 def write_small(folder: Path, writer: Writer, words: Sequence[Json], more: Mapping[str, bytes]) -> dict[str, Json]:
-    """Writes what is not a tensor: generators, the index of several files of weights, and ``more`` files by name. Returns the
-    manifest's entries of all files.
+    """Writes the files without tensors: generators, the index of several weight files, and the files ``more``.
 
-    ``words``: what each rank says that it has written. Raises OSError, and CheckpointError where that is not all.
+    Returns the manifest's entries of all files. ``words``: each rank's report of what it has written. Raises OSError,
+    and CheckpointError if something is missing.
     """
     entries = {
         name: combined(name, size, [run for word in words for run in word["runs"].get(name, ())])

@@ -1,9 +1,9 @@
-"""Memory of one rank for copies of what is saved in the background; it stays from one save to the next.
+"""Memory of one rank for copies that are saved in the background; reused by every save.
 
-The first write to fresh memory costs two to three times as much processor time as the copy itself: the system hands it out page by
-page. A run's peak is the same either way, since training continues while a save is being written. Huge pages were tried
-(``MADV_HUGEPAGE``) and dropped: most copies take a third of the time, and some, for which the system first moves other pages, ten
-times as long.
+The first write to new memory costs two to three times as much processor time as the copy itself, because the system
+provides it page by page. A run's peak is the same either way, since training continues during a save. Huge pages
+(``MADV_HUGEPAGE``) were tried and dropped: most copies take a third of the time, but some, for which the system first
+moves other pages, ten times as long.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ class Staging:
         self._making: threading.Thread | None = None
 
     def reserve(self, sizes: Iterable[int], *, ahead: bool = False) -> None:
-        """Makes room for copies of so many bytes each: none of the save before is needed any more. ``ahead``: it is taken from the
-        system page by page, in a thread, while the steps before the first save run."""
+        """Reserves room for copies of these sizes in bytes; copies of the previous save become invalid. ``ahead``:
+        touch the pages in a thread, while the steps before the first save run.
+        """
         if self._making is not None:
             self._making.join()
         size, self._used = sum(map(_aligned, sizes)), 0
         if size > self._block.numel():
-            self._block = torch.empty(0, dtype=torch.uint8)  # never both
+            self._block = torch.empty(0, dtype=torch.uint8)  # free the old block first
             self._block = torch.empty(size, dtype=torch.uint8)
             if ahead:
                 self._making = threading.Thread(target=self._block.zero_, name="dsframe-staging", daemon=True)
                 self._making.start()
 
     def copy(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns ``flat``, of one dimension, on the CPU as ``dtype``; it holds until memory is reserved for the next save."""
+        """Returns a copy of ``flat`` (1-d) on the CPU as ``dtype``; valid until memory is reserved for the next save."""
         size = flat.numel() * dtype.itemsize
         staged = self._block[self._used : self._used + size].view(dtype)
         self._used += _aligned(size)
         if flat.device.type == "cpu" and flat.dtype == dtype and flat.is_contiguous():
-            # By C's memmove: above a size of its own it writes past the caches, and takes 0.6 of the time of copy_.
+            # Uses C's memmove: above a certain size it bypasses the caches, and takes 0.6 of the time of copy_.
             np.copyto(staged.view(torch.uint8).numpy(), flat.view(torch.uint8).numpy())
             return staged
         return staged.copy_(flat)

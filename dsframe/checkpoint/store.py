@@ -1,14 +1,14 @@
-"""A run's folder of checkpoints on disk: written under another name, renamed when whole, verified before use.
+"""A run's folder of checkpoints: written under a temporary name, renamed when complete, verified before use.
 
-    RUN_DIR/checkpoints/step-00000042/manifest.json      written last: what is here, with size and checksums of every file
+    RUN_DIR/checkpoints/step-00000042/manifest.json      written last: content, with size and checksums of every file
                                       model.safetensors, optimizer.safetensors, rng.json, ...
                         step-00000040.damaged/           found damaged and set aside, with a warning
-                        .step-00000044.partial/          a save under way, or cut off: never looked at
+                        .step-00000044.partial/          a save in progress, or interrupted: never read
                         latest                           the name of the newest, for people and scripts
-                        best                             the name of the best, where the file says "keep_best"
+                        best                             the name of the best, if the file says "keep_best"
 
-A rename is atomic and follows the fsync of everything in it, so a checkpoint is whole or not there, whatever ends the
-process or the machine. Nothing here is collective, and nothing imports torch.
+A rename is atomic and follows the fsync of all content, so a checkpoint is complete or absent, however the process or
+the machine ends. Nothing here is collective, and nothing imports torch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ LATEST, BEST = "latest", "best"
 FORMAT = 4
 _WIDTHS = {8: "F64 C64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
 WIDTHS = {name: width for width, names in _WIDTHS.items() for name in names.split()}
-"""Bytes of an element, by the names of safetensors."""
+"""Bytes of an element, by safetensors' dtype names."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
-"""The name of a parameter or a moment: anything that can be printed in one line."""
+"""The name of a parameter or a moment: any printable text in one line."""
 
 
 class OtherFormatError(CheckpointError):
-    """The checkpoint is complete, but has a format of another version of dsframe."""
+    """The checkpoint is complete, but has the format of another version of dsframe."""
 
 
 class UnreadableError(CheckpointError):
@@ -56,17 +56,17 @@ class UnreadableError(CheckpointError):
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay."""
+    """Which checkpoints to keep."""
 
     last: int = 2
     """Number of newest checkpoints to keep."""
     best: str | None = None
     """``METRIC:min`` or ``METRIC:max``: also keep the best by that metric of the evaluation."""
     every: Fraction | None = None
-    """Keep also those at multiples of so many steps."""
+    """Also keep those at multiples of this number of steps."""
 
     def keeps(self, evaluations: Mapping[int, Mapping[str, float | None]]) -> set[int]:
-        """Returns the steps to keep out of those in ``evaluations`` (step -> its metrics)."""
+        """Returns the steps to keep of those in ``evaluations`` (step -> its metrics)."""
         steps = sorted(evaluations)
         kept = set(steps[-self.last :])
         if self.every:
@@ -83,37 +83,41 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Returns where the checkpoint of ``step`` is, or would be."""
+        """Returns the path of the checkpoint of ``step``, whether it exists or not."""
         return self.directory / f"step-{step:08}"
 
     def partial(self, step: int) -> Path:
-        """Returns where it is written."""
+        """Returns the path of the folder while it is written."""
         return self.directory / f".step-{step:08}.partial"
 
     def newest_first(self) -> list[Path]:
-        """Every checkpoint by name, verified or not."""
+        """Returns every checkpoint by name, newest first, verified or not."""
         if not self.directory.is_dir():
             return []
         numbered = [(step, path) for path in self.directory.iterdir() if (step := step_of(path)) is not None]
         return [path for _, path in sorted(numbered, reverse=True)]
 
     def damaged(self) -> list[str]:
-        """Names of those that were set aside."""
+        """Returns the names of checkpoints that were set aside."""
         return sorted(path.name for path in self.directory.glob("step-*.damaged*"))
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into. Raises OSError (full disk, no permission), CheckpointError where the step is there."""
+        """Creates an empty folder to write to. Raises OSError (full disk, no permission), CheckpointError if the step
+        exists.
+        """
         if self.path(step).exists():
             raise CheckpointError(f"{self.path(step)} exists already")
         folder, fresh = self.partial(step), not self.directory.exists()
-        remove(folder)  # cut off earlier; partial folders are never read
+        remove(folder)  # remains of an interrupted save; never read
         folder.mkdir(parents=True)
         if fresh:
             sync_folder(self.directory.parent)
         return folder
 
     def commit(self, step: int, manifest: Json) -> Path:
-        """The step's folder, written by all ranks, becomes a checkpoint; then ``latest`` points to it. Raises OSError."""
+        """Turns the step's folder, written by all ranks, into a checkpoint; then ``latest`` points to it. Raises
+        OSError.
+        """
         folder, final = self.partial(step), self.path(step)
         write(folder / MANIFEST, dump(manifest))
         sync_folder(folder)
@@ -136,8 +140,9 @@ class Store:
         sync_folder(self.directory)
 
     def rate(self, step: int, evaluation: Metrics) -> None:
-        """Adds the evaluation after ``step`` to its checkpoint, whose manifest is whole before and after. Raises OSError,
-        CheckpointError."""
+        """Adds the evaluation after ``step`` to its checkpoint; the manifest is replaced atomically. Raises OSError,
+        CheckpointError.
+        """
         path = self.path(step)
         partial = path / f".{MANIFEST}.partial"
         write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
@@ -149,20 +154,21 @@ class Store:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, retention: Retention) -> list[int]:
-        """Removes checkpoints that need not be kept and returns their steps. The newest always stays, and damaged ones do. ``best``
-        points to the best of those that stay."""
+        """Removes checkpoints that need not be kept and returns their steps. Keeps the newest one and damaged ones;
+        updates ``best``.
+        """
         evaluations: dict[int, Mapping[str, float | None]] = {}
         for path in self.newest_first():
             try:
                 evaluations[int(path.name[5:])] = dict(read_manifest(path).get("evaluation") or {})
             except CheckpointError:
-                continue  # to be found, named and set aside when somebody wants to use it
+                continue  # reported and set aside when it is to be used
         doomed = sorted(set(evaluations) - retention.keeps(evaluations))
         self._point(BEST, best_step(evaluations, retention.best) if retention.best else None)
         hidden = {step: self.directory / f".step-{step:08}.removed" for step in doomed}
         for step, path in hidden.items():
             remove(path)
-            self.path(step).rename(path)  # so that half a removal does not look like damage
+            self.path(step).rename(path)  # renamed first, so that an interrupted removal does not look like damage
         if hidden:
             sync_folder(self.directory)
         for path in hidden.values():
@@ -179,17 +185,17 @@ class Store:
         return [path.name for path in left]
 
     def set_aside(self, path: Path) -> Path:
-        """Renames a damaged checkpoint so that it is never taken for a good one, and is still there to look at."""
+        """Renames a damaged checkpoint, so that it is not used but can be examined."""
         target = path.with_name(f"{path.name}.damaged")
         target = numbered(target) if target.exists() else target
         path.rename(target)
         return target
 
     def archive_earlier(self, after: int | None = None) -> Path | None:
-        """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them. Where
-        ``checkpoints`` is a link, to another disk perhaps, it stays one: they go into ``checkpoints/earlier.1``.
+        """Moves an earlier run's checkpoints to ``checkpoints.1`` (2, ...), so that they do not mix with new ones. If
+        ``checkpoints`` is a link, perhaps to another disk, it remains one, and they go to ``checkpoints/earlier.1``.
 
-        ``after``: only whole ones of later steps. Returns where to, None where there are none. Raises OSError.
+        ``after``: move only complete ones of later steps. Returns the target, None if there are none. Raises OSError.
         """
         earlier = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
         if not earlier and (after is not None or not self.damaged()):
@@ -212,16 +218,16 @@ class Store:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder, None for anything else."""
+    """Returns the step of a checkpoint's folder, None for anything else."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match and path.is_dir() else None
 
 
 def locate(path: Path, *, best: bool = False) -> list[Path]:
-    """The checkpoints that ``path`` means, newest first: a checkpoint, a file that points to one, a folder of checkpoints, or a
-    run's folder. ``best``: of a folder the one that is best by the run's "keep_best".
+    """Returns the checkpoints that ``path`` means, newest first: a checkpoint, a pointer file, a folder of checkpoints,
+    or a run's folder.
 
-    Raises CheckpointError where there is none.
+    ``best``: of a folder, the best one by the run's "keep_best". Raises CheckpointError if there is none.
     """
     if path.name in (LATEST, BEST) and path.is_file():
         return [_pointed(path)]
@@ -244,7 +250,7 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
 
 
 def _pointed(pointer: Path) -> Path:
-    """The checkpoint that a file points to. Raises CheckpointError."""
+    """Returns the checkpoint that a file points to. Raises CheckpointError."""
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = pointer.parent / name
     if not _NAME.fullmatch(name) or not folder.is_dir():
@@ -253,7 +259,7 @@ def _pointed(pointer: Path) -> Path:
 
 
 def complete(path: Path, *, best: bool = False) -> Path:
-    """The newest complete checkpoint that ``path`` means, or the best one. Raises CheckpointError."""
+    """Returns the newest complete checkpoint that ``path`` means, or the best one. Raises CheckpointError."""
     candidates = locate(path, best=best)
     checkpoint = next((candidate for candidate in candidates if not verify(candidate)), None)
     if checkpoint is None:
@@ -262,12 +268,12 @@ def complete(path: Path, *, best: bool = False) -> Path:
 
 
 def finite(evaluation: Metrics) -> dict[str, float | None]:
-    """Returns an evaluation as JSON has it: null for what is not a finite number."""
+    """Returns an evaluation for JSON: None for values that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
 
 
 def config_of(checkpoint: Path) -> Path:
-    """The file of the run that wrote a ``checkpoint``. Raises CheckpointError where it is not beside it."""
+    """Returns the configuration file of the run that wrote a ``checkpoint``. Raises CheckpointError if there is none."""
     file = checkpoint.resolve().parent.parent / "config.json"
     if not file.is_file():
         raise CheckpointError(
@@ -277,7 +283,9 @@ def config_of(checkpoint: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Json:
-    """A checkpoint's manifest. Raises CheckpointError where it is missing or damaged; OtherFormatError, UnreadableError."""
+    """Returns a checkpoint's manifest. Raises CheckpointError if it is missing or damaged; OtherFormatError,
+    UnreadableError.
+    """
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -285,7 +293,7 @@ def read_manifest(path: Path) -> Json:
         raise kind(f"{path}: {MANIFEST}: {error.strerror}") from None
     try:
         manifest: Json = json.loads(content)["manifest"]
-        whole = dump(manifest) == content  # every byte is accounted for: numbers print as they were read
+        whole = dump(manifest) == content  # compares every byte: numbers print as they were read
         written = int(manifest["format"]) if whole else FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
@@ -319,10 +327,10 @@ class _Tensor(_Part):
     dtype: str
     shape: list[NonNegativeInt]
     pieces: list[_Piece]
-    """File, first byte, number of elements: one, but for what earlier dsframes wrote."""
+    """File, first byte, number of elements; one piece, except in files of earlier dsframe versions."""
 
     def wrong(self, files: Mapping[str, _File]) -> str:
-        """Returns what is wrong with where it lies; "" where nothing is."""
+        """Returns what is wrong with the tensor's position; "" if nothing is."""
         if (width := WIDTHS.get(self.dtype)) is None:
             return f"has the dtype {self.dtype!r}"
         if sum(count for *_, count in self.pieces) != math.prod(self.shape):
@@ -341,7 +349,9 @@ class _Parameter(_Part):
 
 
 class _Known(_Part):
-    """The values of a manifest that somebody computes with or makes a name of. A checksum says who is careless, not who lies."""
+    """Values of a manifest that are used in computations or names. They are validated because a checksum detects
+    accidents, not manipulation.
+    """
 
     files: dict[Annotated[str, Field(pattern=f"^{_FILE.pattern}$")], _File]
     step: NonNegativeInt = 0
@@ -364,7 +374,7 @@ class _Known(_Part):
 
 
 def _check_content(path: Path, manifest: Json) -> None:
-    """Raises CheckpointError for a manifest that no dsframe has written, whatever its checksum says."""
+    """Raises CheckpointError for a manifest that dsframe cannot have written, even if its checksum is right."""
     try:
         known = _Known.model_validate(manifest)
     except ValidationError as error:
@@ -393,7 +403,7 @@ def _check_content(path: Path, manifest: Json) -> None:
 
 
 def verify(path: Path) -> list[str]:
-    """Returns what is wrong with a checkpoint, a line each; none where it is whole. Raises as :func:`damage` does."""
+    """Returns what is wrong with a checkpoint, one line each; empty if it is complete. Raises as :func:`damage`."""
     return list(damage(path).values())
 
 
@@ -403,11 +413,12 @@ def damage(
     share: tuple[int, int] = (0, 1),
     sign_of_life: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """The missing, truncated and altered files of a checkpoint: name -> what is wrong; the manifest alone where that is.
+    """Returns the missing, truncated and altered files of a checkpoint (name -> what is wrong), or only the manifest if
+    that is damaged.
 
-    ``names``: read only these files; by default all. ``share``: rank and number of those who read them together, each
-    another part. ``sign_of_life``: called after each file. Raises OtherFormatError, and UnreadableError where something but
-    the file itself is wrong.
+    ``names``: read only these files; by default all. ``share``: rank and number of the processes that read them
+    together, each a different part. ``sign_of_life``: called after each file. Raises OtherFormatError, and
+    UnreadableError if the file itself is not the problem.
     """
     try:
         manifest = read_manifest(path)
@@ -432,14 +443,14 @@ def damage(
 
 
 def dump(manifest: Json) -> bytes:
-    """The manifest's bytes, with a checksum of itself: the same for the same content."""
+    """Returns the manifest's bytes, with a checksum of itself: the same for the same content."""
     text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     outer = {"manifest": manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def numbered(base: Path) -> Path:
-    """The first of ``base.1``, ``base.2``, ... that is not there yet."""
+    """Returns the first of ``base.1``, ``base.2``, ... that does not exist."""
     number = 1
     while (target := base.with_name(f"{base.name}.{number}")).exists():
         number += 1

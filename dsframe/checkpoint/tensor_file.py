@@ -1,4 +1,4 @@
-"""One safetensors file of whole tensors, as an export writes it."""
+"""Writes one safetensors file of whole tensors, for exports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dsframe.values import Tensors
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """A safetensors file, written from the tensors' own memory, views among them; it is on the disk when this returns.
+    """Writes a safetensors file directly from the tensors' memory, also from views; it is on the disk on return.
 
-    ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype
-    that the format does not have.
+    ``safetensors.save_file`` computes no checksum and does not accept views. Raises OSError, and CheckpointError for a
+    dtype that the format does not have.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     begin, _ = header([Content(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered], metadata)

@@ -1,17 +1,18 @@
-"""One rank's part in writing a state: the ranges that it holds, each into its place in files that are laid out in advance.
+"""Writes one rank's part of a state: the ranges that it holds, each to its position in files laid out in advance.
 
-    model.safetensors, or model-00001-of-00003.safetensors, ...     weights and buffers, by the model's own names
-    optimizer.safetensors, or optimizer-00001-of-00006...           what the optimizer keeps: ``KEY/NAME``
-    buffers.safetensors                                             those of ranks with others than rank 0: ``rank-00003/NAME``
+    model.safetensors, or model-00001-of-00003.safetensors, ...     weights and buffers, with the model's names
+    optimizer.safetensors, or optimizer-00001-of-00006...           optimizer state: ``KEY/NAME``
+    buffers.safetensors                                             of ranks with others than rank 0: ``rank-00003/NAME``
 
-A safetensors file says where each tensor's bytes are before any of them is there. What a rank holds of a tensor (all of it,
-rows, a range of ZeRO's flat tensors) is one range of bytes there, so every rank writes its own, nothing is sent, and the
-files are the same whatever engine and number of ranks wrote them. What several ranks hold they write in turns. Where an
-engine has to gather a tensor to know a range of it, as one that is cut by columns, it does so tensor by tensor.
+A safetensors file's header says where each tensor's bytes are before they are written. What a rank holds of a tensor
+(all of it, rows, a range of ZeRO's flat tensors) is one range of bytes in the file. So every rank writes its own
+ranges, nothing is sent, and the files are the same for every engine and number of ranks. Ranks that hold the same range
+take turns. If an engine must gather a tensor to know a range of it (one split by columns), it gathers one tensor at a
+time.
 
-At once, a range is written from where it lies, through a window where it is on a GPU or of another dtype. In the background
-it is copied first, and a thread writes the copy. Whole is what every rank says it has written, range by range, and brought to
-the disk; then come the manifest, one rename, and ``latest`` (``background``, ``store``).
+A synchronous save writes a range directly from its memory, or through a window if it is on a GPU or of another dtype. A
+background save copies it first, and a thread writes the copy. When every rank's ranges are on the disk, the manifest,
+one rename, and ``latest`` follow (``background``, ``store``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dsframe.model.state import EngineState, TensorShard
 from dsframe.text import Json
 
 WINDOW_BYTES = 32 << 20
-"""What is brought to the host, or to another dtype, at a time: a rank's memory grows by so much in a save at once."""
+"""Bytes copied to host memory, or to another dtype, at a time: the extra memory of a rank in a synchronous save."""
 
 
 class Writer:
@@ -48,9 +49,11 @@ class Writer:
         staging: Staging | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """**Collective.** Lays out the files for ``state``, whose parameters are used up where they are an iterator. ``staging``:
-        :meth:`take` copies there, and :meth:`flush` writes. ``layout``: that of the run's save before. Raises CheckpointError
-        as :meth:`Layout.agree` does."""
+        """**Collective.** Lays out the files for ``state``; consumes its parameters if they are an iterator.
+
+        ``staging``: :meth:`take` copies there, and :meth:`flush` writes. ``layout``: that of the run's previous save.
+        Raises CheckpointError as :meth:`Layout.agree` does.
+        """
         world = ranks.plan.world
         self.plan, scalars = (layout or Layout()).agree(ranks, state)
         by_key: dict[str, Json] = {buffers_of(0): {}}
@@ -61,7 +64,7 @@ class Writer:
             else:
                 parameters[name]["tensors"][key] = at
         self.manifest: Json = {"parameters": parameters, "buffers": by_key}
-        """What the manifest says of the parameters and the buffers; the same on every rank."""
+        """The manifest's entries of parameters and buffers; the same on every rank."""
         self._rank, self._staging = world.rank, staging
         self._files = RangeWriter(folder, several_hosts=world.local_size < world.size, ahead=staging is not None)
         if staging is not None:
@@ -71,18 +74,20 @@ class Writer:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each range that this rank writes."""
+        """Size in bytes of each range that this rank writes."""
         return [piece.bytes for pieces in self.plan.pieces.values() for piece in pieces]
 
     @property
     def runs(self) -> Mapping[str, list[Run]]:
-        """What this rank has written, when :meth:`flush` has returned."""
+        """What this rank has written; valid after :meth:`flush`."""
         return self._files.runs
 
     def take(self, state: EngineState, sign_of_life: Callable[[], None]) -> str:
-        """**Collective** where the engine gathers. Writes this rank's ranges, or copies them; returns the disk's error, or "".
+        """**Collective** if the engine gathers. Writes this rank's ranges, or copies them; returns the disk's error, or
+        "".
 
-        ``state``: as it was laid out. After a failure it takes part to the end without writing: others wait for it.
+        ``state``: the one that was laid out. After an error it continues without writing, because other ranks wait for
+        its collectives.
         """
         failure = ""
         for name, begin in self.plan.headers.items() if self._rank == 0 else ():
@@ -123,7 +128,7 @@ class Writer:
         return self._window[: content.numel() * dtype.itemsize].view(dtype).copy_(content)
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """Writes what was copied; all that this rank writes is on the disk when it returns. Raises OSError."""
+        """Writes what was copied; everything is on the disk on return. Raises OSError."""
         self._window = None
         for name, begin, content in self._kept:
             self._files.put(name, begin, bytes_of(content))
@@ -137,6 +142,6 @@ class Writer:
 
 
 def bytes_of(content: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     data: memoryview = content.view(torch.uint8).numpy().data
     return data

@@ -1,1 +1,1 @@
-"""Which process this is, where the processes of a run meet, and how they open torch.distributed."""
+"""Rank and size of this process, the rendezvous of a run's processes, and the process group."""

@@ -1,7 +1,7 @@
-"""What all ranks have to agree on, compared before any library starts.
+"""Checks that all ranks are about to do the same, before any library starts.
 
-Ranks with different engines would each wait for another library's collective: for ever, or until one of them aborts. So they meet
-in a store of torch's, which needs no engine, and say what they are about to do.
+Ranks with different engines would each wait for another library's collective, forever or until one aborts. So they
+compare in a torch store, which needs no engine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dsframe.errors import WorldError
 
 _MESSAGE = "the processes of this run differ: {}; start all with the same files, options and versions"
 _MOST = 5
-"""Differences that are named."""
+"""Number of differences that are listed."""
 
 
 def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
-    """**Collective.** Raises WorldError on every rank, naming the ranks that differ from rank 0 and in what.
+    """**Collective.** Raises WorldError on every rank, naming the ranks that differ from rank 0, and the differences.
 
-    Returns False where the launcher gives no rendezvous address, as mpirun on several nodes: then :func:`assert_engines_agree`.
+    Returns False if the launcher gives no rendezvous address (mpirun on several nodes); then use
+    :func:`assert_engines_agree`.
     """
     if world.size == 1:
         return True
@@ -38,20 +39,20 @@ def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
         store.set("differences", "; ".join(differences(of_ranks)))
     text = store.get("differences").decode()
     if text:
-        time.sleep(2.0 * world.is_main)  # the others have yet to read it from this process
+        time.sleep(2.0 * world.is_main)  # the others must read it from this process first
         raise WorldError(_MESSAGE.format(text))
     return True
 
 
 def assert_engines_agree(ranks: Ranks, facts: Mapping[str, str]) -> None:
-    """**Collective.** The same over an engine that is there."""
+    """**Collective.** The same check, over an existing engine."""
     if not same(ranks, json.dumps(dict(facts), sort_keys=True)):
         of_ranks = all_gather_json(ranks, dict(facts))
         raise WorldError(_MESSAGE.format("; ".join(differences(of_ranks))))
 
 
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns what differs from rank 0, a text for each fact of each rank: at most five, and how many more there are."""
+    """Returns a text for each fact that differs from rank 0: at most five, and the number of further ones."""
     first = of_ranks[0]
     lines = [
         f"{name} is {theirs.get(name, 'not there')} on rank {rank} and {first.get(name, 'not there')} on rank 0"

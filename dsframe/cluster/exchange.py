@@ -1,4 +1,4 @@
-"""Gathers text and tensors from all ranks, by the one collective that all engines have."""
+"""Gathers text and tensors from all ranks with the one collective that all engines have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsframe.errors import WorldError
 
 
 class Ranks(Protocol):
-    """The part of an engine that is needed here."""
+    """The part of an engine that this module needs."""
 
     plan: Any
 
@@ -26,15 +26,16 @@ class Ranks(Protocol):
 
 
 _FRAME = float(1 << 40)
-"""Added to each length: another exchange's numbers, such as a digest, are not taken for lengths."""
+"""Added to each length, so that numbers of another exchange, such as a digest, are not taken for lengths."""
 _MOST_BYTES = 1 << 30
-"""Longest text of a rank."""
+"""Limit for the text of a rank."""
 
 
 def all_gather_text(ranks: Ranks, text: str) -> list[str]:
-    """**Collective.** ``text`` of every rank, in rank order; also a barrier. For kilobytes: the whole table is summed.
+    """**Collective.** Returns every rank's ``text``, in rank order; also a barrier. For kilobytes: the whole table is
+    summed.
 
-    Four bytes travel in each float64, which holds whole numbers below 2 ** 53 exactly.
+    Each float64 carries four bytes; it represents integers below 2 ** 53 exactly.
     """
     world, device = ranks.plan.world, ranks.plan.device
     content = text.encode()
@@ -57,30 +58,33 @@ def all_gather_text(ranks: Ranks, text: str) -> list[str]:
 
 
 def all_gather_json(ranks: Ranks, value: Any) -> list[Any]:
-    """**Collective.** ``value``, of JSON's kinds, of every rank, in rank order."""
+    """**Collective.** Returns every rank's JSON ``value``, in rank order."""
     return [json.loads(text) for text in all_gather_text(ranks, json.dumps(value))]
 
 
 _WORD_BYTES = 4
-"""Bytes of a row that travel in one float64: whole numbers of so many bytes, and their sum with zeros, are exact."""
+"""Bytes of a row per float64: such integers, and their sum with zeros, are exact."""
 _PIECE_BYTES = 4 << 20
 """Bytes of a row that are sent at once."""
 
 
 def aligned(size: int) -> int:
-    """Returns ``size`` bytes rounded up to what a part of a row for :func:`sum_rows` takes."""
+    """Returns ``size`` in bytes, rounded up to the alignment of :func:`sum_rows`."""
     return -(-size // _WORD_BYTES) * _WORD_BYTES
 
 
 def sum_rows(ranks: Ranks, row: Tensor) -> None:
-    """**Collective.** Fills ``row`` (uint8, on the CPU, aligned parts), of which each rank has other parts and zeros elsewhere."""
+    """**Collective.** Fills ``row`` (uint8, on the CPU, aligned parts); each rank has set its own parts, and zeros
+    elsewhere.
+    """
     for piece in torch.split(row, _PIECE_BYTES):
         words = ranks.sum_over_ranks(piece.view(torch.int32).to(ranks.plan.device).double())
         piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
 
 
 def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
-    """**Collective.** ``tensor`` of every rank, in rank order, on the CPU; to the bit, and of any shape and dtype on each.
+    """**Collective.** Returns every rank's ``tensor``, in rank order, on the CPU; bitwise, shapes and dtypes may
+    differ.
 
     For megabytes: every rank gets all. A tensor without elements takes the dtype of the others.
     """
@@ -102,38 +106,42 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
 
 def failures(ranks: Ranks, failure: str) -> list[str]:
-    """**Collective.** Returns what went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
-    if not any_rank(ranks, bool(failure)):  # where all is well, what travels does not grow with the ranks
+    """**Collective.** Returns every rank's error as ``rank R: ...``; empty if no rank failed. ``failure``: this rank's
+    error, or "".
+    """
+    if not any_rank(ranks, bool(failure)):  # without failures, the amount sent does not grow with the number of ranks
         return []
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
 
 
 def any_rank(ranks: Ranks, holds: bool) -> bool:
-    """**Collective.** Returns, on every rank alike, whether something ``holds`` on some rank."""
+    """**Collective.** Returns, on every rank alike, whether ``holds`` is true on any rank."""
     return bool(
         ranks.sum_over_ranks(torch.tensor([float(holds)], dtype=torch.float64, device=ranks.plan.device)).item()
     )
 
 
 def same(ranks: Ranks, text: str) -> bool:
-    """**Collective.** Returns, on every rank alike, whether all have the same text. 16 bytes of each travel, however long it is.
+    """**Collective.** Returns, on every rank alike, whether all have the same text. Each sends only 16 bytes.
 
-    The digests' words are added up: where all are alike the sum is so many times one's own. That some rank finds a difference is
-    agreed on by a second sum, because one rank's words can be the mean of the others'.
+    The digests are summed: if all are equal, the sum is the number of ranks times this rank's. A second collective
+    tells all ranks whether one found a difference, because one rank's digest can be the mean of the others'.
     """
     size = ranks.plan.world.size
     digest = xxh3_128_hexdigest(text.encode())
-    words = [float(int(digest[at : at + 8], 16)) for at in range(0, 32, 8)]  # 32 bits: exact among two million ranks
+    words = [float(int(digest[at : at + 8], 16)) for at in range(0, 32, 8)]  # exact for two million ranks
     sums = torch.tensor(words, dtype=torch.float64, device=ranks.plan.device)
     return not any_rank(ranks, not torch.equal(ranks.sum_over_ranks(sums), size * sums))
 
 
 def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
-    """**Collective.** Returns what each rank has at the first place at which ``entries`` are not the same on all; none where
-    they are. A rank with fewer entries has "" there.
+    """**Collective.** Returns each rank's entry at the first position where ``entries`` differ between ranks; empty if
+    all are equal.
 
-    One exchange of a digest where all is well, else one more for each halving of the list: a list of a large model's
-    parameters from each of a thousand ranks would be gigabytes.
+    A rank with fewer entries has "" there.
+
+    If all are equal, one exchange of a digest; otherwise one more for each step of a bisection. Gathering the lists of
+    a large model's parameters from a thousand ranks would take gigabytes.
     """
 
     def differ(count: int | None = None) -> bool:
@@ -147,7 +155,7 @@ def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
 
 
 def by_value(of_ranks: Sequence[str]) -> str:
-    """Returns what the ranks told, one text per rank, as ``A on ranks 0, 2; B on rank 1``."""
+    """Returns the ranks' texts, one per rank, as ``A on ranks 0, 2; B on rank 1``."""
     having: dict[str, list[int]] = {}
     for rank, text in enumerate(of_ranks):
         having.setdefault(text, []).append(rank)
@@ -155,6 +163,6 @@ def by_value(of_ranks: Sequence[str]) -> str:
 
 
 def numbered(ranks: Sequence[int]) -> str:
-    """Returns ``rank 1`` or ``ranks 1, 3``; of very many, the first eight and how many more."""
+    """Returns ``rank 1`` or ``ranks 1, 3``; for many, the first eight and the number of further ones."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

@@ -1,4 +1,4 @@
-"""torch.distributed for the engines that use it: opened from any launcher, closed in every case."""
+"""Opens torch.distributed under any launcher, and closes it in every case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dsframe.errors import WorldError
 from dsframe.host import phases
 
 MEETING_SECONDS = 300.0
-"""Time that ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
+"""Time that ranks wait for each other at the start: nodes need different times to import torch or compile an operator.
+"""
 LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
 
 _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -31,21 +32,21 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 _closed: list[object] = []
 """The groups that this process has left, until it opens others.
 
-A group's destructor waits for its worker threads, and one of those may be about to let go of a tensor, for which it needs
-Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
-complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
+A group's destructor waits for its worker threads, one of which may need the GIL to free a tensor. Python's own
+reference releases the GIL meanwhile; DDP's, in C++, does not, so that a complete run sometimes never ended (torch 2.13
+and Gloo). Therefore the last reference is kept here.
 """
 _opened: object = None
 """The group that this process has opened."""
 _sharing: int | None = None
-"""Engines that have joined those before them, inside of :func:`shared`; None outside."""
+"""Number of engines created inside of :func:`shared` so far; None outside."""
 _meetings = itertools.count()
-"""Number of rendezvous of this process; the same on every rank, because a rendezvous is collective."""
+"""Counts the rendezvous of this process; the same on every rank, because a rendezvous is collective."""
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Engines that begin inside use what the first of them has opened; those that end inside leave it open."""
+    """Inside, engines share the process group that the first of them opens; those that are closed inside leave it open."""
     global _sharing
     _sharing = 0
     try:
@@ -55,7 +56,9 @@ def shared() -> Iterator[None]:
 
 
 def joins() -> bool:
-    """Returns whether an engine that begins now finds open what it needs: it is not the first inside of :func:`shared`."""
+    """Returns whether an engine that starts now uses an open process group: it is not the first inside of
+    :func:`shared`.
+    """
     global _sharing
     if _sharing is None:
         return False
@@ -64,19 +67,19 @@ def joins() -> bool:
 
 
 def stays_open() -> bool:
-    """Returns whether an engine that ends now leaves the processes to others, which end after it."""
+    """Returns whether an engine that is closed now must leave the process group open for others."""
     return _sharing is not None
 
 
 def device_of(world: World) -> torch.device:
-    """This process's device: the GPU of its local rank among those that are visible, else the CPU.
+    """Returns this process's device: the visible GPU of its local rank, else the CPU.
 
-    Raises WorldError where this host has GPUs, but fewer than processes.
+    Raises WorldError if this node has GPUs, but fewer than processes.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and world.launcher in ("srun", "mpirun"):
-        return torch.device("cuda", 0)  # they can show each process a GPU of its own
+        return torch.device("cuda", 0)  # these can show each process only its own GPU
     if world.local_size > torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         raise WorldError(
@@ -89,11 +92,11 @@ def device_of(world: World) -> torch.device:
 
 
 def open_process_group(world: World, device: torch.device, limit: timedelta | None = None) -> bool:
-    """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read; returns False
-    if an engine before this one has (:func:`shared`).
+    """**Collective.** Initializes torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables that libraries read.
 
-    ``limit``: the longest time of a collective (``Plan.collective_limit``); without it the backend's own.
-    Raises WorldError where the port is taken or rank 0 cannot be reached, and where the program has a group of its own.
+    Returns False if an earlier engine has done so (:func:`shared`). ``limit``: timeout of a collective
+    (``Plan.collective_limit``); None: the backend's default. Raises WorldError if the port is in use, if rank 0 cannot
+    be reached, and if the program has its own process group.
     """
     global _opened
     if joins():
@@ -105,10 +108,10 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
                 "this program has initialized torch.distributed itself, and dsframe opens its own process group; leave "
                 "init_process_group out, or call torch.distributed.destroy_process_group() before"
             )
-        _leave()  # a notebook goes on after a run that has ended with an error
+        _leave()  # in a notebook, after a run that ended with an error
     address, port = rendezvous_address(world)
-    # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees only one
-    # (srun --gpus-per-task=1). Under mpirun it asserts that Open MPI's variable says the same.
+    # DeepSpeed uses LOCAL_RANK as the index of the GPU. That is 0 for every task of a node if each sees only one GPU
+    # (srun --gpus-per-task=1). Under mpirun it asserts that Open MPI's variable is equal.
     on_gpu = device.type == "cuda" and device.index is not None
     local_rank = str(device.index if on_gpu else world.local_rank)
     variables = {
@@ -121,7 +124,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
         "MASTER_PORT": str(port),
     }
     os.environ.update(variables)
-    # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
+    # By default torch uses the interface of the hostname, which on many machines does not resolve to their address.
     one_host = world.size == world.local_size
     if interface := "lo" if one_host else interface_to(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -133,7 +136,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
-            # Alone it has nobody to connect to, and NCCL's start has failed there (DeepSpeed's issue 8248).
+            # A single process connects to nobody, and NCCL's initialization has failed there (DeepSpeed's issue 8248).
             device_id=device if on_gpu and world.size > 1 else None,
         )
     _opened = dist.group.WORLD
@@ -143,25 +146,27 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
 
 @functools.cache
 def rendezvous_address(world: World) -> tuple[str, int]:
-    """``meeting_point``, asked once in a process: in a second run of it a rank could read rank 0's answer to the first.
+    """Returns ``meeting_point``, computed once per process: in a second run a rank could read rank 0's answer to the
+    first.
 
-    On one host it is the loopback, whatever name the launcher gives, unless the launcher itself is who listens there.
+    On one node the address is the loopback, whatever the launcher gives, unless the launcher itself listens there.
     """
     address, port = meeting_point(world)
     return ("127.0.0.1" if world.size == world.local_size and not _agent_serves() else address), port
 
 
 def _agent_serves() -> bool:
-    """True if torchrun serves a store itself, which it keeps when it starts the workers again."""
+    """True if torchrun serves a store itself, which it keeps when it restarts the workers."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
-    """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first.
+    """Returns one store for all rendezvous of a process: otherwise early ranks would find rank 0's server of an earlier
+    one.
 
-    torch's own listens on every interface, IPv6 among them: so it does where ``address`` is none that this host knows as its
-    own, such as ``::1`` or a name that is 127.0.1.1 to itself.
+    If ``address`` is not an address of this node (``::1``, or a name that it resolves to 127.0.1.1), torch's own server
+    is used, which listens on every interface, including IPv6.
     """
     listening = listener(address, port) if serves else None
     descriptor = listening.detach() if listening else None
@@ -169,15 +174,15 @@ def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -
 
 
 def meet(world: World, address: str, port: int, line: timedelta | None = None) -> Store:
-    """**Collective.** A store that all ranks share and nobody has used, when all have arrived.
+    """**Collective.** Returns an unused store shared by all ranks, when all have arrived.
 
-    ``line``: over a connection of its own and with this limit, for a thread that cannot wait until others are done with theirs.
-    Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
+    ``line``: use a separate connection with this timeout, for a thread that must not wait for others. Raises WorldError
+    on every rank if one does not arrive in time, naming it; also if the port is in use or rank 0 cannot be reached.
     """
     limit = _limit()
     serves = world.is_main and not _agent_serves()
-    # Where torchrun is told to keep no store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) each start has a port of its own, and its
-    # count must not matter: a node that joins later counts from 0 (torch 2.13, measured).
+    # If torchrun keeps no store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), each start has a different port, and the
+    # restart count must not be used: a node that joins later counts from 0 (torch 2.13, measured).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
     with explained(world, address, port):
         tcp = _store(address, port, world.size, serves, limit)
@@ -194,7 +199,7 @@ def meet(world: World, address: str, port: int, line: timedelta | None = None) -
                 prefix, TCPStore(address, port, world.size, False, timeout=line, wait_for_workers=False)
             )
     if absent:
-        time.sleep(2.0 * serves)  # the others have yet to read it from this process
+        time.sleep(2.0 * serves)  # the others must read it from this process first
         raise WorldError(
             f"{absent} of {world.size} did not arrive within {limit.total_seconds():.0f} s; did the launcher start it, and can "
             f"its host reach {address}:{port}? {LIMIT_VARIABLE} sets another limit, in seconds"
@@ -214,9 +219,9 @@ def _limit() -> timedelta:
 
 
 def _absent(store: Store, world: World, limit: timedelta) -> str:
-    """The ranks that are not there when the time is over: ``rank 1`` or ``ranks 1, 3``; empty where all are."""
+    """Returns the ranks that have not arrived in time: ``rank 1`` or ``ranks 1, 3``; empty if all have."""
     end = time.monotonic() + limit.total_seconds()
-    while store.add("arrived", 0) < world.size:  # one question, however many ranks there are
+    while store.add("arrived", 0) < world.size:  # one request, for any number of ranks
         if time.monotonic() > end:
             break
         time.sleep(0.01)
@@ -228,7 +233,7 @@ def _absent(store: Store, world: World, limit: timedelta) -> str:
 
 @contextmanager
 def explained(world: World, address: str, port: int) -> Iterator[None]:
-    """Wraps a rendezvous at ``address``: raises WorldError, with the remedy, if torch's store fails."""
+    """Encloses a rendezvous at ``address``: raises WorldError, with the remedy, if torch's store fails."""
     taken = (
         f"port {port} on {address} is in use, perhaps by another job; choose another: "
         "deepspeed --master_port=..., torchrun --master_port=..., or MASTER_PORT"
@@ -251,14 +256,14 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
 
 
 def extend_limits(limit: timedelta) -> None:
-    """Gives all groups of this process ``limit``: those that libraries have made have the backend's own."""
+    """Sets the timeout of all groups of this process; those created by libraries have the backend's default."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """**Collective.** Element-wise sum over all ranks; ``values`` itself is left as it is."""
+    """**Collective.** Returns the element-wise sum over all ranks; does not change ``values``."""
     total = values.clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -266,7 +271,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """**Collective.** The tensors of all ranks of ``group``, which have one shape and lie in one piece each."""
+    """**Collective.** Returns the tensors of all ranks of ``group``, which must be contiguous and of one shape."""
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group)
     return everyones

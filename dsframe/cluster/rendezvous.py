@@ -1,7 +1,7 @@
-"""The rendezvous of a run's processes: one address and port for torch.distributed, under any launcher.
+"""Rendezvous of a run's processes: one address and port for torch.distributed, under any launcher.
 
-``deepspeed``, ``torchrun`` and ``srun`` (through the job's own numbers) say it themselves. ``horovodrun`` runs a small
-key-value server that every process knows; rank 0 leaves a free port there. ``mpirun`` gives its job's name to all.
+``deepspeed``, ``torchrun`` and ``srun`` (through the job's numbers) give it. ``horovodrun`` runs a key-value server
+that every process knows; rank 0 stores a free port there. ``mpirun`` gives its job's name to all.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _MEETING_SECONDS = 120.0
 
 
 def free_port() -> int:
-    """A TCP port that nobody on this host listens on at this moment."""
+    """Returns a TCP port that is currently free on this node."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface through which this machine reaches ``host``, its own where ``host`` is itself.
+    """Returns the network interface through which this machine reaches ``host``; its own if ``host`` is this machine.
 
-    None where the name does not resolve, or only to the loopback.
+    None if the name does not resolve, or only to the loopback.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            probe.connect((host, 9))  # sends nothing, only looks up the route
             local_address = probe.getsockname()[0]
     except OSError:
         return None
@@ -49,16 +49,16 @@ def interface_to(host: str) -> str | None:
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """This machine's addresses, each with the name of its interface."""
+    """Yields this machine's addresses, each with the name of its interface."""
     for interface, entries in psutil.net_if_addrs().items():
         for entry in entries:
             yield entry.address, interface
 
 
 def bound_to(address: str) -> str:
-    """Returns where a server binds so that others reach ``address``: there, or "" (all interfaces) if it is not known.
+    """Returns the address to bind to so that others reach ``address``; "" (all interfaces) if it is not known.
 
-    The name of a host often is 127.0.1.1 to itself (Debian), and another address to others.
+    A hostname often resolves to 127.0.1.1 on the node itself (Debian), and to another address elsewhere.
     """
     with contextlib.suppress(OSError):
         resolved = socket.gethostbyname(address)
@@ -70,9 +70,9 @@ def bound_to(address: str) -> str:
 
 
 def listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at ``address`` and at no other; None where it is not known what that is here. Raises OSError.
+    """Returns a socket that listens only at ``address``; None if that is no known address of this node. Raises OSError.
 
-    Then the caller listens everywhere, for IPv6 too, as torch's own server does and this socket would not.
+    For None the caller listens on all interfaces and IPv6, as torch's server does and this socket would not.
     """
     bound = bound_to(address)
     if not bound:
@@ -89,9 +89,10 @@ def listener(address: str, port: int) -> socket.socket | None:
 
 
 def meeting_point(world: World, environ: Environ | None = None) -> tuple[str, int]:
-    """Address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for rank 0.
+    """Returns address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for
+    rank 0.
 
-    Raises WorldError where the launcher gives no address and none can be found out.
+    Raises WorldError if the launcher gives no address and none can be determined.
     """
     environ = os.environ if environ is None else environ
     if world.master_address and world.master_port:
@@ -106,14 +107,14 @@ def meeting_point(world: World, environ: Environ | None = None) -> tuple[str, in
 
 
 def _through_mpi(world: World, environ: Environ) -> tuple[str, int]:
-    """On one host, a port that follows from the job's name, which every process of Open MPI knows."""
+    """On one node, returns a port computed from the job's name, which every process of Open MPI knows."""
     if world.local_size < world.size:
         raise WorldError(
             f"{world.launcher} gives no rendezvous address for {world.size} processes on several hosts; set MASTER_ADDR to the "
             "first host's name and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    if not world.master_port and not job:  # MPICH's and Intel's Hydra names nothing that all its processes share
+    if not world.master_port and not job:  # MPICH's and Intel's Hydra sets no name that all its processes share
         raise WorldError(
             f"{world.launcher} gives no rendezvous port for {world.size} processes; set MASTER_PORT to a free one "
             "(mpirun -genv MASTER_PORT 29500 ..., Open MPI: mpirun -x MASTER_PORT=29500 ...)"
@@ -122,11 +123,11 @@ def _through_mpi(world: World, environ: Environ) -> tuple[str, int]:
 
 
 def _through_horovod(world: World, environ: Environ) -> tuple[str, int]:
-    """Rank 0 leaves its address in horovodrun's key-value store (HTTP PUT and GET of /scope/key), the others read it.
+    """Rank 0 stores its address in horovodrun's key-value store (HTTP PUT and GET of /scope/key), the others read it.
 
     Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).
     """
-    import urllib.request  # here and below: with ssl and http, which no other launcher needs
+    import urllib.request  # here and below: imports ssl and http, which no other launcher needs
 
     url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT')}/dsframe/meeting_point"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,11 +1,11 @@
-"""Who am I: rank, size, host and launcher, read once from the environment.
+"""Rank, size, node and launcher of this process, read once from the environment.
 
-Each launcher tells its processes who they are in its own variables. :func:`read` knows them all, so that any engine runs
-under any launcher, and refuses an environment that contradicts itself instead of training in the wrong place.
-Imports no torch: thread counts and device visibility have to be settled before torch is imported.
+Each launcher sets variables of its own. :func:`read` knows them all, so that any engine runs under any launcher, and
+refuses an environment that contradicts itself. Imports no torch: thread counts and device visibility must be set
+before.
 
-Sources: the launchers' own documentation and ``facts`` measured with deepspeed 0.19.8, horovod 0.28.1, torchrun 2.13,
-Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers.
+Sources: the launchers' documentation and ``facts`` measured with deepspeed 0.19.8, horovod 0.28.1, torchrun 2.13, Open
+MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Literal
 from dsframe.errors import WorldError
 
 Environ = Mapping[str, str]
-"""A process's variables."""
+"""A process's environment variables."""
 Launcher = Literal["deepspeed", "torchrun", "horovodrun", "mpirun", "srun", "python"]
 
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all the processes of a run."""
+    """One process's position among all processes of a run."""
 
     rank: int = 0
-    """0 to size - 1 over all hosts; rank 0 speaks and writes."""
+    """0 to size - 1 over all nodes; rank 0 prints and writes."""
     size: int = 1
     """Number of processes of the run."""
     local_rank: int = 0
-    """0 to local_size - 1 on this host; chooses the GPU."""
+    """0 to local_size - 1 on this node; chooses the GPU."""
     local_size: int = 1
-    """Number of processes on this host."""
+    """Number of processes on this node."""
     node: int = 0
-    """0-based number of this host."""
+    """0-based number of this node."""
     launcher: Launcher = "python"
-    """Who started this process."""
+    """The launcher that started this process."""
     master_address: str | None = None
-    """Host of rank 0, where the launcher says so."""
+    """Hostname of rank 0, if the launcher sets it."""
     master_port: int | None = None
-    """TCP port at which rank 0 listens for torch.distributed, where the launcher says so."""
+    """TCP port at which rank 0 listens for torch.distributed, if the launcher sets it."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
@@ -55,20 +55,20 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True if this is the one process that prints and writes."""
+        """True for the one process that prints and writes."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables one launcher sets. The first of ``rank`` and ``size`` mark the launcher as the one that is there."""
+    """The variables that one launcher sets. ``rank`` and ``size`` identify the launcher."""
 
     rank: str
     size: str
     local_rank: str
     local_size: str
     node: str = ""
-    """Number of the host; where it is missing it follows from the ranks, if every host holds equally many."""
+    """Number of the node. Empty: computed from the ranks, if every node has equally many."""
 
 
 _OPEN_MPI = _Names(
@@ -76,9 +76,9 @@ _OPEN_MPI = _Names(
 )
 _MPIS = (
     _OPEN_MPI,
-    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra's, of MPICH and Intel MPI
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra, of MPICH and Intel MPI
 )
-"""Variables of mpirun and mpiexec. PMI_RANK alone is Slurm's too."""
+"""Variables of mpirun and mpiexec. Slurm sets PMI_RANK too."""
 
 # Innermost first: torchrun inside srun, or horovodrun inside an sbatch script, see the outer launcher's variables too.
 _NAMES: dict[Launcher, _Names] = {
@@ -93,12 +93,12 @@ _NAMES: dict[Launcher, _Names] = {
     ),
 }
 _ONE_OF_MANY = ("PMI_SIZE", "PALS_LOCAL_SIZE")
-"""Above 1 they say that there are other processes, whoever started them."""
+"""Variables that, if above 1, show that there are other processes, whichever launcher started them."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _launcher(environ: Environ) -> Launcher:
-    """The launcher whose variables are there; WorldError where two started this process at once."""
+    """Returns the launcher whose variables are set. Raises WorldError if there are two."""
     launchers: list[Launcher] = []
     if "RANK" in environ and "WORLD_SIZE" in environ and not _repeats_slurm(environ):
         launchers.append(
@@ -111,7 +111,8 @@ def _launcher(environ: Environ) -> Launcher:
     elif "OMPI_COMM_WORLD_RANK" in environ or _mpi(environ):
         launchers.append("mpirun")
     if not launchers and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        # An srun around another launcher is usual and means one task a host: only srun on its own counts.
+        # An srun around another launcher is usual and starts one task per node, so srun counts only if it is the only
+        # launcher.
         launchers.append("srun")
     if len(launchers) > 1:
         first, second = launchers[:2]
@@ -131,12 +132,12 @@ def _launcher(environ: Environ) -> Launcher:
 
 
 def _mpi(environ: Environ) -> _Names | None:
-    """The variables of the MPI that started this process."""
+    """Returns the variables of the MPI that started this process."""
     return next((names for names in _MPIS if {names.rank, names.local_rank} <= environ.keys()), None)
 
 
 def _repeats_slurm(environ: Environ) -> bool:
-    """True if RANK and WORLD_SIZE were set from srun's own variables: then these say the same and more."""
+    """True if RANK and WORLD_SIZE were set from srun's variables, which then say the same and more."""
     same = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     return not {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & environ.keys() and all(
         environ[name] == environ.get(slurm) for name, slurm in same.items()
@@ -144,10 +145,10 @@ def _repeats_slurm(environ: Environ) -> bool:
 
 
 def _is_horovods_mpirun(environ: Environ) -> bool:
-    """True if mpirun was started by horovodrun, as it is where Horovod was built with MPI.
+    """True if horovodrun started mpirun, as it does if Horovod was built with MPI.
 
-    Then no variable of Horovod's is there, but the options that it always gives to Open MPI are.
-    Source: horovod 0.28.1, runner/mpi_run.py.
+    Then no variable of Horovod's is set, but the options that it always gives to Open MPI are. Source: horovod 0.28.1,
+    runner/mpi_run.py.
     """
     asked = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
     return "OMPI_COMM_WORLD_RANK" in environ and all(environ.get(name) == value for name, value in asked.items())
@@ -159,7 +160,7 @@ def _names(launcher: Launcher, environ: Environ) -> _Names:
 
 
 def _local_size(environ: Environ, name: str, size: int) -> int:
-    """Processes on this host. Raises WorldError where that is not said and there may be others elsewhere."""
+    """Returns the number of processes on this node. Raises WorldError if it is not set and there may be other nodes."""
     address = environ.get("MASTER_ADDR")
     if name != "LOCAL_WORLD_SIZE" or name in environ:
         return _integer(environ, name, 1 if size == 1 else None)
@@ -186,7 +187,7 @@ def _integer(environ: Environ, name: str, default: int | None = None) -> int:
 
 
 def slurm_tasks(layout: str) -> list[int]:
-    """Number of tasks on each host from Slurm's compressed list, such as ``2(x3),1`` for 2, 2, 2, 1."""
+    """Returns the number of tasks on each node from Slurm's compressed list, such as ``2(x3),1`` for 2, 2, 2, 1."""
     counts: list[int] = []
     for part in layout.split(","):
         count, _, times = part.partition("(x")
@@ -198,9 +199,9 @@ _HOST = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """Hosts of Slurm's compressed list: ``node[03-04,9],gpu1`` gives node03, node04, node9 and gpu1.
+    """Expands Slurm's compressed list of hosts: ``node[03-04,9],gpu1`` gives node03, node04, node9 and gpu1.
 
-    Of several brackets in one name the last counts fastest. Raises WorldError where the text is no such list.
+    With several brackets in one name the last varies fastest. Raises WorldError if the text is not such a list.
     """
     if nodelist and not re.fullmatch(f"{_HOST}(?:,{_HOST})*", nodelist):
         raise WorldError(f"{nodelist!r} is no list of hosts in Slurm's form, such as node[03-04,9],gpu1")
@@ -212,7 +213,7 @@ def slurm_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(piece: str) -> list[str]:
-    """Returns what a part of such a name stands for: ``[03-05,9]`` for 03, 04, 05 and 9, any other text for itself."""
+    """Expands a part of such a name: ``[03-05,9]`` to 03, 04, 05 and 9; any other text is returned as it is."""
     if not piece.startswith("["):
         return [piece]
     names: list[str] = []
@@ -226,16 +227,16 @@ _worlds: list[World] = []
 
 
 def here() -> World:
-    """This process's place, read once: engines set the variables that their libraries read, and those say nothing new."""
+    """Returns this process's position. Read once, because engines later set variables that would be misread."""
     if not _worlds:
         _worlds.append(read(os.environ))
     return _worlds[-1]
 
 
 def read(environ: Environ) -> World:
-    """The place that ``environ`` tells.
+    """Returns the position that ``environ`` describes.
 
-    Raises WorldError, naming the variables, where two launchers' variables are there at once or the numbers do not fit.
+    Raises WorldError, naming the variables, if those of two launchers are set or the numbers do not fit.
     """
     launcher = _launcher(environ)
     if launcher == "python":
