@@ -32,16 +32,14 @@ class StepResult:
 
     loss: Tensor
     """0-d float32 on the device (float64 if the model is): mean over this rank's micro-batches. Reading it waits for
-    the device.
-    """
+    the device."""
     learning_rate: float
     """Learning rate of this update."""
     gradient_norm: Tensor | float | None = None
     """Global L2 norm before clipping; None if the engine does not compute it."""
     skipped: bool = False
     """True if the update was skipped because gradients were not finite: under fp16 loss scaling, on engines that always
-    check (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank.
-    """
+    check (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank."""
     terms: Sums = field(default_factory=dict)
     """Terms that the task's loss returned with the loss, over this rank's micro-batches."""
 
@@ -75,8 +73,7 @@ class Engine(ABC):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """**Collective.** Encloses the :meth:`eval_step` calls of one evaluation; gathered weights may be kept between
-        them.
-        """
+        them."""
         return nullcontext()
 
     def average(self, decay: float) -> None:

@@ -57,8 +57,7 @@ class RunSchedule:
 
     def logs(self, step: int) -> bool:
         """True if ``step`` is logged: 1, 2, 5, 10, 20, 50 ... (errors show early), every ``log_every``-th, and the
-        last.
-        """
+        last."""
         early = str(step).rstrip("0") in ("1", "2", "5")
         return early or epochs.due(step, self.log_every) or step == self.total_steps
 
@@ -125,8 +124,7 @@ class LogEntry:
 
     metrics: Metrics
     """``loss``, ``learning_rate``, and the terms that the task's loss returned with the loss: means over the global
-    batch.
-    """
+    batch."""
     rate: float
     """Units (samples or tokens) per second; 0 after the first step, when it is not known yet."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -135,8 +133,7 @@ class LogEntry:
 
 class Listener:
     """Base class: methods that are not overridden cost nothing. All ranks call every method in the same order, so it
-    may communicate.
-    """
+    may communicate."""
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Encloses one optimizer step, counted from 1."""
@@ -153,8 +150,7 @@ class Listener:
 
     def on_evaluation_batch(self, training: Training, outputs: Any, targets: Any) -> None:
         """Called after each batch of an evaluation, on ranks that have samples in it and hold the outputs. Not
-        collective.
-        """
+        collective."""
 
     def on_evaluation(self, training: Training, metrics: Metrics) -> None:
         """Called after each evaluation."""
@@ -208,8 +204,7 @@ _HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
 
 _OTHER_STEPS = ("on_start", "on_log", "on_evaluation", "on_checkpoint")
 """Events that a resumed run emits after other steps. Random numbers drawn in them must not advance the training's
-generators.
-"""
+generators."""
 
 
 class UserHooks(Listener):

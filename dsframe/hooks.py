@@ -31,8 +31,7 @@ class RunView:
     """Learning rate of the last update."""
     loss: Tensor | None
     """Loss of the last step: 0-d, on the device, mean over this rank's micro-batches. Reading it waits for the device.
-    None before the first step of this process.
-    """
+    None before the first step of this process."""
     rank: int
     world_size: int
     directory: Path
@@ -44,15 +43,13 @@ class RunView:
         """**Collective**, so call it on every rank. Returns a copy of the current model, on the CPU and in evaluation
         mode, on rank 0; None on the others unless ``all_ranks``. ``averages``: take the averages of the weights ("ema")
         in place of the weights. The copy takes the memory of a whole model in fp32; sharded weights are gathered one
-        parameter at a time. Do not call it in :meth:`Hooks.on_evaluation_batch`.
-        """
+        parameter at a time. Do not call it in :meth:`Hooks.on_evaluation_batch`."""
         return self.copy_model(averages, all_ranks)
 
 
 class Hooks:
     """Override what you need; methods that are not overridden cost nothing. All ranks call every method in the same
-    order.
-    """
+    order."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step of these processes, also on resume: ``run.step`` steps are done."""
@@ -65,8 +62,7 @@ class Hooks:
 
     def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
         """After each batch of an evaluation, to save samples and pictures: the model's outputs as metrics see them.
-        Called only on ranks that have samples in this batch and hold the outputs, so do not communicate here.
-        """
+        Called only on ranks that have samples in this batch and hold the outputs, so do not communicate here."""
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """After each evaluation. The metrics cover all validation samples and are the same on every rank."""

@@ -217,8 +217,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
 
 def _together(engine: Engine, action: Any) -> Any:
     """**Collective.** Calls ``action`` and returns its result. If it fails on one rank, raises DataError or TaskError
-    on all.
-    """
+    on all."""
     result, failure = None, ""
     kind: type[DataError] | type[TaskError] = DataError
     try:
@@ -241,10 +240,8 @@ def _begin(out: Path) -> None:
 
 
 def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool:
-    """**Collective.** Writes this rank's rows, each with its sample number, in order.
-
-    Returns whether some include padding that the task has not removed. Raises TaskError.
-    """
+    """**Collective.** Writes this rank's rows, each with its sample number, in order. Returns whether some include
+    padding that the task has not removed. Raises TaskError."""
     task, padded = engine.plan.task, False
     with path.open("w", encoding="utf-8") as file:
 

@@ -117,8 +117,7 @@ def _sayer(world: World, *, quiet: bool) -> Say:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Restores the handlers of stop signals: after a stop they are ignored (``guard/signals.py``), but this program
-    continues.
-    """
+    continues."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers can only be set in the main thread
         return
@@ -199,10 +198,8 @@ def _traces(*arguments: Any) -> Listener:
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:
-    """Returns the engine's name and the lines to print about the choice.
-
-    Raises ConfigError if the engine does not support what the file asks for.
-    """
+    """Returns the engine's name and the lines to print about the choice. Raises ConfigError if the engine does not
+    support what the file asks for."""
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
     if refused or (refused := loggers.missing(config)):

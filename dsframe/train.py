@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 10.0
 _FIRST_SPEAKS_SECONDS = 3.0
 """Time after which the launcher, which may poll once a second, has ended the ranks that made the same mistake as rank
-0.
-"""
+0."""
 
 
 def parser() -> argparse.ArgumentParser:

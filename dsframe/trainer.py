@@ -163,8 +163,7 @@ class Trainer:
 
     def _evaluates_first(self, start: Start) -> bool:
         """True if the file asks for an evaluation before training, or if the previous run saved here and ended before
-        its evaluation.
-        """
+        its evaluation."""
         asked = start.step == 0 and self.engine.plan.config.settings.eval_before_training
         return not start.evaluation and (asked or start.step in self.training.schedule.eval_steps)
 
@@ -202,8 +201,7 @@ class Trainer:
 
     def _observed(self, micro_batches: Iterable[MicroBatch], step: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches of ``step``. Before each, reports to the watchdog and sets the samples whose random
-        numbers come next.
-        """
+        numbers come next."""
         plan, sample_draws = self.engine.plan, self.engine.built.sample_draws
         for index, micro_batch in enumerate(micro_batches):
             self._watchdog.alive()

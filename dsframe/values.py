@@ -47,8 +47,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def copied(value: Any, depth: int = 2) -> Any:
     """Returns a copy whose tensors and numbers may change. Modules, data sets and what cannot be copied are returned as
-    they are.
-    """
+    they are."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, np.ndarray):
@@ -75,8 +74,7 @@ def copied(value: Any, depth: int = 2) -> Any:
 
 def has_attributes(value: Any) -> bool:
     """True if the object has attributes in ``__dict__`` or ``__slots__``; False for modules, data and classes with
-    ``__del__``.
-    """
+    ``__del__``."""
     others = (nn.Module, Dataset, Tensor, type, FunctionType, ModuleType)
     if isinstance(value, others) or hasattr(type(value), "__del__"):
         return False

@@ -35,8 +35,7 @@ class Writing:
     ) -> None:
         """Starts the thread. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on
         others) with every rank's facts and ``runs``, the ranges that it has written; may raise OSError,
-        CheckpointError.
-        """
+        CheckpointError."""
         self.failure = ""
         """This rank's error, or ""; valid after :meth:`wait`."""
         self.outcome = ""
@@ -58,8 +57,7 @@ class Writing:
 
     def finish(self, hopeless: bool = False) -> None:
         """Waits until the thread has ended. ``hopeless``: another rank has failed, so rank 0 must not wait for its
-        status file.
-        """
+        status file."""
         if hopeless:
             self._hopeless.set()
         self._thread.join()

@@ -29,8 +29,7 @@ _READ = 1 << 20
 
 Run = tuple[int, int, str]
 """First byte, number of bytes, and XXH3-128 in hexadecimal (https://xxhash.com, as fast as memory). It detects damage;
-it is not a signature.
-"""
+it is not a signature."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class FileEntry:
 
 def write_at(descriptor: int, content: memoryview, begin: int) -> None:
     """Writes all of ``content`` starting at byte ``begin``. Raises OSError. Every byte of a checkpoint's tensors is
-    written here.
-    """
+    written here."""
     while content:
         written = os.pwrite(descriptor, content, begin)
         if not written:
@@ -58,8 +56,7 @@ class RangeWriter:
 
     def __init__(self, folder: Path, *, several_hosts: bool = False, ahead: bool = False) -> None:
         """``several_hosts``: other nodes may write other bytes of the same page over a network. ``ahead``: start
-        writing to the disk at once; otherwise :meth:`finish` waits for all of it.
-        """
+        writing to the disk at once; otherwise :meth:`finish` waits for all of it."""
         self.runs: dict[str, list[Run]] = {}
         """File -> the runs that this process has written."""
         self._folder, self._several_hosts, self._ahead = folder, several_hosts, ahead
@@ -116,10 +113,8 @@ class RangeWriter:
 
 
 def combined(name: str, size: int, runs: Iterable[Sequence[Any]]) -> FileEntry:
-    """Returns the entry of a file of ``size`` bytes, given the runs of all processes.
-
-    Raises CheckpointError if they leave a gap or overlap, which is a bug.
-    """
+    """Returns the entry of a file of ``size`` bytes, given the runs of all processes. Raises CheckpointError if they
+    leave a gap or overlap, which is a bug."""
     end, ordered = 0, sorted((begin, length, checksum) for begin, length, checksum in runs)
     for begin, length, _ in ordered:
         if begin != end:

@@ -207,8 +207,7 @@ def new_batch(manifest: Json, mine: Json) -> bool:
 
 def step_now(manifest: Json, mine: Json) -> int:
     """Returns this run's step at the saved position in the data: the number of its batches that fit into what was read.
-    The remainder, less than a batch, is read again.
-    """
+    The remainder, less than a batch, is read again."""
     step = manifest["step"]
     if not new_batch(manifest, mine):
         return int(step)

@@ -143,8 +143,7 @@ class Layout:
 
 def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
     """**Collective.** Returns the tensors of every parameter that some rank lists, in the order of the lists, rank
-    after rank.
-    """
+    after rank."""
     facts = [[name, [[key, shape, dtype] for key, shape, dtype, *_ in tensors]] for name, tensors in held]
     ranges = {(name, key): (first, size) for name, tensors in held for key, _, _, first, size in tensors}
     kinds_of = dict[Place, Any]()
@@ -296,8 +295,7 @@ def _stem(key: str) -> str:
 
 def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[list[Place]]:
     """Returns the tensors of each file. The widest elements come first, as in safetensors' own files, so that each
-    tensor is aligned to its elements for readers that map the file.
-    """
+    tensor is aligned to its elements for readers that map the file."""
     files: list[list[Place]] = []
     left = -1
     for place in sorted(places, key=lambda place: -entries[place].dtype.itemsize):

@@ -25,8 +25,7 @@ _MOST_BYTES = 100_000_000
 
 def translated(path: Path, manifest: Json) -> Json:
     """Returns the manifest that today's dsframe would have written for the same files. Raises CheckpointError if they
-    do not match.
-    """
+    do not match."""
     headers: dict[str, Json] = {}
 
     def header(file: str) -> Json:

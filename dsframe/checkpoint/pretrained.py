@@ -67,11 +67,9 @@ def write(
 
 
 def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
-    """Returns the files (name -> content) that make a checkpoint's folder readable by ``from_pretrained``.
-
-    Empty if the model is not one of transformers, only its adapter is saved, or the weights have other names. ``say``:
-    prints why there is no config.json or tokenizer.
-    """
+    """Returns the files (name -> content) that make a checkpoint's folder readable by ``from_pretrained``. Empty if the
+    model is not one of transformers, only its adapter is saved, or the weights have other names. ``say``: prints why
+    there is no config.json or tokenizer."""
     if manifest.get("pretrained") is None or "adapter" in manifest:
         return {}
     try:

@@ -27,8 +27,7 @@ class Staging:
 
     def reserve(self, sizes: Iterable[int], *, ahead: bool = False) -> None:
         """Reserves room for copies of these sizes in bytes; copies of the previous save become invalid. ``ahead``:
-        touch the pages in a thread, while the steps before the first save run.
-        """
+        touch the pages in a thread, while the steps before the first save run."""
         if self._making is not None:
             self._making.join()
         size, self._used = sum(map(_aligned, sizes)), 0

@@ -103,8 +103,7 @@ class Store:
 
     def begin(self, step: int) -> Path:
         """Creates an empty folder to write to. Raises OSError (full disk, no permission), CheckpointError if the step
-        exists.
-        """
+        exists."""
         if self.path(step).exists():
             raise CheckpointError(f"{self.path(step)} exists already")
         folder, fresh = self.partial(step), not self.directory.exists()
@@ -116,8 +115,7 @@ class Store:
 
     def commit(self, step: int, manifest: Json) -> Path:
         """Turns the step's folder, written by all ranks, into a checkpoint; then ``latest`` points to it. Raises
-        OSError.
-        """
+        OSError."""
         folder, final = self.partial(step), self.path(step)
         write(folder / MANIFEST, dump(manifest))
         sync_folder(folder)
@@ -141,8 +139,7 @@ class Store:
 
     def rate(self, step: int, evaluation: Metrics) -> None:
         """Adds the evaluation after ``step`` to its checkpoint; the manifest is replaced atomically. Raises OSError,
-        CheckpointError.
-        """
+        CheckpointError."""
         path = self.path(step)
         partial = path / f".{MANIFEST}.partial"
         write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
@@ -155,8 +152,7 @@ class Store:
 
     def prune(self, retention: Retention) -> list[int]:
         """Removes checkpoints that need not be kept and returns their steps. Keeps the newest one and damaged ones;
-        updates ``best``.
-        """
+        updates ``best``."""
         evaluations: dict[int, Mapping[str, float | None]] = {}
         for path in self.newest_first():
             try:
@@ -284,8 +280,7 @@ def config_of(checkpoint: Path) -> Path:
 
 def read_manifest(path: Path) -> Json:
     """Returns a checkpoint's manifest. Raises CheckpointError if it is missing or damaged; OtherFormatError,
-    UnreadableError.
-    """
+    UnreadableError."""
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -350,8 +345,7 @@ class _Parameter(_Part):
 
 class _Known(_Part):
     """Values of a manifest that are used in computations or names. They are validated because a checksum detects
-    accidents, not manipulation.
-    """
+    accidents, not manipulation."""
 
     files: dict[Annotated[str, Field(pattern=f"^{_FILE.pattern}$")], _File]
     step: NonNegativeInt = 0

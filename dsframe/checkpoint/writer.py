@@ -50,10 +50,8 @@ class Writer:
         layout: Layout | None = None,
     ) -> None:
         """**Collective.** Lays out the files for ``state``; consumes its parameters if they are an iterator.
-
         ``staging``: :meth:`take` copies there, and :meth:`flush` writes. ``layout``: that of the run's previous save.
-        Raises CheckpointError as :meth:`Layout.agree` does.
-        """
+        Raises CheckpointError as :meth:`Layout.agree` does."""
         world = ranks.plan.world
         self.plan, scalars = (layout or Layout()).agree(ranks, state)
         by_key: dict[str, Json] = {buffers_of(0): {}}

@@ -75,8 +75,7 @@ def aligned(size: int) -> int:
 
 def sum_rows(ranks: Ranks, row: Tensor) -> None:
     """**Collective.** Fills ``row`` (uint8, on the CPU, aligned parts); each rank has set its own parts, and zeros
-    elsewhere.
-    """
+    elsewhere."""
     for piece in torch.split(row, _PIECE_BYTES):
         words = ranks.sum_over_ranks(piece.view(torch.int32).to(ranks.plan.device).double())
         piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
@@ -107,8 +106,7 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
 def failures(ranks: Ranks, failure: str) -> list[str]:
     """**Collective.** Returns every rank's error as ``rank R: ...``; empty if no rank failed. ``failure``: this rank's
-    error, or "".
-    """
+    error, or ""."""
     if not any_rank(ranks, bool(failure)):  # without failures, the amount sent does not grow with the number of ranks
         return []
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]

@@ -57,8 +57,7 @@ def shared() -> Iterator[None]:
 
 def joins() -> bool:
     """Returns whether an engine that starts now uses an open process group: it is not the first inside of
-    :func:`shared`.
-    """
+    :func:`shared`."""
     global _sharing
     if _sharing is None:
         return False

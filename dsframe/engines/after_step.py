@@ -23,10 +23,8 @@ def overridden(task: Task) -> bool:
 
 @torch.no_grad()
 def call(task: Task, views: Iterable[ParameterView]) -> None:
-    """**Collective.** Calls the task with each weight.
-
-    Raises TaskError if the task declares the function element-wise and it is not.
-    """
+    """**Collective.** Calls the task with each weight. Raises TaskError if the task declares the function element-wise
+    and it is not."""
     for view in views:
         master = view.master.detach()
         if task.after_step_elementwise:

@@ -43,11 +43,9 @@ COPIED = (
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
-    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients.
-
-    If all ranks must call the same modules, disables the fast path of torch's transformer layers: in evaluation mode it
-    reads weights without calling modules, depending on the mask.
-    """
+    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients. If all ranks must call
+    the same modules, disables the fast path of torch's transformer layers: in evaluation mode it reads weights without
+    calling modules, depending on the mask."""
 
     @functools.wraps(eval_step)
     def step(self: ModelEngine, batch: Pair, measure: Measure | None) -> Sums:
@@ -73,8 +71,7 @@ class ModelEngine(Engine):
     """True if each backward pass must go through the model, so that all ranks make the same calls."""
     explains: ClassVar[Mapping[str, str]] = {}
     """Explanations of errors that the engine causes in a forward or backward pass: part of the error's text, or the
-    name of the raising function if there is no text -> message with a placeholder for the engine's description.
-    """
+    name of the raising function if there is no text -> message with a placeholder for the engine's description."""
     gathers_steps = False
     """True if ranks hold shards, but weights are gathered whole during each step."""
     _terms: Terms
@@ -119,14 +116,12 @@ class ModelEngine(Engine):
 
     def _whole_weights(self) -> AbstractContextManager[None]:
         """**Collective.** Encloses forward pass, loss and backward pass: weights are whole inside, if
-        :attr:`gathers_steps`.
-        """
+        :attr:`gathers_steps`."""
         return nullcontext()
 
     def copy_shard(self, parameter: Any, source: Any) -> None:
         """Copies this rank's shard of ``source``, which belongs to another model of the same engine and is sharded the
-        same way.
-        """
+        same way."""
         parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
@@ -160,8 +155,7 @@ class ModelEngine(Engine):
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** within a step. Returns the outputs of ``module``, a part of the running model, or of the whole
-        model while another engine trains, with gradients to the inputs. For engines with ``Entry.several``.
-        """
+        model while another engine trains, with gradients to the inputs. For engines with ``Entry.several``."""
         raise EngineError(f"{self.description} trains one model; choose another engine for several")
 
     def release_outputs(self) -> None:
@@ -178,9 +172,7 @@ class ModelEngine(Engine):
 
 def stays_gathered(engine: Engine, size: int) -> bool:
     """**Collective.** True if every rank has memory to keep ``size`` bytes of weights gathered during an evaluation.
-
     They are then gathered once instead of once per batch, and metrics may call the model any number of times. The limit
-    is a quarter of the available memory.
-    """
+    is a quarter of the available memory."""
     plan = engine.plan
     return not any_rank(engine, size > 0.25 * available_bytes(plan.device, plan.world.local_size))

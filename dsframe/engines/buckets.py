@@ -26,11 +26,9 @@ LEAST_BYTES, MOST_BYTES = 2**20, 2**26
 
 
 def usual_bytes(whole: float) -> int:
-    """Returns the default bucket size in bytes: a quarter of ``whole``, so that three quarters can be sent during the
-    backward pass.
-
-    The lower limit keeps the overhead per message small, the upper limit the wait for the last bucket.
-    """
+    """Returns the default bucket size in bytes: a quarter of ``whole``, so that three quarters can be sent during
+    the backward pass. The lower limit keeps the overhead per message small, the upper limit the wait for the last
+    bucket."""
     return int(min(max(whole / 4, LEAST_BYTES), MOST_BYTES))
 
 
@@ -57,8 +55,7 @@ class Buckets:
         overlaps: bool = True,
     ) -> None:
         """``bytes_each``: limit of a bucket, except for a larger parameter (None: ``usual_bytes``). ``overlaps``: True
-        if gradients come from a backward pass; otherwise all are reduced in :meth:`finish`.
-        """
+        if gradients come from a backward pass; otherwise all are reduced in :meth:`finish`."""
         self._start = start
         self._held = False
         self._ended = True
@@ -83,10 +80,8 @@ class Buckets:
 
     def begin(self) -> None:
         """Called before a step's first backward pass. If an exception aborted the previous step, drops its gradients.
-
         **Collective** if that step had sent a bucket (all ranks must have aborted at the same point): waits for the
-        reductions.
-        """
+        reductions."""
         if not self._ended:
             for bucket in self._buckets:
                 if bucket.wait is not None:

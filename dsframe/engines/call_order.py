@@ -81,8 +81,7 @@ class CallOrder(NoCalls):
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """``modules``: those whose calls must be the same on all ranks, by name. ``parameters``: those that must have
-        gradients on all ranks or on none.
-        """
+        gradients on all ranks or on none."""
         self._engine, self._model = engine, model
         self._names = ["a forward pass", "a backward pass", *modules]
         self._parameters = list(parameters or ())
@@ -131,10 +130,8 @@ class CallOrder(NoCalls):
         self._gradients.append(self._passes * len(self._parameters) + number)
 
     def backward(self, loss: Tensor) -> None:
-        """Notes that the backward pass from ``loss`` begins. **Collective** in the first step.
-
-        Raises TaskError if the ranks would compute gradients of different parameters.
-        """
+        """Notes that the backward pass from ``loss`` begins. **Collective** in the first step. Raises TaskError if the
+        ranks would compute gradients of different parameters."""
         self._called(_BACKWARD)
         self._passes += 1
         if True not in self._known and self._parameters:
@@ -167,11 +164,9 @@ class CallOrder(NoCalls):
             step.arrived.record(self._stream)
 
     def check(self, *, waits: bool = True) -> None:
-        """**Collective.** Raises TaskError on all ranks if their calls differed.
-
-        ``waits``: include the last step. Otherwise, on a GPU, a step is checked two steps later, at the same time on
-        all ranks, so that none waits for the device.
-        """
+        """**Collective.** Raises TaskError on all ranks if their calls differed. ``waits``: include the last step.
+        Otherwise, on a GPU, a step is checked two steps later, at the same time on all ranks, so that none waits for
+        the device."""
         while len(self._under_way) > (0 if waits else 2):
             step = self._under_way[0]
             if step.arrived is None:
@@ -207,10 +202,8 @@ class CallOrder(NoCalls):
                     raise TaskError(difference)
 
     def difference(self, store: Any, moment: str) -> str:
-        """Writes this rank's calls to ``store`` under ``moment``, a name that is the same on all ranks.
-
-        Returns the message if all ranks have written theirs and they differ; else "".
-        """
+        """Writes this rank's calls to ``store`` under ``moment``, a name that is the same on all ranks. Returns the
+        message if all ranks have written theirs and they differ; else ""."""
         world = self._engine.plan.world
         prefix = f"calls/{moment}"
         store.set(f"{prefix}/{world.rank}", json.dumps(list(self._names_called())))

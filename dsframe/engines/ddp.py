@@ -1,6 +1,5 @@
 """PyTorch DistributedDataParallel: bucketed all-reduce, overlapped with the backward pass (Li et al. 2020, arXiv
-2006.15704).
-"""
+2006.15704)."""
 
 from __future__ import annotations
 

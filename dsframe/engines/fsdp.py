@@ -176,8 +176,7 @@ class FsdpEngine(ReplicaEngine):
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
         """**Collective.** Gives every rank rank 0's model. Sends only tensors whose random initialization differs
-        between ranks.
-        """
+        between ranks."""
         local_digests = []
         for tensor in tensors:
             local_digests.append(xxhash.xxh3_128_hexdigest(flat_copy(tensor).view(torch.uint8).numpy().data))
@@ -250,8 +249,7 @@ class FsdpEngine(ReplicaEngine):
 
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** Every rank's forward pass gathers the others' shards. If the weights stay gathered,
-        ``measure`` may call modules any number of times.
-        """
+        ``measure`` may call modules any number of times."""
 
         def measured(outputs: Any, targets: Any) -> Sums:
             assert measure is not None
@@ -321,8 +319,7 @@ class FsdpEngine(ReplicaEngine):
 
     def _reshard(self) -> None:
         """Frees gathered weights: without a backward pass the outermost unit keeps them, and training would continue
-        with them.
-        """
+        with them."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -401,8 +398,7 @@ LIBRARIES.append(FsdpShards())
 
 def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
     """Copies outputs that are views. If a caller writes to a view (``h += x``), torch gives it a new autograd history,
-    which loses FSDP's hook (2.13, ``_fsdp_state.py``).
-    """
+    which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
     output_classes.register(outputs)
     if any(_is_trained_view(leaf) for leaf in tensors_of(outputs)):
         return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)

@@ -64,10 +64,8 @@ def _refuse_closure(spec: OptimizerSpec) -> None:
 
 
 def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], shards: bool) -> None:
-    """Adds to ``kept_outside`` the names of values that the first step changes and no checkpoint has.
-
-    The step raises TaskError if it draws random numbers and there are several ranks.
-    """
+    """Adds to ``kept_outside`` the names of values that the first step changes and no checkpoint has. The step raises
+    TaskError if it draws random numbers and there are several ranks."""
     before: dict[str, Any] = {}
     drawn: dict[str, Any] = {}
     device = next(weight.device for group in optimizer.param_groups for weight in group["params"])
@@ -112,9 +110,7 @@ def _values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _not_saved(optimizer: torch.optim.Optimizer, shards: bool) -> Iterator[str]:
     """Yields names of the state that checkpoints do not have: they hold numbers, and tensors in the weights' dtype.
-
-    Raises TaskError for tensors that cannot be sharded.
-    """
+    Raises TaskError for tensors that cannot be sharded."""
     for weight, state in optimizer.state.items():
         for key, value in state.items():
             if value is None or isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):

@@ -127,8 +127,7 @@ class Calls:
 
 class Teacher:
     """A model that is the average of another one (the student), in an engine that trains nothing. The student's engine
-    keeps the average with its optimizer state, in fp32 and sharded; this is a copy of it.
-    """
+    keeps the average with its optimizer state, in fp32 and sharded; this is a copy of it."""
 
     def __init__(self, of: AverageOf, engine: ModelEngine, student: nn.Module, teacher: nn.Module) -> None:
         """``engine``: the student's."""
@@ -149,8 +148,7 @@ class Teacher:
     @torch.no_grad()
     def take_over(self) -> None:
         """**Collective.** Copies the averages to the teacher (the student's weights if there are none), and the
-        student's buffers.
-        """
+        student's buffers."""
         with self._engine.averaged():
             pairs = zip(self._teacher.parameters(), self._student.parameters(), strict=True)
             for parameter, average in pairs:

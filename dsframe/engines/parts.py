@@ -47,17 +47,13 @@ Make = Callable[[Plan], ModelEngine]
 
 def make(engine: Make, plan: Plan) -> Engine:
     """**Collective.** Returns the engine of this plan; for a task with several models, one that wraps an engine for
-    each.
-
-    Raises TaskError.
-    """
+    each. Raises TaskError."""
     return PartsEngine(plan, engine) if names(plan.task) else engine(plan)
 
 
 def names(task: Task) -> list[str]:
     """Returns the names of the task's models; empty if it has one unnamed model. Raises TaskError if losses do not
-    match them.
-    """
+    match them."""
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
     if models and gives(task, "model"):
         raise TaskError(f"{whose} has model() and models(); remove one of them")
@@ -316,8 +312,7 @@ class PartsEngine(Engine):
 
     def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
         """**Collective.** Returns the losses of a batch in evaluation mode, with gradients only if the task asks for
-        them.
-        """
+        them."""
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.set_grad_enabled(self.plan.task.eval_gradients):
             losses = {name: loss_and_terms(loss(models, inputs, targets))[0] for name, loss in self._losses.items()}

@@ -60,8 +60,7 @@ def is_short(dtype: torch.dtype) -> bool:
 
 def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
     """Casts floating-point tensors, in any nesting and in objects too, to a 16-bit ``dtype``; leaves everything else
-    unchanged.
-    """
+    unchanged."""
     if not is_short(dtype):
         return inputs
     output_classes.register(inputs)
@@ -121,8 +120,7 @@ class MasterWeights:
 
 def _windows(sizes: Sequence[int]) -> Iterator[slice]:
     """Yields consecutive slices of ``sizes`` with at most 2^24 elements together (32 MiB in 16 bits), or one larger
-    parameter.
-    """
+    parameter."""
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > 1 << 24:
@@ -135,8 +133,7 @@ def _windows(sizes: Sequence[int]) -> Iterator[slice]:
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Returns the global L2 norm of ``gradients``, 0-d on their device: bitwise ``torch.nn.utils.get_total_norm``, in
-    three calls.
-    """
+    three calls."""
     if not gradients:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -172,8 +169,7 @@ def clip(
 
 def scales_losses(config: Config, device: torch.device) -> bool:
     """True if losses are scaled because gradients are fp16; then an overflow is expected in some steps, which are
-    skipped.
-    """
+    skipped."""
     return config.deepspeed.fp16.enabled or autocast_dtype(config, device) == torch.float16
 
 

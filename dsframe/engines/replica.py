@@ -157,8 +157,7 @@ class ReplicaEngine(ModelEngine):
 
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
         """Runs forward and backward of one micro-batch, with its loss times ``factor``; returns the loss itself,
-        detached.
-        """
+        detached."""
         with self._whole_weights():
             outputs = self._forward(self.module, batch.inputs)
             loss = self._touch_unused(self._loss(outputs, batch))
@@ -193,8 +192,7 @@ class ReplicaEngine(ModelEngine):
 
     def _updated(self) -> None:
         """**Collective.** Called after an update of the masters: calls the task's ``after_step``, then updates the
-        model's weights.
-        """
+        model's weights."""
         if after_step.overridden(self.plan.task):
             after_step.call(self.plan.task, self.views())
             self._publish()

@@ -72,8 +72,7 @@ class ParameterView:
 
     def moment(self, whole: Tensor) -> Tensor:
         """Returns zeros, in the layout that the optimizer uses for state of shape ``whole``. Raises CheckpointError if
-        it cannot.
-        """
+        it cannot."""
         if tuple(whole.shape) == tuple(self.shape):
             return torch.zeros_like(self.master, requires_grad=False)
         if self.start is not None:

@@ -88,12 +88,10 @@ class Entry:
     """``module:function`` that checks the ``RuleContext`` of a file for this engine, beyond features."""
     options: str = ""
     """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; empty if there are
-    none.
-    """
+    none."""
     several: frozenset[str] = frozenset()
     """Features that mean the same if a task has several models (``Task.models``); empty if this engine trains one
-    model.
-    """
+    model."""
     caution: str = ""
     """Note to the user, printed whenever this engine runs."""
 
@@ -167,8 +165,7 @@ BUILT_IN: dict[str, Entry] = {
 
 class _Table(Mapping[str, Entry]):
     """``BUILT_IN``, then installed packages. Packages are searched only for a name that is not built in, or to list
-    all.
-    """
+    all."""
 
     def __init__(self) -> None:
         self._outside: dict[str, list[EntryPoint]] | None = None

@@ -26,8 +26,7 @@ PATCHES = {
 
 def skip_sparse_buffers(model: nn.Module) -> None:
     """Excludes buffers that no library can send from DDP's broadcast: sparse ones and rare dtypes. Each rank's
-    ``model()`` makes them.
-    """
+    ``model()`` makes them."""
     sparse = [name for name, buffer in model.named_buffers() if not can_be_sent(buffer)]
     if sparse:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]

@@ -120,8 +120,7 @@ class Elsewhere:
 
     def add(self, model: nn.Module, stage: nn.Module, layers: nn.Module | None = None) -> None:
         """Adds everything in ``model`` that is not in ``stage``. ``layers``: the layers of all stages, if the model has
-        more than those; then their tensors are removed from it.
-        """
+        more than those; then their tensors are removed from it."""
         own = {id(module) for module in stage.modules()}
         tensors = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         in_layers = {id(module) for module in (layers or model).modules()} - {id(layers or model)}

@@ -270,8 +270,7 @@ class ZeroEngine(ModelEngine):
 
     def _split(self) -> list[Any] | None:
         """Returns the parameter groups; None without group options, so that DeepSpeed finds the parameters. Raises
-        EngineError.
-        """
+        EngineError."""
         if not self.built.groups.options:
             return None
         if who := makes_groups(self.plan.config.deepspeed):
@@ -347,11 +346,8 @@ class ZeroEngine(ModelEngine):
 
     def _compare_losses(self, loss: Tensor) -> None:
         """**Collective.** Compares losses of ranks that split layers in the first two steps, gradients in the first
-        step.
-
-        The second step is needed because ranks that draw a different amount of random numbers differ from then on.
-        Raises EngineError.
-        """
+        step. The second step is needed because ranks that draw a different amount of random numbers differ from then
+        on. Raises EngineError."""
         if self._shares and self._compared < 2:
             from dsframe.engines.deepspeed.tensor_trial import refuse_different
 
@@ -363,9 +359,7 @@ class ZeroEngine(ModelEngine):
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """Accumulates as DeepSpeed does: reduces once per step at stages 0 and 1, after each micro-batch at 2 and 3.
-
-        Returns the sum of the losses.
-        """
+        Returns the sum of the losses."""
         losses: list[Tensor] = []
         for batch in micro_batches:
             with self._whole_weights():
@@ -404,8 +398,7 @@ class ZeroEngine(ModelEngine):
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. Runs the model or a part of it, not DeepSpeed's engine, which would expect a
-        backward pass.
-        """
+        backward pass."""
         with self._whole_weights() if module is None else contextlib.nullcontext():
             outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)
@@ -439,10 +432,7 @@ class ZeroEngine(ModelEngine):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered if memory
-        allows.
-
-        If all are gathered already, nothing is sent, and ranks need not call the same modules.
-        """
+        allows. If all are gathered already, nothing is sent, and ranks need not call the same modules."""
         self._engine.eval()
         with self._gathered():
             yield
@@ -465,8 +455,7 @@ class ZeroEngine(ModelEngine):
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
         """**Collective** if a weight is not gathered. Inside, all are gathered and modules run without DeepSpeed's
-        hooks, which would gather them again.
-        """
+        hooks, which would gather them again."""
         self._calls.watches = False
         try:
             with patches.hooks_set_aside(self._engine), SHARDS.gathering(list(self._model.parameters())):

@@ -28,8 +28,7 @@ _COUNTS = ("num_local_experts", "num_experts")
 
 def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
     """Raises EngineError if ``model``'s experts cannot be distributed over the ranks as the file says, or if AutoEP's
-    layers would compute something else than the model's.
-    """
+    layers would compute something else than the model's."""
     size = plan.config.deepspeed.expert_parallel.autoep_size
     if plan.world.size % size:
         raise EngineError(

@@ -14,11 +14,9 @@ from torch import nn
 
 
 def noting_users_hooks(modules: Iterable[nn.Module]) -> Callable[[Any], None]:
-    """Records the user's forward hooks on those ``modules`` that have weights themselves.
-
-    Returns a function, to be called when DeepSpeed's engine exists. It moves the hooks between the one that wraps
-    outputs and the one that releases the weights, which a user's hook may read.
-    """
+    """Records the user's forward hooks on those ``modules`` that have weights themselves. Returns a function, to be
+    called when DeepSpeed's engine exists. It moves the hooks between the one that wraps outputs and the one that
+    releases the weights, which a user's hook may read."""
     hooked = (module for module in modules if module._forward_hooks and module._parameters)
     of_modules = {module: [key for key, hook in module._forward_hooks.items() if _is_users(hook)] for module in hooked}
     users = {module: keys for module, keys in of_modules.items() if keys}

@@ -79,11 +79,8 @@ def _stage_3(section: Json, plan: Plan, elements: int, keeps_weights: bool) -> N
 
 def _gradients(section: Json, plan: Plan) -> None:
     """Disables the buffer that gradients are copied to: it prevents fragmentation of GPU memory. What is sent, and
-    when, is the same.
-
-    Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads) and
-    stage_1_and_2.py (reduce_ipg_grads).
-    """
+    when, is the same. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads)
+    and stage_1_and_2.py (reduce_ipg_grads)."""
     if plan.device.type == "cpu" and not plan.config.deepspeed.copies_gradients_on_cpus:
         section["contiguous_gradients"] = False
 

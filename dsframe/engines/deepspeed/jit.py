@@ -46,8 +46,7 @@ def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
 
 def prepare(ops: tuple[str, ...], world: World) -> None:
     """Sets the cache, removes stale locks and prints what will be compiled. Raises EngineError if it cannot be
-    compiled.
-    """
+    compiled."""
     if not ops:
         return
     cache = extensions_directory()
@@ -77,8 +76,7 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
 
 def _is_built(folder: Path) -> bool:
     """True if an op is compiled. On CPUs an op with debug symbols (from older dsframe or plain DeepSpeed) is compiled
-    again.
-    """
+    again."""
     how = folder / "build.ninja"  # CUDA's flags have a standard between the two
     return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
 

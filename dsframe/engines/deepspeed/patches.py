@@ -31,8 +31,7 @@ from dsframe.text import Json, table_of
 
 PATCHES: dict[str, Json] = table_of(__file__)
 """Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``:
-what is called during or after training, as ``module:name``.
-"""
+what is called during or after training, as ``module:name``."""
 
 
 def version() -> str:
@@ -364,8 +363,7 @@ def prologue_of_loss(engine: Any) -> Callable[[], None]:
 @contextlib.contextmanager
 def recorded_routers() -> Iterator[None]:
     """Patch "recorded_routers": inside, when AutoEP replaces a model's layers, the model then records the new routers'
-    outputs.
-    """
+    outputs."""
     name = "_install_instance_transformers_output_recorders"
     _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
     with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
@@ -429,8 +427,7 @@ def forget_evaluation(engine: Any) -> None:
 @contextlib.contextmanager
 def hooks_set_aside(engine: Any) -> Iterator[None]:
     """Patch "hooks_set_aside": inside, modules run without DeepSpeed's hooks. Requires that all parameters are
-    gathered.
-    """
+    gathered."""
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     handle_ids = {handle.id for handle in handles}
@@ -472,8 +469,7 @@ class StagePatches:
 
 def recompute_once(engine: Any, stage: Any) -> None:
     """Patch "pipeline_recompute": uses torch's function, which counts a batch once and recomputes under the same
-    autocast.
-    """
+    autocast."""
     _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
     stage.activation_checkpoint_func = recomputation.checkpoint_function(stage)
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed recognizes its own function only by name
@@ -507,8 +503,7 @@ def sum_norms_once(optimizer: Any) -> None:
 
 def run_forward(engine: Any, micro_batch: Any) -> None:
     """Patch "pipeline_evaluation". **Collective.** Runs one micro-batch through the stages; the loss function gets the
-    outputs.
-    """
+    outputs."""
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
     # Batches of evaluations may have other shapes, and DeepSpeed caches the shapes that stages send.
@@ -519,9 +514,7 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
 
 def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
     """Patch "pipeline_sizes". **Collective.** Sets whether stages announce ``each`` activation's size in the next step.
-
-    Otherwise only the first one's, and only if ``anew``: if it differs from the last step's.
-    """
+    Otherwise only the first one's, and only if ``anew``: if it differs from the last step's."""
     engine.dynamic_shape = each
     if anew:
         engine.reset_activation_shape()

@@ -43,8 +43,7 @@ class PipelineEngine(ZeroEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises TaskError or EngineError, before communication, if the model cannot be split into
-        these stages.
-        """
+        these stages."""
         if plan.task.eval_gradients:
             raise TaskError(
                 f"{type(plan.task).__name__}.eval_gradients: a pipeline's stages hold parts of the model, so an evaluation cannot "
@@ -102,10 +101,7 @@ class PipelineEngine(ZeroEngine):
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         """Returns a micro-batch in DeepSpeed's form. Targets are in a dict, which DeepSpeed passes to the loss
-        unchanged.
-
-        Raises TaskError.
-        """
+        unchanged. Raises TaskError."""
         inputs = batch.inputs
         if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
             inputs = inputs[0]
@@ -136,8 +132,7 @@ class PipelineEngine(ZeroEngine):
 
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
         """Lets stages announce an activation's size only if the inputs' ``sizes`` do not determine it: to read an
-        announced size, the next stage's host waits for its device several times for each activation.
-        """
+        announced size, the next stage's host waits for its device several times for each activation."""
         patches.announce_sizes(self._engine, each=len(sizes) > 1, anew=sizes != self._sizes)
         self._sizes = sizes
 

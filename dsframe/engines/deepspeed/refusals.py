@@ -44,8 +44,7 @@ def refuse_gradient_hooks(plan: Plan, hooks: GradientHooks) -> None:
 
 def refuse_compiled(model: nn.Module) -> None:
     """Raises EngineError if a part of ``model`` is already compiled: ZeRO-3 then cannot gather its weights (deepspeed
-    0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict).
-    """
+    0.19.8, ``runtime/zero/parameter_offload.py``, ZeROOrderedDict)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported if something was compiled
     wrapper = dynamo.OptimizedModule if dynamo is not None else ()
     if any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules()):

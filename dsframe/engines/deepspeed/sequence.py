@@ -36,8 +36,7 @@ class Slices:
 
     def cut(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Returns this rank's slice of inputs and targets, ``[rows, time, ...]`` each. Raises EngineError if slices
-        would not be equal.
-        """
+        would not be equal."""
 
         def slice_of(tensor: Tensor) -> Tensor:
             if tensor.ndim < 2 or tensor.shape[1] % self._size:

@@ -1,6 +1,5 @@
 """Support for ZeRO stage 3: sharding a model in little memory, gathered access, and blocks that are gathered as one
-unit.
-"""
+unit."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class ZeroShards(Shards):
     @torch.no_grad()
     def keep(self, weight: Any) -> None:
         """Writes the gathered weight to this rank's shard, because another module with the same weight gathers it
-        again.
-        """
+        again."""
         shard = weight.ds_tensor
         flat, size = weight.detach().flatten(), shard.ds_numel
         piece = flat[weight.ds_process_group.rank() * size :][:size]
@@ -54,8 +52,7 @@ class ZeroShards(Shards):
 
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
         """**Collective.** Returns them unchanged. Gathers the weights until the end of the backward pass, which needs
-        them.
-        """
+        them."""
         missing = [weight for weight in weights if not self.is_whole(weight)]
         if missing:
             missing[0].all_gather(param_list=missing)
@@ -97,8 +94,7 @@ class InTurn(nn.Module):
 
 def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes inputs of a block that runs as one unit require gradients. If none does, DeepSpeed's hook after the
-    backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``).
-    """
+    backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
     tensors = tensors_of((args, kwargs))
     if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
         return None

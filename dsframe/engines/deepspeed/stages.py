@@ -115,8 +115,7 @@ class Cut:
 
     def try_out(self, inputs: Tensor) -> None:
         """On the first call, raises TaskError if the layers of the task's ``cut`` do not compute what the model
-        computes.
-        """
+        computes."""
         trial, self._trial = self._trial, None
         if trial is not None:
             trial(inputs)
@@ -328,10 +327,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
 
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range, probes: nn.Module) -> None:
         """Sets ``model`` and the name attributes. ``whole``: the model if it was built whole; other stages' weights are
-        removed from it.
-
-        ``probes``: the layers of all stages, which the task may hold.
-        """
+        removed from it. ``probes``: the layers of all stages, which the task may hold."""
         self.borrowed, self._sizes, self.elsewhere = frozenset(), {}, Elsewhere()
         ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
         if whole is not None:

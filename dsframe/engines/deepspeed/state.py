@@ -41,8 +41,7 @@ from dsframe.model.state import (
 
 def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
     """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: the trained module, with the names of the
-    state.
-    """
+    state."""
     parameters = _parameters(engine, model)
     return EngineState(updates, _loss_scale(engine), saved_buffers(model), aliases(model), parameters)
 
@@ -94,8 +93,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 def views(engine: Any, model: nn.Module) -> list[ParameterView]:
     """Returns the views of trained parameters in the tensors that this rank's optimizer updates; not for shards on
-    NVMe.
-    """
+    NVMe."""
     optimizer = engine.optimizer
     names = _names(model)
     if _is_stage_3(optimizer):
@@ -347,8 +345,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
 
 def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
     """Returns the optimizer and the tensors that it updates: parameters, their fp32 masters, or this rank's flat shards
-    of them.
-    """
+    of them."""
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
         return optimizer.optimizer, list(optimizer.fp32_partitioned_groups_flat)

@@ -128,8 +128,7 @@ class Experts(SavedView):
     @property
     def shapes(self) -> Shapes:
         """Shapes of this rank's parameters; if the saved model differs, the saved shape, so that the difference is
-        detected.
-        """
+        detected."""
         saved = self._saved.shapes
         shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}
         for name, part in self._made.items():

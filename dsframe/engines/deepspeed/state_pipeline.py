@@ -25,8 +25,7 @@ class Column:
 
     def parameters(self, local: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
         """**Collective** to iterate. Yields every stage's parameters, in the order of stages, without copies
-        (``borrowed``).
-        """
+        (``borrowed``)."""
         for source in self._ranks:
             mine = iter(local if source == self._rank else ())
             while True:

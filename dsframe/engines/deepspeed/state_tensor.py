@@ -89,9 +89,7 @@ def cuts(model: nn.Module) -> dict[str, Cut]:
 
 def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
     """Raises CheckpointError if optimizer state has another shape than the rank's share: such shares cannot be joined.
-
-    ``name``: of the whole parameter. ``section``: key of the file that makes ranks hold shares.
-    """
+    ``name``: of the whole parameter. ``section``: key of the file that makes ranks hold shares."""
     for key, moment in parameter.moments.items():
         if moment.shape != parameter.weight.shape:
             raise CheckpointError(
@@ -103,8 +101,7 @@ def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
 
 def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) -> EngineState:
     """**Collective** to read to its end, over ``group``: a rank's state joined with the others' shares, one parameter
-    at a time.
-    """
+    at a time."""
 
     def gathered() -> Iterator[ParameterState]:
         for parameter in state.parameters:

@@ -164,8 +164,7 @@ def _close(one: Tensor, other: Tensor, noise: float, least: float = 1e-6) -> boo
 
 class WholeGradients:
     """First-step gradients of weights that each rank has whole. They are equal on ranks that split layers, unless such
-    a weight is used between split ones. Also for models too large for a :class:`Trial`.
-    """
+    a weight is used between split ones. Also for models too large for a :class:`Trial`."""
 
     def __init__(self, model: nn.Module, cut: Mapping[str, Cut], device: torch.device) -> None:
         """Created after DeepSpeed, whose hooks sum the gradients that a file names."""

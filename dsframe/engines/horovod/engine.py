@@ -53,8 +53,7 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 _living: WeakSet[Buckets] = WeakSet()
 """Buckets of engines that a failed training did not close. The task may pass the same module again, so their hooks are
-removed.
-"""
+removed."""
 _starts = itertools.count()
 """Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4
@@ -187,10 +186,8 @@ def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_address(world: World) -> World:
-    """**Collective.** Returns ``world`` with a rendezvous address.
-
-    Over MPI on several nodes no launcher gives one, so Horovod, which needs none there, sends rank 0's.
-    """
+    """**Collective.** Returns ``world`` with a rendezvous address. Over MPI on several nodes no launcher gives one, so
+    Horovod, which needs none there, sends rank 0's."""
     try:
         process_group.rendezvous_address(world)
     except WorldError:
@@ -206,8 +203,7 @@ def _with_address(world: World) -> World:
 def _initialise(world: World) -> HTTPServer | None:
     """**Collective.** Calls ``hvd.init()``. If this build does not know the launcher, starts a rendezvous server on
     rank 0 and returns it. Measured with horovod 0.28.1: it needs only these variables and a server that speaks its
-    key-value protocol.
-    """
+    key-value protocol."""
     note_start(running=hvd.is_initialized())
     # horovodrun's server keeps the addresses of the previous training: it deletes them only if all ranks leave every
     # ring in the same order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1).
@@ -232,8 +228,7 @@ def _leave() -> None:
 
 def _serve(world: World) -> HTTPServer | None:
     """**Collective.** Starts Horovod's rendezvous server on rank 0, which gets it returned, and sets its address on all
-    ranks.
-    """
+    ranks."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 

@@ -10,8 +10,7 @@ from dsframe.errors import EngineError
 
 CPU_ROUND_MILLISECONDS = 5.0
 """Default time between two rounds of reductions on CPUs. An empty round takes 0.12 ms of a core; a bucket waits half
-the interval on average.
-"""
+the interval on average."""
 THRESHOLD, ROUNDS, TUNES = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"
 APART = "HOROVOD_DISABLE_GROUP_FUSION"
 """Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
@@ -55,8 +54,7 @@ def _number(name: str) -> float | None:
 
 def note_start(*, running: bool) -> None:
     """Called right before Horovod starts. Raises EngineError if it is ``running`` (over MPI it stays) with other
-    settings.
-    """
+    settings."""
     settings = {name: os.environ.get(name) for name in _READ_ONCE}
     if _started and running and settings != _started:
         names = ", ".join(name for name in _READ_ONCE if settings[name] != _started[name])
