@@ -72,8 +72,7 @@ class Engine(ABC):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """**Collective.** Encloses the :meth:`eval_step` calls of one evaluation; gathered weights may be kept between
-        them."""
+        """**Collective.** Encloses the :meth:`eval_step` calls of an evaluation, which may keep gathered weights."""
         return nullcontext()
 
     def average(self, decay: float) -> None:

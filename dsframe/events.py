@@ -203,8 +203,7 @@ _HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
 
 
 _OTHER_STEPS = ("on_start", "on_log", "on_evaluation", "on_checkpoint")
-"""Events that a resumed run emits after other steps. Random numbers drawn in them must not advance the training's
-generators."""
+"""A resumed run emits these after other steps, so what hooks draw must not advance the training's generators."""
 
 
 class UserHooks(Listener):

@@ -48,8 +48,7 @@ class RunView:
 
 
 class Hooks:
-    """Override what you need; methods that are not overridden cost nothing. All ranks call every method in the same
-    order."""
+    """Override what you need; the rest costs nothing. All ranks call every method in the same order."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step of these processes, also on resume: ``run.step`` steps are done."""

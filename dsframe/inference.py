@@ -1,5 +1,4 @@
-"""Evaluates or predicts with a checkpoint's weights, on any engine and any number of processes, or loads a plain
-module.
+"""Evaluates or predicts with a checkpoint's weights, on any engine and number of processes; loads a plain module.
 
 No optimizer state is read. Evaluations use the same code and engine as training. Predictions are in the order of the
 samples, each sample once. A file of predictions gets its name only when it is complete.
@@ -67,10 +66,9 @@ class Weights(SavedView):
 
 
 def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None) -> dict[str, float]:
-    """**Collective.** Returns the task's metrics over its evaluation data.
+    """**Collective.** Returns the task's metrics over its evaluation data. Raises TaskError, CheckpointError.
 
-    ``averages``: take the averages of the weights in their place; None: what the run evaluated. Raises TaskError if
-    there is no evaluation data, and CheckpointError.
+    ``averages``: take the averages of the weights in their place; None: what the run evaluated.
     """
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         if not job.work.evaluation:
@@ -81,8 +79,7 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool | None = None
 
 
 def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | None = None) -> int:
-    """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the
-    number of rows.
+    """**Collective.** Writes :meth:`Task.predictions` of :meth:`Task.predict_data` to ``out``; returns their number.
 
     ``out``: a ``.jsonl`` file in a folder that all ranks share. ``averages``: as for :func:`evaluate`. Raises DataError
     if ``out`` exists or cannot be written.
@@ -130,15 +127,13 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
 def load_model(
     path: str | Path, task: Task | None = None, *, averages: bool | None = None, best: bool = False
 ) -> nn.Module:
-    """Returns a checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and
-    buffers.
+    """Returns a checkpoint's model on the CPU, in evaluation mode: the task's, with the saved weights and buffers.
 
     ``path``: a checkpoint, or a run's directory (its newest complete one, or with ``best`` the best one by
     "keep_best"). ``task``: required if a script passed its own; otherwise it is built from the run's ``config.json``.
     ``averages``: take the averages of the weights ("ema") in their place; None: what the run evaluated.
 
-    ``model()`` draws the same random numbers as in training; the generators are restored. Raises CheckpointError,
-    TaskError.
+    ``model()`` draws what it drew in training; the generators are restored. Raises CheckpointError, TaskError.
     """
     from dsframe.config import load
 
@@ -216,8 +211,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
 
 
 def _together(engine: Engine, action: Any) -> Any:
-    """**Collective.** Calls ``action`` and returns its result. If it fails on one rank, raises DataError or TaskError
-    on all."""
+    """**Collective.** Calls ``action`` and returns its result. If one rank fails, all raise DataError or TaskError."""
     result, failure = None, ""
     kind: type[DataError] | type[TaskError] = DataError
     try:

@@ -278,8 +278,7 @@ def _describe(job: Job, engine: Engine) -> None:
 
 
 def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
-    """**Collective.** Returns this run's entries for a checkpoint's manifest. Raises DataError if the ranks have
-    different samples."""
+    """**Collective.** Returns this run's part of a manifest. Raises DataError if the ranks have different samples."""
     run, plan = job.run, job.plan
     mine = about(
         plan.config,

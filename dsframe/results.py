@@ -13,8 +13,7 @@ Metrics = Mapping[str, float]
 
 
 def best_step(evaluations: Mapping[int, Mapping[str, float | None]], wanted: str) -> int | None:
-    """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; of equal ones the
-    first.
+    """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; the first of equals.
 
     ``evaluations``: by step. Returns None if no value is finite.
     """

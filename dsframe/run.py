@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 
 
 def settle_threads(world: World, wanted: int | None) -> int:
-    """Returns the number of threads of this rank: ``wanted``, else OMP_NUM_THREADS, else its part of the node's usable
-    cores.
+    """Returns this rank's number of threads: ``wanted``, else OMP_NUM_THREADS, else its part of the usable cores.
 
     Sets OMP_NUM_THREADS, so it must run before torch is imported. ``deepspeed`` and ``horovodrun`` do not set it, and
-    ranks that each use every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises
-    WorldError if OMP_NUM_THREADS is not a number.
+    ranks that each use every core are three times slower (measured: Horovod, 2 ranks on 2 cores). Raises WorldError if
+    OMP_NUM_THREADS is no number.
     """
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
@@ -91,9 +90,8 @@ def execute(
 ) -> Summary:
     """**Collective.** Trains as ``config`` says and returns the results. Raises the subclasses of DsframeError.
 
-    ``task``: replaces the file's task. ``resume``: "never", "auto" (the run's newest complete checkpoint, if there is
-    one), "best" (its best one) or a path to a checkpoint. ``verbose``: show the output of libraries. ``quiet``: print
-    nothing.
+    ``task``: replaces the file's. ``resume``: "never", "auto" (the run's newest complete checkpoint, if there is one),
+    "best" (its best one) or a path to a checkpoint. ``verbose``: show libraries' output. ``quiet``: print nothing.
     """
     world = world or worlds.here()
     with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:
@@ -116,8 +114,7 @@ def _sayer(world: World, *, quiet: bool) -> Say:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Restores the handlers of stop signals: after a stop they are ignored (``guard/signals.py``), but this program
-    continues."""
+    """Restores the handlers of stop signals, which are ignored after a stop (``guard/signals.py``)."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers can only be set in the main thread
         return
@@ -198,8 +195,7 @@ def _traces(*arguments: Any) -> Listener:
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:
-    """Returns the engine's name and the lines to print about the choice. Raises ConfigError if the engine does not
-    support what the file asks for."""
+    """Returns the engine's name and lines about the choice. Raises ConfigError if the engine cannot run the file."""
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
     if refused or (refused := loggers.missing(config)):

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 10.0
 _FIRST_SPEAKS_SECONDS = 3.0
-"""Time after which the launcher, which may poll once a second, has ended the ranks that made the same mistake as rank
-0."""
+"""By then the launcher, which may poll once a second, has ended the ranks that made the same mistake as rank 0."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,8 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says and returns 0; an error ends the process with its class's exit code
-    (``dsframe.errors``).
+    """Trains as the command line says and returns 0; an error ends the process with its exit code (``dsframe.errors``).
 
     ``task``: the calling script's task, in place of the file's. ``argv``: in place of ``sys.argv[1:]``.
     """
@@ -192,8 +190,7 @@ def lost_a_peer(error: Exception) -> bool:
 def leave_at_once(code: int) -> NoReturn:
     """Ends this process without waiting for peers: exit handlers of communication libraries may wait forever.
 
-    Destructors of C++ objects do not run either; they sometimes end in SIGABRT after a successful training (measured,
-    torch 2.13).
+    C++ destructors do not run either; some end in SIGABRT after a successful training (measured, torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -19,8 +19,7 @@ Named = TypeVar("Named")
 
 
 def named_class(path: str, base: type[Named], what: str) -> type[Named]:
-    """Returns the subclass of ``base`` named by ``package.module:Class``. ``what``: its role, for messages. Raises
-    TaskError."""
+    """Returns the subclass of ``base`` named ``package.module:Class``. ``what``: its role. Raises TaskError."""
     module_name, _, class_name = path.partition(":")
     if module_name.endswith(".py"):
         dotted = module_name[:-3].strip("./").replace("/", ".")

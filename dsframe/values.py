@@ -20,8 +20,7 @@ from torch.utils.data import Dataset
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 FEW = 1000
-"""Longest list or dict whose entries are copied too. A longer one, such as a data set, is copied with the same entries.
-"""
+"""Longest list or dict whose entries are copied too; a longer one, such as a data set, keeps its entries."""
 ELEMENTS = 1 << 22
 """Most elements of a tensor, an array or a container that is copied."""
 CONTAINERS = (list, deque, set, dict, defaultdict, OrderedDict, Counter)
@@ -46,8 +45,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def copied(value: Any, depth: int = 2) -> Any:
-    """Returns a copy whose tensors and numbers may change. Modules, data sets and what cannot be copied are returned as
-    they are."""
+    """Returns a copy whose tensors and numbers may change; modules, data sets and uncopyable objects stay the same."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() <= ELEMENTS else value
     if isinstance(value, np.ndarray):

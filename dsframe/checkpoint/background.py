@@ -1,9 +1,8 @@
-"""Brings one checkpoint's files to the disk in a thread while training continues, and writes those that were copied
-first.
+"""Writes one checkpoint to the disk in a thread while training continues.
 
-Threads take part in no collective. When a rank's files are on the disk, its thread writes a status file to the
-checkpoint's folder. Rank 0's thread waits for all status files, then commits. The folder is hidden until then: if a
-process ends before, it remains as an interrupted save.
+Threads take part in no collective. When a rank's files are on the disk, its thread writes a status file to the folder.
+Rank 0's thread waits for all status files, then commits. The folder is hidden until then, so a process that ends before
+leaves an unfinished save.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ class Writing:
         commit: Callable[[list[Json]], None] | None,
         sign_of_life: Callable[[], None],
     ) -> None:
-        """Starts the thread. ``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on
-        others) with every rank's facts and ``runs``, the ranges that it has written; may raise OSError,
-        CheckpointError."""
+        """``facts``: of this rank, as plain JSON values. ``commit``: called on rank 0 (None on others) with every
+        rank's facts and ``runs``, what it has written; may raise OSError, CheckpointError."""
         self.failure = ""
         """This rank's error, or ""; valid after :meth:`wait`."""
         self.outcome = ""
@@ -56,8 +54,7 @@ class Writing:
         self._written.wait()
 
     def finish(self, hopeless: bool = False) -> None:
-        """Waits until the thread has ended. ``hopeless``: another rank has failed, so rank 0 must not wait for its
-        status file."""
+        """Waits for the thread. ``hopeless``: another rank has failed, so rank 0 must not wait for its status file."""
         if hopeless:
             self._hopeless.set()
         self._thread.join()

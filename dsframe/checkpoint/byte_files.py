@@ -42,8 +42,7 @@ class FileEntry:
 
 
 def write_at(descriptor: int, content: memoryview, begin: int) -> None:
-    """Writes all of ``content`` starting at byte ``begin``. Raises OSError. Every byte of a checkpoint's tensors is
-    written here."""
+    """Writes ``content`` from byte ``begin`` on; used for every byte of a checkpoint's tensors. Raises OSError."""
     while content:
         written = os.pwrite(descriptor, content, begin)
         if not written:

@@ -51,11 +51,9 @@ def about(
     engine: str,
     package: str | None,
 ) -> Json:
-    """Returns the run's part of the manifest: ``training`` must be the same to continue; changes of the rest are
-    reported.
+    """Returns the run's part of the manifest. ``training`` must stay the same; changes of the rest are reported.
 
-    ``samples``: number of training samples. ``engine``: its name in the table; ``package``: what it needs besides
-    torch.
+    ``samples``: number of training samples. ``engine``: its name in the table; ``package``: its package besides torch.
     """
     cls, own = type(task), config.settings
     kept = json.loads(own.model_dump_json(include=_OWN))
@@ -161,10 +159,8 @@ def compare_classes(manifest: Json, names: Sequence[str]) -> None:
 
 
 def compare_adapters(manifest: Json, settings: str) -> None:
-    """Raises CheckpointError if the adapter's scale differs from the training's: neither names nor shapes show it.
-
-    ``settings``: peft's, as JSON.
-    """
+    """Raises CheckpointError if the scale of the adapter (``settings``: peft's, as JSON) differs from the training's:
+    neither names nor shapes show it."""
     was, now = (json.loads(text or "{}") for text in (manifest.get("adapter"), settings))
     keys = [key for key in ("lora_alpha", "alpha_pattern", "use_rslora") if key in was and key in now]
     if lines := [line for key in keys for line in _changes(f"adapter.{key}", was[key], now[key])]:

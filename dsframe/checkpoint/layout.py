@@ -114,8 +114,7 @@ class Layout:
         self._plan = FilePlan()
 
     def agree(self, ranks: Ranks, state: EngineState) -> tuple[FilePlan, dict[str, dict[str, Number]]]:
-        """**Collective.** Returns the plan for ``state``, and the scalars of each parameter in the order of the ranks'
-        lists.
+        """**Collective.** Returns the plan for ``state``, and all parameters' scalars in the order of the ranks' lists.
 
         Consumes parameters that come from an iterator. Raises CheckpointError, on every rank, if the ranges leave a gap
         or overlap, which is a bug of the engine.
@@ -142,8 +141,7 @@ class Layout:
 
 
 def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
-    """**Collective.** Returns the tensors of every parameter that some rank lists, in the order of the lists, rank
-    after rank."""
+    """**Collective.** Returns the tensors of every parameter that some rank lists, in list order, rank after rank."""
     facts = [[name, [[key, shape, dtype] for key, shape, dtype, *_ in tensors]] for name, tensors in held]
     ranges = {(name, key): (first, size) for name, tensors in held for key, _, _, first, size in tensors}
     kinds_of = dict[Place, Any]()
@@ -208,13 +206,10 @@ class Content(NamedTuple):
 
 
 def header(tensors: Sequence[Content], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Returns the first bytes of a safetensors file with ``tensors`` in this order, and the byte at which each begins,
-    then the end.
+    """Returns the header of a safetensors file, the byte at which each of ``tensors`` begins in it, and the end.
 
-    Format (https://huggingface.co/docs/safetensors): the length of a JSON header (8 bytes, little-endian), the header,
-    the bytes of the tensors.
-
-    Raises CheckpointError for a dtype that the format does not have.
+    Format (https://huggingface.co/docs/safetensors): length of a JSON header (8 bytes, little-endian), header, the
+    tensors' bytes. Raises CheckpointError for a dtype that the format does not have.
     """
     entries: Json = {"__metadata__": dict(metadata)} if metadata else {}
     ends = [0]

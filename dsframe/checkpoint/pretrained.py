@@ -1,8 +1,7 @@
-"""Writes a checkpoint's model in the form of transformers' ``from_pretrained``: config.json, safetensors, the
-tokenizer's files.
+"""Writes a checkpoint's model for transformers' ``from_pretrained``: config.json, safetensors, the tokenizer's files.
 
-What transformers needs besides the weights was asked of the task when the checkpoint was saved (``Task.pretrained``)
-and is in its manifest, so the training's file and model folder are not needed.
+The rest that transformers needs was asked of the task when the checkpoint was saved (``Task.pretrained``) and is in its
+manifest, so the training's file and model folder are not needed.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def write(
     shard_size: str,
     say: Say,
 ) -> None:
-    """Writes the folder ``out``. ``weights``: a whole state_dict of ``dtype``. ``say``: prints why there is no
-    tokenizer.
+    """Writes the folder ``out``. ``weights``: a state_dict of ``dtype``. ``say``: prints why there is no tokenizer.
 
     Raises OSError, TaskError if transformers is missing, and CheckpointError if the model is not one of transformers.
     """

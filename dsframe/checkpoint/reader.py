@@ -23,8 +23,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Checkpoint:
-    """A checkpoint on disk, as a :class:`dsframe.model.state.SavedState`. Files are mapped, so only what is used is
-    read."""
+    """A checkpoint on disk, as a :class:`dsframe.model.state.SavedState`. Files are mapped and read on use."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         """Reads only the manifest. ``rank``: whose buffers are read, if ranks had different ones.

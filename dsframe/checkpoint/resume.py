@@ -67,12 +67,11 @@ def begin(
 ) -> Start:
     """**Collective.** Continues from a checkpoint, or archives earlier checkpoints and starts from the beginning.
 
-    ``wanted``: "never", "auto" (the newest complete one in ``folder``, the run's; the beginning if there is none),
-    "best" (the best one there by "keep_best"), or a path to a checkpoint or a folder with some. Damaged ones found by
-    "auto" or in a folder are renamed and reported with ``say``, and the one before is taken. ``sign_of_life`` is called
-    after each file and each parameter. Raises CheckpointError if there is nothing to continue from, if the checkpoint
-    belongs to another training, if only some ranks cannot read it (then nothing is renamed), and if the run could not
-    be saved.
+    ``wanted``: "never", "auto" (the newest complete one in ``folder``, else the beginning), "best" (the best one there
+    by "keep_best"), or a path to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are
+    renamed and reported with ``say``, and the one before is taken. ``sign_of_life`` is called after each file and each
+    parameter. Raises CheckpointError if there is nothing to continue from, only another training's checkpoint, or one
+    that some ranks cannot read (then nothing is renamed), and if the run could not be saved.
     """
     preflight(engine, folder.directory)
     remove_unfinished(engine, folder, say)
@@ -239,11 +238,9 @@ def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Say) 
 
 
 def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restores each rank's random generators; ranks that the saved run did not have are seeded from seed, rank and
-    step.
+    """Restores each rank's random generators; new ranks are seeded from seed, rank and step.
 
-    Ranks that share samples need the same generators, or their dropout would differ: they take the group's first
-    rank's.
+    Ranks that share samples take the group's first rank's; otherwise their dropout would differ.
     """
     kept = checkpoint.generators()
     plan = engine.plan

@@ -1,13 +1,12 @@
 """Saving: all ranks write one checkpoint together.
 
-Every rank writes the ranges that it holds into shared files (``writer``). Rank 0 creates the folder and writes small
+Every rank writes the ranges that it holds into shared files (``writer``); rank 0 creates the folder and writes small
 files. When all ranks report that their data are on the disk, it writes the manifest, renames the folder and updates the
-pointer. If one rank fails, all learn of it: then nothing is renamed, the files are removed, and the previous checkpoint
-is unchanged.
+pointer. If one rank fails, all ranks learn of it, the files are removed, and the previous checkpoint is unchanged.
 
-Training continues as soon as the ranges are written to the page cache: a thread waits until they are on the disk, and
-rank 0's thread commits (``background``). Asynchronous saves copy the ranges, and the threads also write them. At most
-one checkpoint is in progress: the next save waits for it and reports its errors.
+Training continues as soon as the ranges are in the page cache: a thread waits until they are on the disk, and rank 0's
+thread commits (``background``). Asynchronous saves copy the ranges, and the threads write them too. At most one
+checkpoint is in progress: the next save waits for it and reports its errors.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Saver:
     ) -> None:
         """Create it before a checkpoint is loaded, while buffers have their initial shapes.
 
-        ``about``: the manifest's entries that do not change from step to step; plain JSON values. ``model_files``:
-        creates the files next to the weights, for other programs.
+        ``about``: entries of the manifest that are the same at each step. ``model_files``: creates files for other
+        programs.
         """
         self._make_model_files = model_files
         self._engine, self._store, self._about = engine, folder, about
@@ -186,10 +185,9 @@ class Saver:
         }
 
     def rate(self, step: int, evaluation: Metrics) -> None:
-        """**Collective.** Adds an evaluation to the checkpoint of ``step``, which was saved before it.
+        """**Collective.** Adds an evaluation to the checkpoint of ``step``, at once or when it has been written.
 
-        If the checkpoint is still being written, it is added afterwards. If the run ends before, it evaluates again
-        when it resumes.
+        If the run ends before, it evaluates again when it resumes.
         """
         self._look_for_metric(evaluation)
         if self._engine.plan.world.is_main and evaluation:

@@ -102,8 +102,7 @@ class Store:
         return sorted(path.name for path in self.directory.glob("step-*.damaged*"))
 
     def begin(self, step: int) -> Path:
-        """Creates an empty folder to write to. Raises OSError (full disk, no permission), CheckpointError if the step
-        exists."""
+        """Creates an empty folder to write to. Raises OSError, or CheckpointError if the step exists."""
         if self.path(step).exists():
             raise CheckpointError(f"{self.path(step)} exists already")
         folder, fresh = self.partial(step), not self.directory.exists()
@@ -114,8 +113,7 @@ class Store:
         return folder
 
     def commit(self, step: int, manifest: Json) -> Path:
-        """Turns the step's folder, written by all ranks, into a checkpoint; then ``latest`` points to it. Raises
-        OSError."""
+        """Turns the step's folder into a checkpoint; then ``latest`` points to it. Raises OSError."""
         folder, final = self.partial(step), self.path(step)
         write(folder / MANIFEST, dump(manifest))
         sync_folder(folder)
@@ -279,8 +277,7 @@ def config_of(checkpoint: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Json:
-    """Returns a checkpoint's manifest. Raises CheckpointError if it is missing or damaged; OtherFormatError,
-    UnreadableError."""
+    """Returns a checkpoint's manifest. Raises CheckpointError if it is missing or damaged, or a subclass."""
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -344,8 +341,7 @@ class _Parameter(_Part):
 
 
 class _Known(_Part):
-    """Values of a manifest that are used in computations or names. They are validated because a checksum detects
-    accidents, not manipulation."""
+    """Values of a manifest that are used. Validated, because a checksum detects accidents, not manipulation."""
 
     files: dict[Annotated[str, Field(pattern=f"^{_FILE.pattern}$")], _File]
     step: NonNegativeInt = 0
@@ -407,12 +403,11 @@ def damage(
     share: tuple[int, int] = (0, 1),
     sign_of_life: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """Returns the missing, truncated and altered files of a checkpoint (name -> what is wrong), or only the manifest if
-    that is damaged.
+    """Returns the missing, truncated and altered files (name -> what is wrong); only the manifest if it is damaged.
 
-    ``names``: read only these files; by default all. ``share``: rank and number of the processes that read them
-    together, each a different part. ``sign_of_life``: called after each file. Raises OtherFormatError, and
-    UnreadableError if the file itself is not the problem.
+    ``names``: read only these files. ``share``: rank and number of the processes that read them together, each a
+    different part. ``sign_of_life``: called after each file. Raises OtherFormatError, and UnreadableError if the file
+    itself is not the problem.
     """
     try:
         manifest = read_manifest(path)

@@ -6,13 +6,12 @@
 
 A safetensors file's header says where each tensor's bytes are before they are written. What a rank holds of a tensor
 (all of it, rows, a range of ZeRO's flat tensors) is one range of bytes in the file. So every rank writes its own
-ranges, nothing is sent, and the files are the same for every engine and number of ranks. Ranks that hold the same range
-take turns. If an engine must gather a tensor to know a range of it (one split by columns), it gathers one tensor at a
-time.
+ranges, nothing is sent, and the files are the same for every engine and number of ranks. Ranks with the same range take
+turns. An engine that must gather a tensor to know its range (one split by columns) gathers one tensor at a time.
 
-A synchronous save writes a range directly from its memory, or through a window if it is on a GPU or of another dtype. A
-background save copies it first, and a thread writes the copy. When every rank's ranges are on the disk, the manifest,
-one rename, and ``latest`` follow (``background``, ``store``).
+A synchronous save writes a range from its memory, or through a window from a GPU or another dtype. A background save
+copies it first, and a thread writes the copy. When every rank's ranges are on the disk, the manifest, one rename, and
+``latest`` follow (``background``, ``store``).
 """
 
 from __future__ import annotations
@@ -81,11 +80,9 @@ class Writer:
         return self._files.runs
 
     def take(self, state: EngineState, sign_of_life: Callable[[], None]) -> str:
-        """**Collective** if the engine gathers. Writes this rank's ranges, or copies them; returns the disk's error, or
-        "".
+        """**Collective** if the engine gathers. Writes or copies this rank's ranges; returns the disk's error, or "".
 
-        ``state``: the one that was laid out. After an error it continues without writing, because other ranks wait for
-        its collectives.
+        ``state``: as laid out. After an error it continues without writing, for the collectives of other ranks.
         """
         failure = ""
         for name, begin in self.plan.headers.items() if self._rank == 0 else ():

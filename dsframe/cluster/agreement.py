@@ -23,8 +23,7 @@ _MOST = 5
 def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
     """**Collective.** Raises WorldError on every rank, naming the ranks that differ from rank 0, and the differences.
 
-    Returns False if the launcher gives no rendezvous address (mpirun on several nodes); then use
-    :func:`assert_engines_agree`.
+    Returns False without a rendezvous address (mpirun on several nodes): use :func:`assert_engines_agree`.
     """
     if world.size == 1:
         return True

@@ -32,8 +32,7 @@ _MOST_BYTES = 1 << 30
 
 
 def all_gather_text(ranks: Ranks, text: str) -> list[str]:
-    """**Collective.** Returns every rank's ``text``, in rank order; also a barrier. For kilobytes: the whole table is
-    summed.
+    """**Collective.** Returns every rank's ``text``, in rank order. For kilobytes: the whole table is summed.
 
     Each float64 carries four bytes; it represents integers below 2 ** 53 exactly.
     """
@@ -74,16 +73,14 @@ def aligned(size: int) -> int:
 
 
 def sum_rows(ranks: Ranks, row: Tensor) -> None:
-    """**Collective.** Fills ``row`` (uint8, on the CPU, aligned parts); each rank has set its own parts, and zeros
-    elsewhere."""
+    """**Collective.** Fills ``row`` (uint8, on the CPU): each rank has set its aligned parts, and zeros elsewhere."""
     for piece in torch.split(row, _PIECE_BYTES):
         words = ranks.sum_over_ranks(piece.view(torch.int32).to(ranks.plan.device).double())
         piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
 
 
 def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
-    """**Collective.** Returns every rank's ``tensor``, in rank order, on the CPU; bitwise, shapes and dtypes may
-    differ.
+    """**Collective.** Returns every rank's ``tensor`` (of any shape and dtype), in rank order, on the CPU, bitwise.
 
     For megabytes: every rank gets all. A tensor without elements takes the dtype of the others.
     """
@@ -105,8 +102,7 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
 
 def failures(ranks: Ranks, failure: str) -> list[str]:
-    """**Collective.** Returns every rank's error as ``rank R: ...``; empty if no rank failed. ``failure``: this rank's
-    error, or ""."""
+    """**Collective.** Returns every rank's ``failure``, if not "", as ``rank R: ...``."""
     if not any_rank(ranks, bool(failure)):  # without failures, the amount sent does not grow with the number of ranks
         return []
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
@@ -133,13 +129,10 @@ def same(ranks: Ranks, text: str) -> bool:
 
 
 def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
-    """**Collective.** Returns each rank's entry at the first position where ``entries`` differ between ranks; empty if
-    all are equal.
+    """**Collective.** Returns each rank's entry at the first position where ``entries`` differ; empty if all are equal.
 
-    A rank with fewer entries has "" there.
-
-    If all are equal, one exchange of a digest; otherwise one more for each step of a bisection. Gathering the lists of
-    a large model's parameters from a thousand ranks would take gigabytes.
+    A rank with fewer entries has "" there. Costs one exchange of a digest if all are equal, otherwise one more for each
+    step of a bisection: gathering a large model's parameter lists from a thousand ranks would take gigabytes.
     """
 
     def differ(count: int | None = None) -> bool:

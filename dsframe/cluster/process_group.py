@@ -23,8 +23,7 @@ from dsframe.errors import WorldError
 from dsframe.host import phases
 
 MEETING_SECONDS = 300.0
-"""Time that ranks wait for each other at the start: nodes need different times to import torch or compile an operator.
-"""
+"""Timeout of the rendezvous at the start: nodes differ in the time to import torch or compile an operator."""
 LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
 
 _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -56,8 +55,7 @@ def shared() -> Iterator[None]:
 
 
 def joins() -> bool:
-    """Returns whether an engine that starts now uses an open process group: it is not the first inside of
-    :func:`shared`."""
+    """Returns whether an engine that starts now is not the first inside of :func:`shared`, so that all is open."""
     global _sharing
     if _sharing is None:
         return False
@@ -145,8 +143,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
 
 @functools.cache
 def rendezvous_address(world: World) -> tuple[str, int]:
-    """Returns ``meeting_point``, computed once per process: in a second run a rank could read rank 0's answer to the
-    first.
+    """Returns ``meeting_point``, computed once: in a second run a rank could read rank 0's answer to the first.
 
     On one node the address is the loopback, whatever the launcher gives, unless the launcher itself listens there.
     """
@@ -161,8 +158,7 @@ def _agent_serves() -> bool:
 
 @functools.cache
 def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
-    """Returns one store for all rendezvous of a process: otherwise early ranks would find rank 0's server of an earlier
-    one.
+    """Returns one store for all rendezvous: otherwise early ranks would find rank 0's server of an earlier one.
 
     If ``address`` is not an address of this node (``::1``, or a name that it resolves to 127.0.1.1), torch's own server
     is used, which listens on every interface, including IPv6.

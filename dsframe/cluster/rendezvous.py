@@ -89,8 +89,7 @@ def listener(address: str, port: int) -> socket.socket | None:
 
 
 def meeting_point(world: World, environ: Environ | None = None) -> tuple[str, int]:
-    """Returns address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for
-    rank 0.
+    """Returns rank 0's address and port for torch.distributed. **Collective** under ``horovodrun``, waiting for rank 0.
 
     Raises WorldError if the launcher gives no address and none can be determined.
     """

@@ -55,9 +55,8 @@ def installed(name: str) -> bool:
 def choose(config: Config, launcher: str) -> Choice:
     """Returns the engine for this file under this launcher.
 
-    An explicit ``engine`` wins. "auto" follows the launcher: Horovod under ``horovodrun``, else DeepSpeed. If that
-    engine is not installed, the first installed of DeepSpeed, Horovod and DDP replaces it, unless ``"fallback":
-    "error"``.
+    An explicit ``engine`` wins. "auto" follows the launcher: Horovod under ``horovodrun``, else DeepSpeed. If it is not
+    installed, the first installed of DeepSpeed, Horovod and DDP replaces it, unless ``"fallback": "error"``.
 
     Raises:
         EngineError: the engine is not installed, and must not be replaced.
@@ -79,8 +78,7 @@ def choose(config: Config, launcher: str) -> Choice:
 
 
 def examine(config: Config, name: str, processes: int | None = None) -> tuple[list[Problem], list[str]]:
-    """Returns the problems that engine ``name`` has with the file, and notes on what it does differently (one line
-    each).
+    """Returns the problems of the file with engine ``name``, and notes on what it does differently (one line each).
 
     ``processes``: their number if known; some engines refuse some numbers.
     """

@@ -43,9 +43,8 @@ COPIED = (
 
 
 def without_gradients(eval_step: EvalStep) -> EvalStep:
-    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients. If all ranks must call
-    the same modules, disables the fast path of torch's transformer layers: in evaluation mode it reads weights without
-    calling modules, depending on the mask."""
+    """Decorates an engine's ``eval_step``: keeps no graph, unless the task asks for gradients. If ranks must call the
+    same modules, disables the fast path of torch's transformer layers, which reads weights without calling modules."""
 
     @functools.wraps(eval_step)
     def step(self: ModelEngine, batch: Pair, measure: Measure | None) -> Sums:
@@ -115,13 +114,11 @@ class ModelEngine(Engine):
         self.built = replace(self.built, depends=(*self.built.depends, Dependence(text)))
 
     def _whole_weights(self) -> AbstractContextManager[None]:
-        """**Collective.** Encloses forward pass, loss and backward pass: weights are whole inside, if
-        :attr:`gathers_steps`."""
+        """**Collective.** Encloses forward pass, loss and backward pass: weights are whole if :attr:`gathers_steps`."""
         return nullcontext()
 
     def copy_shard(self, parameter: Any, source: Any) -> None:
-        """Copies this rank's shard of ``source``, which belongs to another model of the same engine and is sharded the
-        same way."""
+        """Copies this rank's shard of ``source``, a parameter of another model that is sharded the same way."""
         parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
@@ -171,8 +168,7 @@ class ModelEngine(Engine):
 
 
 def stays_gathered(engine: Engine, size: int) -> bool:
-    """**Collective.** True if every rank has memory to keep ``size`` bytes of weights gathered during an evaluation.
-    They are then gathered once instead of once per batch, and metrics may call the model any number of times. The limit
-    is a quarter of the available memory."""
+    """**Collective.** True if every rank can keep ``size`` bytes of weights gathered during an evaluation, in a quarter
+    of its memory. They are then gathered once, not once a batch, and metrics may call the model any number of times."""
     plan = engine.plan
     return not any_rank(engine, size > 0.25 * available_bytes(plan.device, plan.world.local_size))

@@ -26,9 +26,8 @@ LEAST_BYTES, MOST_BYTES = 2**20, 2**26
 
 
 def usual_bytes(whole: float) -> int:
-    """Returns the default bucket size in bytes: a quarter of ``whole``, so that three quarters can be sent during
-    the backward pass. The lower limit keeps the overhead per message small, the upper limit the wait for the last
-    bucket."""
+    """Returns the default bucket size in bytes: a quarter of ``whole``, so that three quarters can be sent during the
+    backward pass. Limits keep overhead per message and the wait for the last bucket small."""
     return int(min(max(whole / 4, LEAST_BYTES), MOST_BYTES))
 
 
@@ -79,9 +78,8 @@ class Buckets:
             hook.remove()
 
     def begin(self) -> None:
-        """Called before a step's first backward pass. If an exception aborted the previous step, drops its gradients.
-        **Collective** if that step had sent a bucket (all ranks must have aborted at the same point): waits for the
-        reductions."""
+        """Called before a step's first backward pass. Drops the gradients of a step that an exception aborted.
+        **Collective** if that step had sent a bucket (all ranks must have aborted at the same point): waits for it."""
         if not self._ended:
             for bucket in self._buckets:
                 if bucket.wait is not None:

@@ -164,9 +164,8 @@ class CallOrder(NoCalls):
             step.arrived.record(self._stream)
 
     def check(self, *, waits: bool = True) -> None:
-        """**Collective.** Raises TaskError on all ranks if their calls differed. ``waits``: include the last step.
-        Otherwise, on a GPU, a step is checked two steps later, at the same time on all ranks, so that none waits for
-        the device."""
+        """**Collective.** Raises TaskError on all ranks if their calls differed. ``waits``: also in the last step;
+        otherwise, on a GPU, all ranks check a step two steps later, so that none waits for the device."""
         while len(self._under_way) > (0 if waits else 2):
             step = self._under_way[0]
             if step.arrived is None:

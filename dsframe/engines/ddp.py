@@ -1,5 +1,4 @@
-"""PyTorch DistributedDataParallel: bucketed all-reduce, overlapped with the backward pass (Li et al. 2020, arXiv
-2006.15704)."""
+"""PyTorch DistributedDataParallel: bucketed all-reduce during the backward pass (Li et al. 2020, arXiv 2006.15704)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook
 class _TouchAllParameters(torch.autograd.Function):
     """Makes the loss a function of all parameters; the gradient of unused ones is None, which counts as zero.
 
-    DDP waits until the backward pass has reached each parameter. This costs no computation: only C++ iterates over
-    them.
+    DDP waits until the backward pass has reached each parameter. Nothing is computed: only C++ iterates over them.
     """
 
     @staticmethod

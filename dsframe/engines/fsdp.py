@@ -175,8 +175,7 @@ class FsdpEngine(ReplicaEngine):
         return on_disk(self.plan.directory, self.plan.world.size) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
-        """**Collective.** Gives every rank rank 0's model. Sends only tensors whose random initialization differs
-        between ranks."""
+        """**Collective.** Gives every rank rank 0's model. Sends only tensors that differ between ranks."""
         local_digests = []
         for tensor in tensors:
             local_digests.append(xxhash.xxh3_128_hexdigest(flat_copy(tensor).view(torch.uint8).numpy().data))
@@ -318,8 +317,7 @@ class FsdpEngine(ReplicaEngine):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Frees gathered weights: without a backward pass the outermost unit keeps them, and training would continue
-        with them."""
+        """Frees gathered weights; without a backward pass the outermost unit would keep them for the training."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,5 +1,4 @@
-"""Parameters without dimensions, such as CLIP's temperature: FSDP shards them with shape [1], the model reads them as
-scalars."""
+"""Parameters without dimensions, such as CLIP's temperature: FSDP shards them with shape [1], the model sees []."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def add_dimension(model: nn.Module) -> set[str]:
-    """Changes parameters of shape [] to shape [1]; their module still reads a scalar. Returns the names of these
-    parameters."""
+    """Gives parameters of shape [] the shape [1]; their module still reads a scalar. Returns their names."""
     names = {name for name, parameter in model.named_parameters() if not parameter.ndim}
     scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
     for module in list(model.modules()) if scalars else ():

@@ -34,8 +34,8 @@ class LossScale:
             self._steps, self._last_overflow = saved.steps, saved.last_overflow
 
     def update(self, overflow: bool) -> None:
-        """Called after each step: halves the factor if overflows exhaust the hysteresis, doubles it after a window
-        without overflow.
+        """Called after each step: halves the factor after overflows (``hysteresis``), doubles it after a window
+        without.
 
         Raises TrainingError if an overflow occurs at the lowest factor.
         """

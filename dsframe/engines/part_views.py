@@ -147,8 +147,7 @@ class Teacher:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """**Collective.** Copies the averages to the teacher (the student's weights if there are none), and the
-        student's buffers."""
+        """**Collective.** Copies the averages (at first the weights) and the student's buffers to the teacher."""
         with self._engine.averaged():
             pairs = zip(self._teacher.parameters(), self._student.parameters(), strict=True)
             for parameter, average in pairs:

@@ -46,14 +46,13 @@ Make = Callable[[Plan], ModelEngine]
 
 
 def make(engine: Make, plan: Plan) -> Engine:
-    """**Collective.** Returns the engine of this plan; for a task with several models, one that wraps an engine for
-    each. Raises TaskError."""
+    """**Collective.** Returns the plan's engine; for several models, one around an engine for each. Raises
+    TaskError."""
     return PartsEngine(plan, engine) if names(plan.task) else engine(plan)
 
 
 def names(task: Task) -> list[str]:
-    """Returns the names of the task's models; empty if it has one unnamed model. Raises TaskError if losses do not
-    match them."""
+    """Returns the names of the task's models, none for a single one. Raises TaskError if losses do not match them."""
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
     if models and gives(task, "model"):
         raise TaskError(f"{whose} has model() and models(); remove one of them")
@@ -249,8 +248,7 @@ class PartsEngine(Engine):
     # The step.
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
-        """**Collective.** Makes one update of each trained model, in the order of the losses; each sees all
-        micro-batches.
+        """**Collective.** Updates each trained model once, in the order of the losses; each sees all micro-batches.
 
         The loss is the sum of all, the norm that of all gradients, as each engine reports them; the learning rate is
         the first loss's. A model with ``every_steps`` is updated in some steps only.
@@ -311,7 +309,7 @@ class PartsEngine(Engine):
         return {**metrics, **more} if measure else {}
 
     def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
-        """**Collective.** Returns the losses of a batch in evaluation mode, with gradients only if the task asks for
+        """**Collective.** Returns the losses of a batch in evaluation mode; with gradients if the task asks for
         them."""
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.set_grad_enabled(self.plan.task.eval_gradients):

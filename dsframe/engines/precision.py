@@ -29,8 +29,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of ``torch_autocast`` (torch's default for the device if the file names none); None if it is
-    off.
+    """Returns the dtype of ``torch_autocast`` (by default torch's for the device); None if it is off.
 
     Raises ConfigError for a dtype that torch cannot cast to.
     """
@@ -119,8 +118,7 @@ class MasterWeights:
 
 
 def _windows(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yields consecutive slices of ``sizes`` with at most 2^24 elements together (32 MiB in 16 bits), or one larger
-    parameter."""
+    """Yields consecutive slices of ``sizes`` of at most 2^24 elements (32 MiB in 16 bits), or one larger parameter."""
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > 1 << 24:
@@ -132,8 +130,7 @@ def _windows(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Returns the global L2 norm of ``gradients``, 0-d on their device: bitwise ``torch.nn.utils.get_total_norm``, in
-    three calls."""
+    """Returns the global L2 norm, 0-d on the device: bitwise ``torch.nn.utils.get_total_norm``, in three calls."""
     if not gradients:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -168,8 +165,7 @@ def clip(
 
 
 def scales_losses(config: Config, device: torch.device) -> bool:
-    """True if losses are scaled because gradients are fp16; then an overflow is expected in some steps, which are
-    skipped."""
+    """True if losses are scaled because gradients are fp16; then some steps overflow and are skipped."""
     return config.deepspeed.fp16.enabled or autocast_dtype(config, device) == torch.float16
 
 

@@ -191,8 +191,7 @@ class ReplicaEngine(ModelEngine):
         return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
 
     def _updated(self) -> None:
-        """**Collective.** Called after an update of the masters: calls the task's ``after_step``, then updates the
-        model's weights."""
+        """**Collective.** After an update of the masters: calls the task's ``after_step``, then updates the model."""
         if after_step.overridden(self.plan.task):
             after_step.call(self.plan.task, self.views())
             self._publish()

@@ -71,8 +71,7 @@ class ParameterView:
         return self.cut(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
-        """Returns zeros, in the layout that the optimizer uses for state of shape ``whole``. Raises CheckpointError if
-        it cannot."""
+        """Returns zeros, laid out as the optimizer's state of shape ``whole``. Raises CheckpointError if it cannot."""
         if tuple(whole.shape) == tuple(self.shape):
             return torch.zeros_like(self.master, requires_grad=False)
         if self.start is not None:

@@ -2,8 +2,7 @@
 
 dsframe's engines are in ``BUILT_IN``. An external engine is an installed package with an entry point in the group
 ``dsframe.engines``: name in files -> ``module:ENTRY``, an ``Entry`` or a function that returns one, in a module that
-imports nothing heavy. dsframe needs no change for it. This module is below the configuration, which checks names in
-files.
+imports nothing heavy. This module is below the configuration, which checks names in files.
 """
 
 from __future__ import annotations
@@ -87,11 +86,9 @@ class Entry:
     rules: str = ""
     """``module:function`` that checks the ``RuleContext`` of a file for this engine, beyond features."""
     options: str = ""
-    """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; empty if there are
-    none."""
+    """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; empty for none."""
     several: frozenset[str] = frozenset()
-    """Features that mean the same if a task has several models (``Task.models``); empty if this engine trains one
-    model."""
+    """Features that mean the same for several models (``Task.models``); empty: this engine trains one model."""
     caution: str = ""
     """Note to the user, printed whenever this engine runs."""
 
@@ -164,8 +161,7 @@ BUILT_IN: dict[str, Entry] = {
 
 
 class _Table(Mapping[str, Entry]):
-    """``BUILT_IN``, then installed packages. Packages are searched only for a name that is not built in, or to list
-    all."""
+    """``BUILT_IN``, then installed packages, which are searched only for other names, or to list all."""
 
     def __init__(self) -> None:
         self._outside: dict[str, list[EntryPoint]] | None = None

@@ -1,7 +1,7 @@
 """All patches of torch and uses of its private interface, each with its reason.
 
-``PATCHES`` lists them; ``tests/unit/test_torch_patches.py`` shows each fault and fails with "no longer needed" once it
-is fixed.
+``PATCHES`` lists them; ``tests/unit/test_torch_patches.py`` shows each fault and says "no longer needed" when it is
+fixed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ PATCHES = {
 
 
 def skip_sparse_buffers(model: nn.Module) -> None:
-    """Excludes buffers that no library can send from DDP's broadcast: sparse ones and rare dtypes. Each rank's
-    ``model()`` makes them."""
+    """Excludes sparse buffers and rare dtypes, which cannot be sent, from DDP's broadcast: each rank makes its own."""
     sparse = [name for name, buffer in model.named_buffers() if not can_be_sent(buffer)]
     if sparse:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]

@@ -1,5 +1,4 @@
-"""Detects that a task uses parts of the model that its pipeline stage does not have, because ``model()`` stored the
-whole model.
+"""Detects uses of the model's parts that a pipeline stage does not have: ``model()`` may have stored the whole model.
 
 While the task computes a loss or metrics, every such use is an error. Otherwise the initial value would be used (an
 auxiliary loss, a buffer that is now None) or a part be missing (a penalty on all weights), silently.

@@ -1,5 +1,4 @@
-"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al. 2020, arXiv 1910.02054; 2021, arXiv
-2104.07857).
+"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al., arXiv 1910.02054 and 2104.07857).
 
 ``handover`` makes the configuration that DeepSpeed gets: the user's file, with changes that keep the meaning the same
 on every engine (dsframe runs the ``scheduler``, batch sizes are explicit, Adam is torch's) or make ZeRO-3 faster.
@@ -269,8 +268,7 @@ class ZeroEngine(ModelEngine):
         spill.close()
 
     def _split(self) -> list[Any] | None:
-        """Returns the parameter groups; None without group options, so that DeepSpeed finds the parameters. Raises
-        EngineError."""
+        """Returns the parameter groups; None without group options: DeepSpeed makes one itself. Raises EngineError."""
         if not self.built.groups.options:
             return None
         if who := makes_groups(self.plan.config.deepspeed):
@@ -345,9 +343,8 @@ class ZeroEngine(ModelEngine):
         return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
     def _compare_losses(self, loss: Tensor) -> None:
-        """**Collective.** Compares losses of ranks that split layers in the first two steps, gradients in the first
-        step. The second step is needed because ranks that draw a different amount of random numbers differ from then
-        on. Raises EngineError."""
+        """**Collective.** Compares losses (first two steps) and gradients (first step) of ranks that split layers.
+        Losses differ after a step in which ranks draw different amounts of random numbers. Raises EngineError."""
         if self._shares and self._compared < 2:
             from dsframe.engines.deepspeed.tensor_trial import refuse_different
 
@@ -358,8 +355,8 @@ class ZeroEngine(ModelEngine):
             gradients.refuse_different(self._dtype, self._tensor_group())
 
     def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
-        """Accumulates as DeepSpeed does: reduces once per step at stages 0 and 1, after each micro-batch at 2 and 3.
-        Returns the sum of the losses."""
+        """Reduces as DeepSpeed does: once per step at stages 0 and 1, else per micro-batch. Returns the sum of
+        losses."""
         losses: list[Tensor] = []
         for batch in micro_batches:
             with self._whole_weights():
@@ -397,8 +394,7 @@ class ZeroEngine(ModelEngine):
         (copy_shard if self._stage == 3 else super().copy_shard)(parameter, source)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
-        """**Collective** at stage 3. Runs the model or a part of it, not DeepSpeed's engine, which would expect a
-        backward pass."""
+        """**Collective** at stage 3. Runs the model or a part, not the engine, which would expect a backward pass."""
         with self._whole_weights() if module is None else contextlib.nullcontext():
             outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)

@@ -1,5 +1,4 @@
-"""Expert parallelism by DeepSpeed's AutoEP: its configuration, and the supported models. Names and state:
-``state_experts``.
+"""Expert parallelism by DeepSpeed's AutoEP: configuration and supported models. Names and state: ``state_experts``.
 
 A rank routes its own samples' tokens; an all-to-all sends each token to the rank of its expert and back. For everything
 except experts this is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_expert_parallel).
@@ -81,8 +80,7 @@ def whole_blocks(model: nn.Module) -> AbstractContextManager[None]:
 def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -> tuple[Any, list[Any] | None]:
     """Returns a function that builds the optimizer (None if DeepSpeed builds it), and the parameters or groups for it.
 
-    DeepSpeed's ZeRO needs experts in separate groups. It creates them when it builds the optimizer, from groups with a
-    name.
+    ZeRO needs experts in separate groups, which it creates when it builds the optimizer, from groups with a name.
     """
     if parameters is not None and isinstance(parameters[0], dict):
         parameters = [{"name": f"group-{number}", **group} for number, group in enumerate(parameters)]

@@ -1,8 +1,8 @@
 """Orders forward hooks at ZeRO-3: the user's run after the one that wraps outputs.
 
 DeepSpeed wraps a module's outputs in a function whose backward pass gathers the weights. A user's hook that was
-registered before sees unwrapped outputs. If it keeps them (features of a layer, an attention map), their gradient would
-reach the layer's backward pass without its weights.
+registered before sees unwrapped outputs. If it keeps them (features, attention), the layer's backward pass would run
+without weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The only place that imports DeepSpeed: silently, without modules that training never uses; features' modules on
-demand.
+"""The only module that imports DeepSpeed: silently, and only what the file's features need.
 
-Processor time, deepspeed 0.19.8 and torch 2.13 on 2 cores of a Xeon at 2.5 GHz: 0.3 s for its own import (torch's: 1.0
-s), which includes the pipeline, AutoTP and all ZeRO stages, whatever the file asks for. ``patches`` keeps mlflow out of
-it.
+Processor time with deepspeed 0.19.8 and torch 2.13 on 2 cores of a Xeon at 2.5 GHz: 0.3 s (torch's import: 1.0 s),
+which always includes the pipeline, AutoTP and all ZeRO stages. ``patches`` keeps mlflow out of it.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ _BY_FEATURE = {
     "partition_uniform": "runtime.utils",
     "DistributedAttention": "sequence.layer",
 }
-"""Name -> its module in DeepSpeed, imported when a module of dsframe asks for it; features only when a file has them.
-"""
+"""Name -> its module in DeepSpeed, imported when a module of dsframe asks for it, for features if a file has them."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,8 @@
 """All private names of DeepSpeed that dsframe reads, sets or calls, and what they must mean.
 
-To review a new release, go through this table file by file. ``tests/unit/test_internals.py`` checks that nothing else
-is used and that each name is where the table says. The meaning is tested by the contract
-(``tests/engines/test_contract.py``), by ``tests/engines/test_patches.py`` and by the matrices of ``make equivalence``
-and ``make portability``.
+To review a new release, go through this table. ``tests/unit/test_internals.py`` checks that nothing else is used and
+that each name is where the table says. The meaning is tested by ``tests/engines/test_contract.py``,
+``tests/engines/test_patches.py``, ``make equivalence`` and ``make portability``.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
 
 
 def prepare(ops: tuple[str, ...], world: World) -> None:
-    """Sets the cache, removes stale locks and prints what will be compiled. Raises EngineError if it cannot be
-    compiled."""
+    """Sets the cache, removes stale locks, announces compilation. Raises EngineError if ops cannot be compiled."""
     if not ops:
         return
     cache = extensions_directory()
@@ -75,18 +74,16 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
 
 
 def _is_built(folder: Path) -> bool:
-    """True if an op is compiled. On CPUs an op with debug symbols (from older dsframe or plain DeepSpeed) is compiled
-    again."""
+    """True if an op is compiled; on CPUs without debug symbols, which older dsframe and plain DeepSpeed add."""
     how = folder / "build.ninja"  # CUDA's flags have a standard between the two
     return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
 
 
 def extensions_directory() -> Path:
-    """Returns $TORCH_EXTENSIONS_DIR, or a cache for this Python environment: environments that share one rebuild each
-    other's ops.
+    """Returns $TORCH_EXTENSIONS_DIR, or a cache for this Python environment: a shared one would be rebuilt each time.
 
-    If the home is shared by nodes, the cache is also per node: ops are compiled for its processor, and only processes
-    on the same node can be checked for being alive.
+    If the home is shared by nodes, the cache is per node: ops are compiled for its processor, and only processes on the
+    same node can be checked for being alive.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

@@ -13,8 +13,7 @@ from dsframe.model.optimizers import OptimizerSpec
 def refuse_dependent(spec: OptimizerSpec, stage: int) -> None:
     """Raises EngineError if a user's optimizer updates a rank's flat shard differently than whole parameters.
 
-    At ZeRO-1 and 2 it is created for whole parameters and then gets shards of them; at ZeRO-3 it never sees their
-    shapes.
+    At ZeRO-1 and 2 it is created with whole parameters and then gets shards; at ZeRO-3 it never sees their shapes.
     """
     draw = torch.Generator().manual_seed(0)
     shapes = ((4, 6), (6,), (5, 2))

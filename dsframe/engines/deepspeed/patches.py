@@ -362,8 +362,7 @@ def prologue_of_loss(engine: Any) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recorded_routers() -> Iterator[None]:
-    """Patch "recorded_routers": inside, when AutoEP replaces a model's layers, the model then records the new routers'
-    outputs."""
+    """Patch "recorded_routers": inside, AutoEP replaces a model's layers, and new routers' outputs are recorded too."""
     name = "_install_instance_transformers_output_recorders"
     _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
     with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
@@ -415,9 +414,8 @@ def coalesce_gathers(engine: Any) -> None:
 def forget_evaluation(engine: Any) -> None:
     """Patch "evaluation": removes the trace of an evaluation before the first training step.
 
-    From the order of modules DeepSpeed decides once what it gathers again in the backward pass. After a trace of a
-    forward pass only, it would release every module afterwards, and send half as much again in every step (seen in its
-    count of bytes).
+    From a trace DeepSpeed decides once what it gathers again in the backward pass. After one of a forward pass only, it
+    would release every module, and send half as much again in every step (seen in its count of bytes).
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
@@ -426,8 +424,7 @@ def forget_evaluation(engine: Any) -> None:
 
 @contextlib.contextmanager
 def hooks_set_aside(engine: Any) -> Iterator[None]:
-    """Patch "hooks_set_aside": inside, modules run without DeepSpeed's hooks. Requires that all parameters are
-    gathered."""
+    """Patch "hooks_set_aside": inside, modules run without DeepSpeed's hooks. All parameters must be gathered."""
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     handle_ids = {handle.id for handle in handles}
@@ -468,8 +465,7 @@ class StagePatches:
 
 
 def recompute_once(engine: Any, stage: Any) -> None:
-    """Patch "pipeline_recompute": uses torch's function, which counts a batch once and recomputes under the same
-    autocast."""
+    """Patch "pipeline_recompute": uses torch's function, which counts a batch once and keeps the autocast state."""
     _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
     stage.activation_checkpoint_func = recomputation.checkpoint_function(stage)
     engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed recognizes its own function only by name
@@ -502,8 +498,7 @@ def sum_norms_once(optimizer: Any) -> None:
 
 
 def run_forward(engine: Any, micro_batch: Any) -> None:
-    """Patch "pipeline_evaluation". **Collective.** Runs one micro-batch through the stages; the loss function gets the
-    outputs."""
+    """Patch "pipeline_evaluation". **Collective.** Runs one micro-batch through the stages, then the loss function."""
     engine.set_dataiterator(iter([micro_batch]))
     engine._compute_loss = True
     # Batches of evaluations may have other shapes, and DeepSpeed caches the shapes that stages send.

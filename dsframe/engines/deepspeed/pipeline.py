@@ -42,8 +42,7 @@ class PipelineEngine(ZeroEngine):
     """DeepSpeed's pipeline engine. Only the step and the state differ from :class:`ZeroEngine`."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises TaskError or EngineError, before communication, if the model cannot be split into
-        these stages."""
+        """**Collective.** Raises TaskError or EngineError, before communication, if the model has no such stages."""
         if plan.task.eval_gradients:
             raise TaskError(
                 f"{type(plan.task).__name__}.eval_gradients: a pipeline's stages hold parts of the model, so an evaluation cannot "

@@ -1,5 +1,4 @@
-"""Sequence parallelism: ranks that read the same samples split them along time (Ulysses; Jacobs et al. 2023, arXiv
-2309.14509).
+"""Sequence parallelism: ranks split sequences along time (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
 
 Each rank of a group computes its slice of the positions with the whole model. Only attention needs other positions: for
 it the ranks exchange slices of all heads for all positions of some heads, and back. DeepSpeed's engine does not know
@@ -35,8 +34,7 @@ class Slices:
         plan.task.share_sequences(model, self._rank, self._size, self._exchanged)
 
     def cut(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Returns this rank's slice of inputs and targets, ``[rows, time, ...]`` each. Raises EngineError if slices
-        would not be equal."""
+        """Returns this rank's slice of inputs and targets, ``[rows, time, ...]``. Raises EngineError if uneven."""
 
         def slice_of(tensor: Tensor) -> Tensor:
             if tensor.ndim < 2 or tensor.shape[1] % self._size:

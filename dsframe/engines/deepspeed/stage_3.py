@@ -1,5 +1,4 @@
-"""Support for ZeRO stage 3: sharding a model in little memory, gathered access, and blocks that are gathered as one
-unit."""
+"""Support for ZeRO stage 3: sharding in little memory, gathered access, and blocks gathered as one unit."""
 
 from __future__ import annotations
 
@@ -43,16 +42,14 @@ class ZeroShards(Shards):
 
     @torch.no_grad()
     def keep(self, weight: Any) -> None:
-        """Writes the gathered weight to this rank's shard, because another module with the same weight gathers it
-        again."""
+        """Writes the gathered weight to its shard, because another module with the same weight gathers it again."""
         shard = weight.ds_tensor
         flat, size = weight.detach().flatten(), shard.ds_numel
         piece = flat[weight.ds_process_group.rank() * size :][:size]
         shard.view(-1)[: piece.numel()].copy_(piece)
 
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """**Collective.** Returns them unchanged. Gathers the weights until the end of the backward pass, which needs
-        them."""
+        """**Collective.** Returns them unchanged; gathers the weights until the end of the backward pass."""
         missing = [weight for weight in weights if not self.is_whole(weight)]
         if missing:
             missing[0].all_gather(param_list=missing)

@@ -71,8 +71,7 @@ class Cut:
         self.parts = parts_of(self.models[0])
         """``BuiltModel.parts``, of all stages."""
         self.sizes = [elements(trainable(probe)) for probe in probes]
-        """Number of trainable parameters of each layer; a tied layer counts its weight again, because it uses it too.
-        """
+        """Trainable parameters of each layer; a tied layer counts its weight again, because it uses it too."""
         self.names = [type(probe).__name__ for probe in probes]
         self.bounds = self._partition()
         """Stage s has the layers ``bounds[s]`` to ``bounds[s + 1] - 1``."""
@@ -114,8 +113,7 @@ class Cut:
         return modules
 
     def try_out(self, inputs: Tensor) -> None:
-        """On the first call, raises TaskError if the layers of the task's ``cut`` do not compute what the model
-        computes."""
+        """The first time, raises TaskError if the layers of the task's ``cut`` do not compute what the model does."""
         trial, self._trial = self._trial, None
         if trial is not None:
             trial(inputs)
@@ -273,8 +271,8 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     """Zero with a gradient to each input of the last forward pass in training, if there are several."""
 
     def forward(self, forward_input: Any) -> Any:
-        """Returns the inputs of the next stage. Raises TaskError if DeepSpeed cannot send them, or if inputs of the
-        same size gave another output size before: the next stage knows only the input size
+        """Returns the next stage's inputs. Raises TaskError if DeepSpeed cannot send them, or if inputs of the same
+        size gave outputs of another size before: the next stage knows only input sizes
         (``PipelineEngine._settle_sizes``).
 
         In training DeepSpeed exchanges a gradient for each floating-point tensor, so all outputs require one.

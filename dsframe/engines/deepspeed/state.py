@@ -1,11 +1,10 @@
-"""Reads and writes the state of DeepSpeed's engine, for every ZeRO stage, with or without offload. All of it is
-**collective**.
+"""State of DeepSpeed's engine, for every ZeRO stage, with or without offload. All of it is **collective**.
 
 DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and similar) are not enough. They omit the
-optimizer's step count. What they set reaches the model's weights only after further calls. On a new engine there is no
-optimizer state to set. At stage 3 their setters fail for a parameter that does not divide evenly. None of this raises
-an error; the restored training would be a different one. So this module uses internals, and a round-trip test checks it
-for every stage.
+optimizer's step count. What they set reaches the model's weights only after further calls. A new engine has no
+optimizer state to set. At stage 3 they fail to set a parameter that does not divide evenly. None of this raises; the
+restored training would be a different one. So this module uses internals, and a round-trip test checks it for every
+stage.
 
 Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/{fused,unfused}_optimizer.py``, ``utils/tensor_fragment.py``.
@@ -40,8 +39,8 @@ from dsframe.model.state import (
 
 
 def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
-    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: the trained module, with the names of the
-    state."""
+    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: the trained one, with the state's
+    names."""
     parameters = _parameters(engine, model)
     return EngineState(updates, _loss_scale(engine), saved_buffers(model), aliases(model), parameters)
 
@@ -92,8 +91,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def views(engine: Any, model: nn.Module) -> list[ParameterView]:
-    """Returns the views of trained parameters in the tensors that this rank's optimizer updates; not for shards on
-    NVMe."""
+    """Returns the trained parameters' views in the tensors that this rank's optimizer updates; not for NVMe."""
     optimizer = engine.optimizer
     names = _names(model)
     if _is_stage_3(optimizer):
@@ -344,8 +342,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
 
 
 def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """Returns the optimizer and the tensors that it updates: parameters, their fp32 masters, or this rank's flat shards
-    of them."""
+    """Returns the optimizer and the tensors that it updates: parameters, fp32 masters, or this rank's flat shards."""
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
         return optimizer.optimizer, list(optimizer.fp32_partitioned_groups_flat)

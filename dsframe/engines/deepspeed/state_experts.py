@@ -1,5 +1,4 @@
-"""State of experts that AutoEP has distributed over ranks: joined under the model's names for checkpoints, and split
-again.
+"""State of experts that AutoEP has distributed over ranks: joined for checkpoints, and split again.
 
 AutoEP replaces a mixture-of-experts layer: ``experts.w1``, ``w2`` and ``w3`` are this rank's experts only, and the
 router is ``router.gate``. transformers stacks all experts: ``experts.gate_up_proj`` with gates in the first half of
@@ -80,8 +79,7 @@ def parts(model: nn.Module) -> dict[str, Part]:
 
 
 def whole(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> EngineState:
-    """**Collective** to read to its end, over ``group`` (the ranks that share the experts): ``state`` with the model's
-    names.
+    """**Collective** to read to its end, over ``group``, which shares the experts: ``state`` with the model's names.
 
     In memory at a time are one whole parameter, and those of which not all parts have arrived.
     """
@@ -127,8 +125,7 @@ class Experts(SavedView):
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of this rank's parameters; if the saved model differs, the saved shape, so that the difference is
-        detected."""
+        """Shapes of this rank's parameters; if the saved model differs, the saved shape, so that it is detected."""
         saved = self._saved.shapes
         shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}
         for name, part in self._made.items():

@@ -24,8 +24,7 @@ class Column:
         self._group, self._ranks, self._rank = group, ranks, rank
 
     def parameters(self, local: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
-        """**Collective** to iterate. Yields every stage's parameters, in the order of stages, without copies
-        (``borrowed``)."""
+        """**Collective** to iterate. Yields all parameters, stage by stage, without copies (``borrowed``)."""
         for source in self._ranks:
             mine = iter(local if source == self._rank else ())
             while True:

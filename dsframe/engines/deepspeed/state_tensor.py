@@ -34,8 +34,7 @@ class Cut:
     dimension: int
     """Dimension of the view along which it is split."""
     widths: tuple[tuple[int, ...], ...]
-    """Segment -> rank -> extent. Query, key and value packed into one weight are three segments, each split separately.
-    """
+    """Segment -> rank -> extent. A packed query-key-value weight has three segments, each split separately."""
 
     def share(self, whole: Tensor, rank: int, shape: Sequence[int]) -> Tensor:
         """Returns ``rank``'s share of ``whole``, in the ``shape`` of the rank's parameter."""
@@ -100,8 +99,7 @@ def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
 
 
 def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) -> EngineState:
-    """**Collective** to read to its end, over ``group``: a rank's state joined with the others' shares, one parameter
-    at a time."""
+    """**Collective** to read to its end, over ``group``: joins all ranks' shares, one parameter at a time."""
 
     def gathered() -> Iterator[ParameterState]:
         for parameter in state.parameters:

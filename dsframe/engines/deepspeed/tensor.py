@@ -1,7 +1,7 @@
 """Tensor parallelism by DeepSpeed's AutoTP: its configuration, and checks of what it does not support.
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (_apply_autotp_partitioning),
-``module_inject/{auto_tp,tp_plan_converter}.py``.
+``module_inject/{auto_tp,tp_plan_converter}``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Horovod: ring all-reduce of full replicas' gradients (Sergeev and Del Balso 2018, arXiv 1802.05799), under any
-launcher.
+"""Horovod: ring all-reduce of full replicas' gradients (Sergeev and Del Balso 2018, arXiv 1802.05799).
 
 Horovod's settings come from the "horovod" part of the "dsframe" section. How gradients are combined comes from
 DeepSpeed's keys (``gradient_allreduce_op``, ``gradient_predivide_factor``), so that they mean the same on every engine.
@@ -52,8 +51,7 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 
 _living: WeakSet[Buckets] = WeakSet()
-"""Buckets of engines that a failed training did not close. The task may pass the same module again, so their hooks are
-removed."""
+"""Buckets of engines that a failed training did not close; the task may pass the same module again."""
 _starts = itertools.count()
 """Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4
@@ -175,8 +173,7 @@ def _broadcast(tensors: Tensors) -> None:
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors that Horovod can send; complex ones as pairs.
 
-    Excluded are bfloat16, which Gloo cannot send (the fp32 masters are sent instead and rounded), and dtypes that
-    Horovod does not know (each rank's model makes the same).
+    Excluded are bfloat16, which Gloo cannot send (the fp32 masters are sent instead), and dtypes unknown to Horovod.
     """
     return {
         name: torch.view_as_real(value) if value.is_complex() else value
@@ -227,8 +224,7 @@ def _leave() -> None:
 
 
 def _serve(world: World) -> HTTPServer | None:
-    """**Collective.** Starts Horovod's rendezvous server on rank 0, which gets it returned, and sets its address on all
-    ranks."""
+    """**Collective.** Starts Horovod's rendezvous server on rank 0, which returns it; sets its address on all ranks."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 

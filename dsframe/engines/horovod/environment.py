@@ -53,8 +53,7 @@ def _number(name: str) -> float | None:
 
 
 def note_start(*, running: bool) -> None:
-    """Called right before Horovod starts. Raises EngineError if it is ``running`` (over MPI it stays) with other
-    settings."""
+    """Called right before a start. Raises EngineError if Horovod is ``running`` (over MPI) with other settings."""
     settings = {name: os.environ.get(name) for name in _READ_ONCE}
     if _started and running and settings != _started:
         names = ", ".join(name for name in _READ_ONCE if settings[name] != _started[name])
