@@ -115,7 +115,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 quiet=options.quiet,
                 choice=choice,
             )
-        if worlds.here().is_main:  # after an elastic restart it may be another process than at the start
+        if worlds.here().is_main:
             reporter.say(done=True)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)

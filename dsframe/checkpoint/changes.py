@@ -73,7 +73,7 @@ def about(
             "learning rate": optimizer.learning_rate,
             **json.loads(config.deepspeed.model_dump_json(include=_FILE)),
             "communication": {"communication": own.ddp.communication, "compression": own.horovod.compression},
-            **{key: value for key, value in kept.items() if key != "ema" or value},  # weights show whether it was on
+            **{key: value for key, value in kept.items() if key != "ema" or value},  # the weights show on or off
         },
         "run": {
             "engine": engine,

@@ -1,4 +1,4 @@
-"""Translates the manifests of formats 2 and 3 (earlier dsframe) to today's. To be read for one release.
+"""Translates the manifests of formats 2 and 3 (earlier dsframe) to today's. Supported for one release.
 
 A parameter was stored whole, with its moments, in ``part-RANK-NUMBER.safetensors``; or in pieces, each a 1-d tensor in
 ``shard-RANK-NUMBER.safetensors``, for which the manifest has file, first element and number of elements. Tensors were

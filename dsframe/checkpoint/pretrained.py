@@ -74,7 +74,7 @@ def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
         known = _PretrainedRecord.model_validate(manifest["pretrained"])
         config = {**json.loads(known.config), "dtype": "float32"}
         ours, aliases = manifest["parameters"], manifest["aliases"]
-        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # would be random
+        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # from_pretrained draws these
             raise TaskError(
                 f"{config['architectures'][0]} has {min(lost)}, and the checkpoint has {', '.join(sorted(ours)[:1])}; let the "
                 "task's model() return the model of transformers itself, or leave out pretrained()"

@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 30
 
 
 def all_gather_text(ranks: Ranks, text: str) -> list[str]:
-    """**Collective.** Returns every rank's ``text``, in rank order. For kilobytes: the whole table is summed.
+    """**Collective.** Returns every rank's ``text``, in rank order; also a barrier. For kilobytes, as all are summed.
 
     Each float64 carries four bytes; it represents integers below 2 ** 53 exactly.
     """

@@ -169,6 +169,7 @@ class ModelEngine(Engine):
 
 def stays_gathered(engine: Engine, size: int) -> bool:
     """**Collective.** True if every rank can keep ``size`` bytes of weights gathered during an evaluation, in a quarter
-    of its memory. They are then gathered once, not once a batch, and metrics may call the model any number of times."""
+    of its free memory. They are then gathered once, not once a batch, and metrics may call the model any number of
+    times."""
     plan = engine.plan
     return not any_rank(engine, size > 0.25 * available_bytes(plan.device, plan.world.local_size))

@@ -317,7 +317,8 @@ class FsdpEngine(ReplicaEngine):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Frees gathered weights; without a backward pass the outermost unit would keep them for the training."""
+        """Frees gathered weights: after a forward pass only, the outermost unit keeps them, and training would use
+        them."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -17,7 +17,7 @@ from dsframe.values import copied, same
 
 
 def build(spec: OptimizerSpec, parameters: list[Any], *, shards: bool = False) -> torch.optim.Optimizer:
-    """Builds the optimizer; watches a user's first step. ``shards``: each rank updates a part of each parameter.
+    """Builds the optimizer, and watches the first step of a user's one. ``shards``: ranks update parts of parameters.
 
     Raises TaskError if the optimizer needs more than a call of ``step()``, and the errors of ``spec.build``.
     """

@@ -1,4 +1,4 @@
-"""The only module that imports DeepSpeed: silently, and only what the file's features need.
+"""The only module that imports DeepSpeed: silently, and features' modules only if a file has the feature.
 
 Processor time with deepspeed 0.19.8 and torch 2.13 on 2 cores of a Xeon at 2.5 GHz: 0.3 s (torch's import: 1.0 s),
 which always includes the pipeline, AutoTP and all ZeRO stages. ``patches`` keeps mlflow out of it.

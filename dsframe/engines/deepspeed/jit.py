@@ -74,13 +74,13 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
 
 
 def _is_built(folder: Path) -> bool:
-    """True if an op is compiled; on CPUs without debug symbols, which older dsframe and plain DeepSpeed add."""
+    """True if an op is compiled (on CPUs without debug symbols, which earlier dsframe and plain DeepSpeed add)."""
     how = folder / "build.ninja"  # CUDA's flags have a standard between the two
     return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
 
 
 def extensions_directory() -> Path:
-    """Returns $TORCH_EXTENSIONS_DIR, or a cache for this Python environment: a shared one would be rebuilt each time.
+    """Returns $TORCH_EXTENSIONS_DIR, or a cache for this Python environment: a shared one is rebuilt by each.
 
     If the home is shared by nodes, the cache is per node: ops are compiled for its processor, and only processes on the
     same node can be checked for being alive.

@@ -37,7 +37,8 @@ def _hooks(layer: nn.Module) -> list[Any]:
 
 @contextmanager
 def replacing(model: nn.Module, section: str, is_plain: Callable[[nn.Module], bool], remedy: str) -> Iterator[None]:
-    """Encloses DeepSpeed's work on ``model``. Raises EngineError if it replaces layers that are not ``is_plain``."""
+    """Encloses DeepSpeed's work on ``model``. Raises EngineError if it replaces layers with hooks, or not
+    ``is_plain``."""
     before = list(model.named_modules(remove_duplicate=False))
     lost: dict[nn.Module, str] = {}
     for _, layer in before:  # recorded now, because DeepSpeed adds its own hooks

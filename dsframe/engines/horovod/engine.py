@@ -51,7 +51,7 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 
 _living: WeakSet[Buckets] = WeakSet()
-"""Buckets of engines that a failed training did not close; the task may pass the same module again."""
+"""Buckets of engines that a failed training left open. Their hooks go if the task passes the same module again."""
 _starts = itertools.count()
 """Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4

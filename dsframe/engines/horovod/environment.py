@@ -13,8 +13,8 @@ CPU_ROUND_MILLISECONDS = 5.0
 the interval on average."""
 THRESHOLD, ROUNDS, TUNES = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"
 APART = "HOROVOD_DISABLE_GROUP_FUSION"
-"""Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
-from three ranks on the order in which the ranks' summands are added, would depend on the moment: no two runs would be the same."""
+"""Reduces buckets that are ready in the same round one by one. Fused, the position of a number in the message would
+depend on timing, and from three ranks on the order in which the ranks' values are added: no two runs would be equal."""
 ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 _READ_ONCE = (ROUNDS, APART, "HOROVOD_TIMELINE")
