@@ -57,9 +57,9 @@ class Problem:
     """Stable name of the kind of problem, such as ``unknown-key``, for editors, CI and ``dsframe explain``."""
 
     def __str__(self) -> str:
-        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
-        said = ": ".join(part for part in (place, self.severity, self.path, self.message) if part)
-        text = f"{said}; {self.remedy} [{self.code}]" if self.remedy else f"{said} [{self.code}]"
+        position = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
+        line = ": ".join(part for part in (position, self.severity, self.path, self.message) if part)
+        text = f"{line}; {self.remedy} [{self.code}]" if self.remedy else f"{line} [{self.code}]"
         return re.sub(
             r"[^\S \n]|[\ufeff\u200b-\u200f\u2060]", lambda blank: ascii(blank[0])[1:-1], text
         )  # invisible characters

@@ -177,11 +177,11 @@ class Events:
 
     def add(self, listener: Listener) -> None:
         """Appends a listener."""
-        kind = type(listener)
+        listener_class = type(listener)
         for name, methods in self._methods.items():
-            if getattr(kind, name) is not getattr(Listener, name):
+            if getattr(listener_class, name) is not getattr(Listener, name):
                 methods.append(getattr(listener, name))
-        if kind.around_step is not Listener.around_step:
+        if listener_class.around_step is not Listener.around_step:
             self._enclosing.append(listener)
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:

@@ -161,9 +161,9 @@ def load_model(
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{folder} belongs to another model: {error}") from None
-    lost = [name for name in missing if name in dict(model.named_parameters()) and name not in base]
-    if lost or unexpected:
-        raise CheckpointError(f"{folder} belongs to another model: {', '.join([*lost, *unexpected][:5])}")
+    missing_parameters = [name for name in missing if name in dict(model.named_parameters()) and name not in base]
+    if missing_parameters or unexpected:
+        raise CheckpointError(f"{folder} belongs to another model: {', '.join([*missing_parameters, *unexpected][:5])}")
     checkpoint.close()
     return model.eval()
 
@@ -213,13 +213,13 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
 def _together(engine: Engine, action: Any) -> Any:
     """**Collective.** Calls ``action`` and returns its result. If one rank fails, all raise DataError or TaskError."""
     result, failure = None, ""
-    kind: type[DataError] | type[TaskError] = DataError
+    error_class: type[DataError] | type[TaskError] = DataError
     try:
         result = action()
     except (DataError, TaskError, OSError) as error:
-        kind, failure = (TaskError if isinstance(error, TaskError) else DataError), str(error)
+        error_class, failure = (TaskError if isinstance(error, TaskError) else DataError), str(error)
     if wrong := failures(engine, failure):
-        raise kind("; ".join(wrong))
+        raise error_class("; ".join(wrong))
     return result
 
 

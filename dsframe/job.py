@@ -294,8 +294,8 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
         mine["training"].update(engine.built.adapter.training)
         mine["adapter"] = engine.built.adapter.peft
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.built.groups.asked})
-    for section, more in engine.built.manifest.items():
-        mine[section].update(more)
+    for section, values in engine.built.manifest.items():
+        mine[section].update(values)
     with watchdog, generators.kept(plan.device):  # reading samples may draw random numbers
         mine["data"] = assert_same_samples(engine, job.work.loader)
         for held_out in job.work.evaluation.values():
@@ -357,7 +357,7 @@ def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
         if together:
             outputs.saver.close()
         else:  # only this process ends
-            outputs.saver.outlast()
+            outputs.saver.wait_briefly()
         job.progress.close()
         if outputs.record:
             outputs.record.close(finished=False)

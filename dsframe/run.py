@@ -162,7 +162,7 @@ def prepared(
         phases.done("imports")
         at_end(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)  # torch may have been imported before
-        ours = task is None
+        from_file = task is None
         task = task or tasks.build(config.settings.task, config.settings.seed)
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the caller: else its GPU has no generator yet
         device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
@@ -183,7 +183,7 @@ def prepared(
             options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
-            named = "" if ours else _name(task)
+            named = "" if from_file else _name(task)
             more = pretrained.beside_weights, loggers.Loggers, _traces
             yield job.Run(config, task, named, engine, data, called, lines, options, host, *more)
 

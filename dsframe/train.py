@@ -140,11 +140,11 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
     if verbose or not lost_a_peer(error):
         from dsframe.guard import user_code  # late: it imports torch
 
-        theirs = user_code.user_traceback(error)
-        passing = theirs is None or user_code.is_transient(error)
+        trace = user_code.user_traceback(error)
+        passing = trace is None or user_code.is_transient(error)
         code = 1 if passing else TaskError.exit_code
         outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
-        text = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
+        text = traceback.format_exc() if trace is None or verbose else f"error: {trace} [{TaskError.code}]"
         if not world.is_main:
             time.sleep(_FIRST_SPEAKS_SECONDS)
         print(shown(f"[rank {world.rank}] {text}", sys.stderr), file=sys.stderr, flush=True)

@@ -56,9 +56,9 @@ def _import(name: str, who: str) -> ModuleType:
     except DsframeError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        line = getattr(error, "lineno", None) or place.lineno
-        file = getattr(error, "filename", None) or place.filename
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = getattr(error, "lineno", None) or frame.lineno
+        file = getattr(error, "filename", None) or frame.filename
         raise TaskError(f"{who}: importing {name} failed: {file}:{line}: {reason(error)}") from error
 
 

@@ -109,7 +109,7 @@ def same(before: Any, after: Any) -> bool:
     if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
         return len(before) == len(after) and (all(map(is_, before, after)) or all(map(same, before, after)))
     if isinstance(before, COUNTERS) and type(before) is type(after):
-        return bool(_place(before) == _place(after))
+        return bool(_position(before) == _position(after))
     if type(before) is type(after) and has_attributes(before):
         return same(attributes_of(before), attributes_of(after))
     return True
@@ -121,5 +121,5 @@ def _entries(sparse: Tensor) -> list[Tensor]:
     return [entries._indices(), entries._values()]
 
 
-def _place(counter: Any) -> Any:
+def _position(counter: Any) -> Any:
     return repr(counter) if isinstance(counter, itertools.count) else counter.__length_hint__()

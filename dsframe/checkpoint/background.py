@@ -40,7 +40,7 @@ class Writing:
         """Rank 0's error that prevented the checkpoint, or ""; valid after :meth:`finish`."""
         self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
         self._facts, self._commit, self._sign_of_life = facts, commit, sign_of_life
-        self._written, self._hopeless = threading.Event(), threading.Event()
+        self._written, self._other_rank_failed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="dsframe-save", daemon=True)
         self._thread.start()
 
@@ -53,10 +53,10 @@ class Writing:
         """Waits until this rank's files are on the disk, or have failed."""
         self._written.wait()
 
-    def finish(self, hopeless: bool = False) -> None:
-        """Waits for the thread. ``hopeless``: another rank has failed, so rank 0 must not wait for its status file."""
-        if hopeless:
-            self._hopeless.set()
+    def finish(self, other_rank_failed: bool = False) -> None:
+        """Waits for the thread. ``other_rank_failed``: rank 0 must not wait for its status file."""
+        if other_rank_failed:
+            self._other_rank_failed.set()
         self._thread.join()
 
     def _work(self) -> None:
@@ -66,44 +66,45 @@ class Writing:
             failure = repr(error)
         finally:
             self._writer.close()
-        word = {**self._facts, "failure": failure, "runs": self._writer.runs}
-        left = catch_io_error(lambda: self._leave(json.dumps(word)))  # failures too: rank 0 waits for it
-        self.failure = failure or left
+        report = {**self._facts, "failure": failure, "runs": self._writer.runs}
+        # Also after a failure: rank 0 waits for the status.
+        write_error = catch_io_error(lambda: self._write_status(json.dumps(report)))
+        self.failure = failure or write_error
         self._written.set()
         if self._commit is not None and not self.failure:
             try:
-                self.outcome = self._conclude(self._commit)
+                self.outcome = self._commit_when_all_wrote(self._commit)
             except Exception as error:
                 self.outcome = repr(error)
 
-    def _leave(self, text: str) -> None:
-        partial = self._word(self._rank).with_suffix(".partial")
+    def _write_status(self, text: str) -> None:
+        partial = self._status_file(self._rank).with_suffix(".partial")
         try:
             partial.write_text(text)
         except OSError:
-            self._word(self._rank).touch()  # a full disk still has room for an empty file
+            self._status_file(self._rank).touch()  # a full disk still has room for an empty file
             raise
-        partial.rename(self._word(self._rank))
+        partial.rename(self._status_file(self._rank))
 
-    def _word(self, rank: int) -> Path:
+    def _status_file(self, rank: int) -> Path:
         return self._folder / f".rank-{rank:05}.json"
 
-    def _conclude(self, commit: Callable[[list[Json]], None]) -> str:
-        words: list[Json] = []
+    def _commit_when_all_wrote(self, commit: Callable[[list[Json]], None]) -> str:
+        reports: list[Json] = []
         for rank in range(self._ranks):
-            while not self._word(rank).exists():
-                if self._hopeless.wait(_POLL_SECONDS):
+            while not self._status_file(rank).exists():
+                if self._other_rank_failed.wait(_POLL_SECONDS):
                     return ""  # the caller knows the other rank's error
-            text = self._word(rank).read_text()
-            word: Json = json.loads(text) if text else {"failure": "there is no room for its word"}
-            if word["failure"]:
-                return f"rank {rank}: {word['failure']}"
-            words.append(word)
+            text = self._status_file(rank).read_text()
+            report: Json = json.loads(text) if text else {"failure": "there is no room for its word"}
+            if report["failure"]:
+                return f"rank {rank}: {report['failure']}"
+            reports.append(report)
             self._sign_of_life()
 
         def settle() -> None:
             for rank in range(self._ranks):
-                self._word(rank).unlink()
-            commit(words)
+                self._status_file(rank).unlink()
+            commit(reports)
 
         return catch_io_error(settle)

@@ -55,24 +55,24 @@ def about(
 
     ``samples``: number of training samples. ``engine``: its name in the table; ``package``: its package besides torch.
     """
-    cls, own = type(task), config.settings
-    kept = json.loads(own.model_dump_json(include=_OWN))
+    cls, settings = type(task), config.settings
+    kept = json.loads(settings.model_dump_json(include=_OWN))
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
-            "task settings": secrets.without(json.loads(own.task.model_dump_json(exclude=_ELSEWHERE))),
+            "task settings": secrets.without(json.loads(settings.task.model_dump_json(exclude=_ELSEWHERE))),
             "optimizer": kind_of(optimizer),
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
-            "seed": own.seed,
+            "seed": settings.seed,
             "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
-            **({"order": "sequential"} if own.order == "sequential" else {}),
+            **({"order": "sequential"} if settings.order == "sequential" else {}),
         },
         "course": {
             "optimizer.params": course_of(optimizer),
             "learning rate": optimizer.learning_rate,
             **json.loads(config.deepspeed.model_dump_json(include=_FILE)),
-            "communication": {"communication": own.ddp.communication, "compression": own.horovod.compression},
+            "communication": {"communication": settings.ddp.communication, "compression": settings.horovod.compression},
             **{key: value for key, value in kept.items() if key != "ema" or value},  # the weights show on or off
         },
         "run": {

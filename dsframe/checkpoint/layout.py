@@ -144,29 +144,29 @@ def _agree_on_parameters(ranks: Ranks, held: Sequence[Any]) -> Entries:
     """**Collective.** Returns the tensors of every parameter that some rank lists, in list order, rank after rank."""
     facts = [[name, [[key, shape, dtype] for key, shape, dtype, *_ in tensors]] for name, tensors in held]
     ranges = {(name, key): (first, size) for name, tensors in held for key, _, _, first, size in tensors}
-    kinds_of = dict[Place, Any]()
+    specs_of = dict[Place, Any]()
     for text in _gathered(ranks, json.dumps(facts)):
-        listed = {name for name, _ in kinds_of}
-        for name, kinds in json.loads(text):
+        listed = {name for name, _ in specs_of}
+        for name, specs in json.loads(text):
             if name not in listed:
-                kinds_of |= {(name, key): kind for key, *kind in kinds}
-    table = [ranges.get(place, (0, 0)) for place in kinds_of]
+                specs_of |= {(name, key): spec for key, *spec in specs}
+    table = [ranges.get(place, (0, 0)) for place in specs_of]
     columns = [table] * ranks.plan.world.size
     if not same(ranks, json.dumps(table)):
         columns = [rows.tolist() for rows in all_gather_tensor(ranks, torch.tensor(table, dtype=torch.int64))]
     return {
         place: Entry(getattr(torch, dtype), tuple(shape), _holders(place, shape, [rows[index] for rows in columns]))
-        for index, (place, (shape, dtype)) in enumerate(kinds_of.items())
+        for index, (place, (shape, dtype)) in enumerate(specs_of.items())
     }
 
 
 def _agree_on_buffers(ranks: Ranks, buffers: Mapping[str, Tensor]) -> Entries:
     """**Collective.** Returns rank 0's buffers, and those of each rank with different ones (BatchNorm's statistics)."""
-    hasher, kinds = xxhash.xxh3_128(), []
+    hasher, specs = xxhash.xxh3_128(), []
     for name, buffer in buffers.items():
-        kinds.append([name, buffer.shape, _text(buffer.dtype)])
+        specs.append([name, buffer.shape, _text(buffer.dtype)])
         hasher.update(flat_copy(buffer).view(torch.uint8).numpy().data)
-    of_ranks = _gathered(ranks, json.dumps([kinds, hasher.hexdigest()]))
+    of_ranks = _gathered(ranks, json.dumps([specs, hasher.hexdigest()]))
     return {
         (name, buffers_of(rank)): Entry(getattr(torch, dtype), tuple(shape), {(0, math.prod(shape)): [rank]})
         for rank, text in enumerate(of_ranks)
@@ -257,7 +257,7 @@ def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
     Weights, with rank 0's buffers, are in separate files under the model's names. Everything else is named ``KEY/NAME``
     and ordered by key, so that neighbours in ZeRO's flat tensors are neighbours in a file too.
     """
-    file_plan, dealer = FilePlan(), _Dealer(ranks)
+    file_plan, balancer = FilePlan(), _ByteBalancer(ranks)
     stems: dict[str, list[Place]] = {}
     order = {key: number for number, key in enumerate(dict.fromkeys(key for _, key in entries))}
     for place in sorted(entries, key=lambda place: order[place[1]]):
@@ -272,7 +272,7 @@ def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
             file_plan.headers[name], starts = header(contents, {"format": "pt"})
             file_plan.sizes[name] = starts[-1]
             for place, content, begin in zip(group, contents, starts, strict=False):
-                pieces = list(dealer.deal(entries[place], name, begin))
+                pieces = list(balancer.assign(entries[place], name, begin))
                 file_plan.pieces[place] = [piece for owner, piece in pieces if owner == rank]
                 where, shape = [[name, begin, math.prod(content.shape)]], list(content.shape)
                 file_plan.tensors[place] = {"dtype": DTYPES[content.dtype], "shape": shape, "pieces": where}
@@ -292,31 +292,31 @@ def _split(places: Sequence[Place], entries: Entries, file_bytes: int) -> list[l
     """Returns the tensors of each file. The widest elements come first, as in safetensors' own files, so that each
     tensor is aligned to its elements for readers that map the file."""
     files: list[list[Place]] = []
-    left = -1
+    free_bytes = -1
     for place in sorted(places, key=lambda place: -entries[place].dtype.itemsize):
-        if entries[place].bytes > left:
+        if entries[place].bytes > free_bytes:
             files.append([])
-            left = file_bytes
+            free_bytes = file_bytes
         files[-1].append(place)
-        left -= entries[place].bytes
+        free_bytes -= entries[place].bytes
     return files
 
 
-class _Dealer:
+class _ByteBalancer:
     """Assigns ranges to ranks that hold them: to the same rank as before, until another has far fewer bytes."""
 
     def __init__(self, ranks: int) -> None:
-        self._dealt, self._last = [0] * ranks, 0
+        self._assigned, self._last = [0] * ranks, 0
 
-    def deal(self, entry: Entry, file: str, begin: int) -> Iterator[tuple[int, Piece]]:
+    def assign(self, entry: Entry, file: str, begin: int) -> Iterator[tuple[int, Piece]]:
         """Yields the pieces of a tensor that begins at byte ``begin``, each with the rank that writes it."""
         width = entry.dtype.itemsize
         for (low, size), among in sorted(entry.holders.items()):
             step = max(1, size if len(among) == 1 else PIECE_BYTES // width)
             for first in range(low, low + size, step):
                 count = min(step, low + size - first)
-                least = min(among, key=self._dealt.__getitem__)
-                if self._last not in among or self._dealt[self._last] - self._dealt[least] >= PIECE_BYTES:
+                least = min(among, key=self._assigned.__getitem__)
+                if self._last not in among or self._assigned[self._last] - self._assigned[least] >= PIECE_BYTES:
                     self._last = least
-                self._dealt[self._last] += count * width
+                self._assigned[self._last] += count * width
                 yield self._last, Piece(file, begin + first * width, first, count, count * width)

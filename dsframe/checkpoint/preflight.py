@@ -29,10 +29,11 @@ def preflight(engine: Engine, folder: Path) -> None:
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:
         return
-    odd = [f"{name} ({buffer.dtype})" for name, buffer in engine.state().buffers.items() if buffer.dtype not in DTYPES]
-    if odd := sorted({name for names in all_gather_json(engine, odd) for name in names}):
+    buffers = engine.state().buffers.items()
+    refused = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype not in DTYPES]
+    if refused := sorted({name for names in all_gather_json(engine, refused) for name in names}):
         raise CheckpointError(
-            f"this run cannot be saved: checkpoints do not support the buffer {', '.join(odd)}; register it with "
+            f"this run cannot be saved: checkpoints do not support the buffer {', '.join(refused)}; register it with "
             "persistent=False, or use another dtype"
         )
     # A new name, so that no node can have cached it as missing.

@@ -55,13 +55,13 @@ def write(
             "(docs/coming_from/hf_trainer.md) and train on with --resume auto, or use --to safetensors"
         )
     try:
-        known = _PretrainedRecord.model_validate(recorded)
-        config = json.loads(known.config)
+        record = _PretrainedRecord.model_validate(recorded)
+        config = json.loads(record.config)
     except (ValueError, RecursionError) as error:
         why = one_line(error)
         raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
     _transformers.write(config, weights, dtype, out, shard_size)
-    _write_others(known, out, say)
+    _write_others(record, out, say)
 
 
 def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
@@ -71,43 +71,43 @@ def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:
     if manifest.get("pretrained") is None or "adapter" in manifest:
         return {}
     try:
-        known = _PretrainedRecord.model_validate(manifest["pretrained"])
-        config = {**json.loads(known.config), "dtype": "float32"}
-        ours, aliases = manifest["parameters"], manifest["aliases"]
-        if lost := _transformers.parameter_names(config) - {*ours, *aliases}:  # from_pretrained draws these
+        record = _PretrainedRecord.model_validate(manifest["pretrained"])
+        config = {**json.loads(record.config), "dtype": "float32"}
+        names, aliases = manifest["parameters"], manifest["aliases"]
+        if missing := _transformers.parameter_names(config) - {*names, *aliases}:  # from_pretrained draws these
             raise TaskError(
-                f"{config['architectures'][0]} has {min(lost)}, and the checkpoint has {', '.join(sorted(ours)[:1])}; let the "
+                f"{config['architectures'][0]} has {min(missing)}, and the checkpoint has {', '.join(sorted(names)[:1])}; let the "
                 "task's model() return the model of transformers itself, or leave out pretrained()"
             )
-        if not {*ours}.intersection(aliases.values()):  # the configuration may tie parameters that are separate
+        if not {*names}.intersection(aliases.values()):  # the configuration may tie parameters that are separate
             for part in (config, config.get("text_config")):
                 if isinstance(part, dict) and part.get("tie_word_embeddings"):
                     part["tie_word_embeddings"] = False
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-            _write_others(known, Path(folder), say)
+            _write_others(record, Path(folder), say)
             return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
     except Exception as error:  # a tokenizer may raise anything; the checkpoint is complete without it
         say(f"warning: checkpoints have no config.json for from_pretrained: {one_line(error)}")
         return {}
 
 
-def _write_others(known: _PretrainedRecord, out: Path, say: Say) -> None:
+def _write_others(record: _PretrainedRecord, out: Path, say: Say) -> None:
     """Writes the files of a model folder other than weights and config.json."""
     for name in ("generation_config", "preprocessor_config"):
-        if (text := getattr(known, name)) is not None:
+        if (text := getattr(record, name)) is not None:
             (out / f"{name}.json").write_text(text, encoding="utf-8")
-    if known.tokenizer is None:
+    if record.tokenizer is None:
         return
     try:
-        tokenizer = _transformers.tokenizer(known.tokenizer, {})
+        tokenizer = _transformers.tokenizer(record.tokenizer, {})
     except TaskError as error:
         say(f"no tokenizer is written: {error}")
         return
     assert tokenizer is not None  # a folder was named
-    if tokenizer[1] != known.tokenizer_sha256:
-        say(f"no tokenizer is written: {known.tokenizer} has changed since the training")
+    if tokenizer[1] != record.tokenizer_sha256:
+        say(f"no tokenizer is written: {record.tokenizer} has changed since the training")
         return
-    if known.chat_template is not None:
-        tokenizer[0].chat_template = known.chat_template
+    if record.chat_template is not None:
+        tokenizer[0].chat_template = record.chat_template
     tokenizer[0].save_pretrained(out)

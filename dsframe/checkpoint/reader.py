@@ -135,8 +135,8 @@ class Checkpoint:
         if name not in self._mapped:
             path, size = self.path / name, self.manifest["files"][name]["bytes"]
             try:
-                if (there := path.stat().st_size) != size:  # access beyond the end of the file would kill the process
-                    raise CheckpointError(f"{path} has {there:,} bytes instead of {size:,}")
+                if (actual := path.stat().st_size) != size:  # access beyond the end of the file would kill the process
+                    raise CheckpointError(f"{path} has {actual:,} bytes instead of {size:,}")
                 self._mapped[name] = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
             except (OSError, RuntimeError) as error:
                 raise CheckpointError(f"{path}: {one_line(error)}") from None

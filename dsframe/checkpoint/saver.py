@@ -81,9 +81,9 @@ class Saver:
         """Initial shapes of this rank's buffers."""
         self._model_files: dict[str, bytes] | None = None
         """Files that make the folder readable by transformers; set at the first save."""
-        self._said = False
+        self._warned = False
         self._writing: tuple[int, Writing] | None = None
-        self._begun: int | None = None
+        self._begun_step: int | None = None
         """The step for which this rank has created the folder."""
         self._ratings: dict[int, Metrics] = {}
         """Evaluations of checkpoints that are still being written."""
@@ -118,9 +118,9 @@ class Saver:
 
     def _begin(self, step: int) -> None:
         self.claim()
-        self._begun = None
+        self._begun_step = None
         self._store.begin(step)
-        self._begun = step
+        self._begun_step = step
 
     def save(self, step: int, *, loss: float | None, evaluation: Metrics) -> float:
         """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
@@ -131,8 +131,8 @@ class Saver:
         self.settle()
         self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
-        begun = catch_io_error(lambda: self._begin(step)) if world.is_main else ""
-        self._check(step, begun)
+        begin_error = catch_io_error(lambda: self._begin(step)) if world.is_main else ""
+        self._check(step, begin_error)
         folder = self._store.partial(step)
         self._check(step, "" if _appears(folder) else _NOT_SHARED)
         state = engine.state()
@@ -149,11 +149,11 @@ class Saver:
             self._give_up(step, wrong)
         manifest = self._manifest(state, step, loss, evaluation) | writer.manifest
 
-        def commit(words: Sequence[Json]) -> None:
+        def commit(reports: Sequence[Json]) -> None:
             if self._model_files is None:
                 self._model_files = self._make_model_files(manifest, self._say)
-            files = write_small(folder, writer, words, self._model_files)
-            resized = sorted({name for word in words for name in word["resized"]})
+            files = write_small(folder, writer, reports, self._model_files)
+            resized = sorted({name for report in reports for name in report["resized"]})
             self._store.commit(step, {**manifest, "files": files, "resized": resized})
             size = sum(entry["bytes"] for entry in files.values())
             how = " in the background" if self.asynchronous else ""
@@ -219,13 +219,13 @@ class Saver:
         self._writing = None
         writing.wait()
         wrong = failures(self._engine, writing.failure)
-        writing.finish(hopeless=bool(wrong))
+        writing.finish(other_rank_failed=bool(wrong))
         if wrong:
             self._give_up(step, wrong)
         self._check(step, writing.outcome)
         self._rate()
 
-    def outlast(self) -> None:
+    def wait_briefly(self) -> None:
         """Not collective. Called when this rank ends with an error: waits some seconds for the checkpoint in progress."""
         if self._writing is None:
             return
@@ -243,10 +243,10 @@ class Saver:
     def _look_for_metric(self, evaluation: Metrics) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         value = evaluation.get(metric, 0.0)
-        if not math.isfinite(value) and not self._said:
+        if not math.isfinite(value) and not self._warned:
             what = "NaN" if math.isnan(value) else "infinite"
             self._say(f"warning: keep_best: {metric} is {what} here, so this checkpoint cannot be the best")
-            self._said = True
+            self._warned = True
 
     def _prune(self) -> str:
         try:
@@ -261,7 +261,7 @@ class Saver:
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
-        if self._begun == step:  # otherwise the folder belongs to another run
+        if self._begun_step == step:  # otherwise the folder belongs to another run
             self._store.abandon(step)
         try:
             newest = self._store.newest_first()
@@ -283,17 +283,17 @@ def _appears(folder: Path) -> bool:
     return True
 
 
-def write_small(folder: Path, writer: Writer, words: Sequence[Json], more: Mapping[str, bytes]) -> dict[str, Json]:
+def write_small(folder: Path, writer: Writer, reports: Sequence[Json], more: Mapping[str, bytes]) -> dict[str, Json]:
     """Writes the files without tensors: generators, the index of several weight files, and the files ``more``.
 
-    Returns the manifest's entries of all files. ``words``: each rank's report of what it has written. Raises OSError,
+    Returns the manifest's entries of all files. ``reports``: each rank's report of what it has written. Raises OSError,
     and CheckpointError if something is missing.
     """
     entries = {
-        name: combined(name, size, [run for word in words for run in word["runs"].get(name, ())])
+        name: combined(name, size, [run for report in reports for run in report["runs"].get(name, ())])
         for name, size in writer.plan.sizes.items()
     }
-    small = {RNG: json.dumps([word["random"] for word in words if "random" in word]).encode(), **more}
+    small = {RNG: json.dumps([report["random"] for report in reports if "random" in report]).encode(), **more}
     if len(set(writer.plan.weights.values())) > 1:
         index = {"metadata": {}, "weight_map": writer.plan.weights}
         small["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()

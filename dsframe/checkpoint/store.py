@@ -157,9 +157,9 @@ class Store:
                 evaluations[int(path.name[5:])] = dict(read_manifest(path).get("evaluation") or {})
             except CheckpointError:
                 continue  # reported and set aside when it is to be used
-        doomed = sorted(set(evaluations) - retention.keeps(evaluations))
+        to_delete = sorted(set(evaluations) - retention.keeps(evaluations))
         self._point(BEST, best_step(evaluations, retention.best) if retention.best else None)
-        hidden = {step: self.directory / f".step-{step:08}.removed" for step in doomed}
+        hidden = {step: self.directory / f".step-{step:08}.removed" for step in to_delete}
         for step, path in hidden.items():
             remove(path)
             self.path(step).rename(path)  # renamed first, so that an interrupted removal does not look like damage
@@ -167,16 +167,16 @@ class Store:
             sync_folder(self.directory)
         for path in hidden.values():
             remove(path)
-        return doomed
+        return to_delete
 
     def remove_unfinished(self) -> list[str]:
         """Removes unfinished saves and removals, and returns their names."""
         if not self.directory.is_dir():
             return []
-        left = sorted(path for path in self.directory.glob(".*") if path.suffix in (".partial", ".removed"))
-        for path in left:
+        unfinished = sorted(path for path in self.directory.glob(".*") if path.suffix in (".partial", ".removed"))
+        for path in unfinished:
             remove(path)
-        return [path.name for path in left]
+        return [path.name for path in unfinished]
 
     def set_aside(self, path: Path) -> Path:
         """Renames a damaged checkpoint, so that it is not used but can be examined."""
@@ -281,8 +281,8 @@ def read_manifest(path: Path) -> Json:
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
-        kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
-        raise kind(f"{path}: {MANIFEST}: {error.strerror}") from None
+        error_class = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
+        raise error_class(f"{path}: {MANIFEST}: {error.strerror}") from None
     try:
         manifest: Json = json.loads(content)["manifest"]
         whole = dump(manifest) == content  # compares every byte: numbers print as they were read
@@ -366,30 +366,30 @@ class _Known(_Part):
 def _check_content(path: Path, manifest: Json) -> None:
     """Raises CheckpointError for a manifest that dsframe cannot have written, even if its checksum is right."""
     try:
-        known = _Known.model_validate(manifest)
+        content = _Known.model_validate(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path}: {MANIFEST}: {where!r}: {first['msg']}; dsframe has not written this") from None
     named = _NAME.fullmatch(path.name)
-    if named and "step" in manifest and int(named[1]) != known.step:
+    if named and "step" in manifest and int(named[1]) != content.step:
         raise CheckpointError(
-            f"{path}: {MANIFEST} is of step {known.step}; a folder was renamed, or the file was copied"
+            f"{path}: {MANIFEST} is of step {content.step}; a folder was renamed, or the file was copied"
         )
-    for name, file in known.files.items():
+    for name, file in content.files.items():
         if sum(length for length, _ in file.checksums) != file.bytes:
             raise CheckpointError(f"{path}: {MANIFEST}: the checksums of {name!r} are not of all its bytes")
-    every = {f"buffer {name!r} of {rank}": at for rank, of in known.buffers.items() for name, at in of.items()}
-    for name, parameter in known.parameters.items():
+    every = {f"buffer {name!r} of {rank}": at for rank, of in content.buffers.items() for name, at in of.items()}
+    for name, parameter in content.parameters.items():
         if "weight" not in parameter.tensors:
             raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} has no weight")
         every |= {f"{key} of parameter {name!r}": tensor for key, tensor in parameter.tensors.items()}
     for what, tensor in every.items():
-        if wrong := tensor.wrong(known.files):
+        if wrong := tensor.wrong(content.files):
             raise CheckpointError(f"{path}: {MANIFEST}: {what} {wrong}")
-    names = set(known.parameters).union(*known.buffers.values())
-    if lost := [alias for alias, name in known.aliases.items() if name not in names]:
-        raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a tensor that is not there")
+    names = set(content.parameters).union(*content.buffers.values())
+    if missing := [alias for alias, name in content.aliases.items() if name not in names]:
+        raise CheckpointError(f"{path}: {MANIFEST}: {missing[0]!r} is another name of a tensor that is not there")
 
 
 def verify(path: Path) -> list[str]:

@@ -54,10 +54,10 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns a text for each fact that differs from rank 0: at most five, and the number of further ones."""
     first = of_ranks[0]
     lines = [
-        f"{name} is {theirs.get(name, 'not there')} on rank {rank} and {first.get(name, 'not there')} on rank 0"
-        for rank, theirs in enumerate(of_ranks)
-        for name in {**first, **theirs}
-        if theirs.get(name) != first.get(name)
+        f"{name} is {facts.get(name, 'not there')} on rank {rank} and {first.get(name, 'not there')} on rank 0"
+        for rank, facts in enumerate(of_ranks)
+        for name in {**first, **facts}
+        if facts.get(name) != first.get(name)
     ]
     more = [f"{len(lines) - _MOST} more"] if len(lines) > _MOST else []
     return lines[:_MOST] + more

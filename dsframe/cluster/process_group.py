@@ -265,11 +265,11 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """**Collective.** Returns the tensors of all ranks of ``group``, which must be contiguous and of one shape."""
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group)
-    return everyones
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, tensor, group)
+    return tensors
 
 
 def close_process_group() -> None:

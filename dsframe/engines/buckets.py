@@ -128,9 +128,9 @@ class Buckets:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        there = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
-        filled = [(gradient, view) for gradient, view in there if gradient is not None]
-        if len(filled) < len(there):
+        pairs = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
+        filled = [(gradient, view) for gradient, view in pairs if gradient is not None]
+        if len(filled) < len(pairs):
             bucket.flat.zero_()
         if filled:
             torch._foreach_copy_([view for _, view in filled], [gradient for gradient, _ in filled])

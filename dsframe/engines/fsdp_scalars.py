@@ -17,12 +17,10 @@ def add_dimension(model: nn.Module) -> set[str]:
     for module in list(model.modules()) if scalars else ():
         held = [name for name, parameter in module._parameters.items() if parameter in scalars]
         if held:
-            kind = type(module)
-            members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            cls = type(module)
+            members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             members |= {name: _reader(name) for name in held}
-            module.__class__ = types.new_class(
-                kind.__name__, (kind,), exec_body=operator.methodcaller("update", members)
-            )
+            module.__class__ = types.new_class(cls.__name__, (cls,), exec_body=operator.methodcaller("update", members))
     for parameter in scalars:
         parameter.data = parameter.data.view(1)
     return names

@@ -21,10 +21,10 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
     inner = [
         module for module in inner if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]  # these have no forward
-    there = Counter(type(module).__name__ for module in inner)
-    missing = [name for name in wanted if name not in there]
+    class_counts = Counter(type(module).__name__ for module in inner)
+    missing = [name for name in wanted if name not in class_counts]
     if missing:
-        known = ", ".join(f"{name} ({count})" for name, count in there.most_common())
+        known = ", ".join(f"{name} ({count})" for name, count in class_counts.most_common())
         raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)}; it has {known}")
     block = switches.repeated(model)
     names = wanted or ([block] if block else _listed(model))

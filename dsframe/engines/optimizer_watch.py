@@ -88,8 +88,8 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], 
                 "would drift apart, and weights in shards would depend on the number of ranks; train on one process"
             )
         for name, value in _values(optimizer).items():
-            made = name not in before and isinstance(value, (int, float, torch.Tensor))
-            if made or not same(before.get(name), value):
+            created = name not in before and isinstance(value, (int, float, torch.Tensor))
+            if created or not same(before.get(name), value):
                 kept_outside.add(name)
         kept_outside.update(_not_saved(optimizer, shards))
         for hook in hooks:
@@ -102,9 +102,9 @@ def _values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     of_groups = {f"param_groups[{n}][{key!r}]": value for n, group in enumerate(groups) for key, value in group.items()}
     # Attributes of every torch optimizer, and those that torch's schedulers set.
-    torchs = vars(torch.optim.SGD([torch.empty(0)])).keys() | {"_opt_called", "_step_count"}
-    own = {name: value for name, value in vars(optimizer).items() if name not in torchs}
-    return {name: copied(value) for name, value in {**of_groups, **own}.items()}
+    torch_attributes = vars(torch.optim.SGD([torch.empty(0)])).keys() | {"_opt_called", "_step_count"}
+    user_attributes = {name: value for name, value in vars(optimizer).items() if name not in torch_attributes}
+    return {name: copied(value) for name, value in {**of_groups, **user_attributes}.items()}
 
 
 def _not_saved(optimizer: torch.optim.Optimizer, shards: bool) -> Iterator[str]:

@@ -228,12 +228,12 @@ class PartsEngine(Engine):
 
     def _refuse_shared(self, name: str, part: Part) -> None:
         owners = {
-            id(one): other for other, made in self._parts.items() for one in (*made.modules(), *made.parameters())
+            id(item): other for other, made in self._parts.items() for item in (*made.modules(), *made.parameters())
         }
-        for key, one in (*part.named_modules(), *part.named_parameters()):
-            if id(one) in owners and (isinstance(one, Tensor) or any(True for _ in one.parameters())):
+        for key, item in (*part.named_modules(), *part.named_parameters()):
+            if id(item) in owners and (isinstance(item, Tensor) or any(True for _ in item.parameters())):
                 raise TaskError(
-                    f"{type(self.plan.task).__name__}.models: {name!r} and {owners[id(one)]!r} share {key}, and each is trained "
+                    f"{type(self.plan.task).__name__}.models: {name!r} and {owners[id(item)]!r} share {key}, and each is trained "
                     "by a loss of its own: keep it in one of them, and let the loss of the other call that model"
                 )
 
@@ -303,10 +303,10 @@ class PartsEngine(Engine):
             return metrics
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.no_grad():
-            more = sums(task.metrics_of_models(models, *batch), f"{type(task).__name__}.metrics_of_models")
+            further = sums(task.metrics_of_models(models, *batch), f"{type(task).__name__}.metrics_of_models")
         for engine in self._engines.values():
             engine.release_outputs()
-        return {**metrics, **more} if measure else {}
+        return {**metrics, **further} if measure else {}
 
     def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
         """**Collective.** Returns the losses of a batch in evaluation mode; with gradients if the task asks for
@@ -369,8 +369,8 @@ class PartsEngine(Engine):
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each engine reads its model."""
-        if strange := [name for name in saved.shapes if name.partition(".")[0] not in self._trained]:
-            raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {strange[0]} is gone")
+        if unknown := [name for name in saved.shapes if name.partition(".")[0] not in self._trained]:
+            raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {unknown[0]} is gone")
         self._steps = saved.updates
         for name, engine in self._trained.items():
             engine.load_state(SavedPart(saved, name, self._every.get(name, 1)))

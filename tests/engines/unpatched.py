@@ -495,9 +495,9 @@ def pipeline_sizes():
         assert "self.dynamic_shape" in inspect.getsource(getattr(PipelineEngine, name)), NOT_NEEDED
     asked = []
     engine = SimpleNamespace(reset_activation_shape=lambda: asked.append("reset"))
-    patches.announce_sizes(engine, each=False, anew=False)
+    patches.announce_sizes(engine, each=False, reset=False)
     assert (engine.dynamic_shape, asked) == (False, [])
-    patches.announce_sizes(engine, each=True, anew=True)
+    patches.announce_sizes(engine, each=True, reset=True)
     assert (engine.dynamic_shape, asked) == (True, ["reset"])
 
 

@@ -52,8 +52,8 @@ def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
     name = type(whole).__name__
     tensors = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
     held: list[tuple[str, Tensor]] = [*whole.named_parameters(), *persistent_buffers(whole).items()]
-    if lost := [key for key, tensor in held if id(tensor) not in tensors]:
-        raise TaskError(f"{', '.join(lost)} of {name} is in none of its layers, so no stage has it; {_REMEDY}")
+    if missing := [key for key, tensor in held if id(tensor) not in tensors]:
+        raise TaskError(f"{', '.join(missing)} of {name} is in none of its layers, so no stage has it; {_REMEDY}")
     inside = {module for layer in layers for module in layer.modules()}
     for module in whole.modules():
         if module not in inside and any(getattr(module, hooks) for hooks in HOOKS):
@@ -61,13 +61,13 @@ def refuse_more(whole: nn.Module, layers: Sequence[nn.Module]) -> None:
                 f"{type(module).__name__} has a hook (register_forward_hook and the like), and a pipeline calls its layers, not "
                 f"{type(module).__name__} itself; {_REMEDY}"
             )
-    own = [module for module in whole.modules() if module in inside]  # cut() may create layers
+    kept = [module for module in whole.modules() if module in inside]  # cut() may create layers
     for switch in ("eval", "train"):
         getattr(whole, switch)()
-        modes = [module.training for module in own]
+        modes = [module.training for module in kept]
         for layer in layers:
             getattr(layer, switch)()
-        changed = [type(module).__name__ for module, mode in zip(own, modes, strict=True) if module.training != mode]
+        changed = [type(module).__name__ for module, mode in zip(kept, modes, strict=True) if module.training != mode]
         if changed:
             raise TaskError(
                 f"{name}.{switch}() leaves {', '.join(dict.fromkeys(changed))} in another mode than the layers' own "
@@ -102,13 +102,13 @@ class Trial:
             stream: Any = rows
             for layer in self._layers:
                 stream = layer.eval()(stream)
-        found, wanted = (tensors_of(part) for part in (stream, expected))
-        if not (len(found) == len(wanted) and all(map(_close, found, wanted))):
+        chained, expected_tensors = (tensors_of(part) for part in (stream, expected))
+        if not (len(chained) == len(expected_tensors) and all(map(_close, chained, expected_tensors))):
             raise TaskError(
                 f"the layers of {type(self._whole).__name__}, one after the other, compute something else than it does itself; "
                 "cut() has to give all that its forward() does, such as activations between layers"
             )
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-4, equal_nan=True)
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=1e-3, atol=1e-4, equal_nan=True)

@@ -106,8 +106,8 @@ class _OtherBuffer(Tensor):
 
 
 @cache
-def _refusing(kind: Any, refusing: type) -> type:
-    return types.new_class(kind.__name__, (refusing, kind))
+def _refusing(original_class: Any, refusing: type) -> type:
+    return types.new_class(original_class.__name__, (refusing, original_class))
 
 
 class Elsewhere:
@@ -120,11 +120,11 @@ class Elsewhere:
     def add(self, model: nn.Module, stage: nn.Module, layers: nn.Module | None = None) -> None:
         """Adds everything in ``model`` that is not in ``stage``. ``layers``: the layers of all stages, if the model has
         more than those; then their tensors are removed from it."""
-        own = {id(module) for module in stage.modules()}
+        stage_modules = {id(module) for module in stage.modules()}
         tensors = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         in_layers = {id(module) for module in (layers or model).modules()} - {id(layers or model)}
         for name, module in model.named_modules():
-            if id(module) in own:
+            if id(module) in stage_modules:
                 continue
             dropped = set[str]()
             for held in (module._parameters, module._buffers):
@@ -150,17 +150,17 @@ class Elsewhere:
             for reference, about, refusing in self._modules:
                 if (module := reference()) is not None:
                     _NOW[id(module)] = about
-                    kind: Any = type(module)
-                    before.append((module, kind))
-                    object.__setattr__(module, "__class__", _refusing(kind, refusing))
+                    original_class: Any = type(module)
+                    before.append((module, original_class))
+                    object.__setattr__(module, "__class__", _refusing(original_class, refusing))
             for of_tensor in self._tensors:
                 if (tensor := of_tensor()) is not None and type(tensor) in _TENSORS:
                     before.append((tensor, type(tensor)))
                     object.__setattr__(tensor, "__class__", _TENSORS[type(tensor)])
             yield
         finally:
-            for held, own in before:
-                object.__setattr__(held, "__class__", own)
+            for held, original in before:
+                object.__setattr__(held, "__class__", original)
             _NOW.clear()
 
 

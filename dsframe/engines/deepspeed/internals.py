@@ -20,13 +20,13 @@ INTERNALS: dict[str, dict[str, str]] = table_of(__file__)
 
 def missing(folder: Path) -> list[str]:
     """Returns the names that are no longer where the table says, as ``FILE: NAME``. ``folder``: of DeepSpeed's package."""
-    gone = []
+    absent = []
     for file, names in INTERNALS.items():
         path = folder / file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         pattern = r"\b(?:def|class) {0}\b|\b{0}\s*(?::[^=\n]*)?=|\b{0},|hasattr\(\w+, '{0}'\)"
-        gone += [f"{file}: {name}" for name in names if not re.search(pattern.format(name), text)]
-    return gone
+        absent += [f"{file}: {name}" for name in names if not re.search(pattern.format(name), text)]
+    return absent
 
 
 def package() -> Path:
@@ -36,9 +36,9 @@ def package() -> Path:
 
 def check(version: str) -> None:
     """Checks an untested release. Raises EngineError if names are missing."""
-    if gone := missing(package()):
-        more = f" and {len(gone) - 3} more" * (len(gone) > 3)
+    if absent := missing(package()):
+        more = f" and {len(absent) - 3} more" * (len(absent) > 3)
         raise EngineError(
-            f"DeepSpeed {version} has no longer what dsframe needs inside of it: {', '.join(gone[:3])}{more}; "
+            f"DeepSpeed {version} has no longer what dsframe needs inside of it: {', '.join(absent[:3])}{more}; "
             "install deepspeed==0.19.8"
         )

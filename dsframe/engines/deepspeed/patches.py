@@ -144,8 +144,8 @@ def silence_torch_warnings() -> None:
 def check_later_ones() -> None:
     """Checks at start the objects that later patches need. Raises EngineError if one is missing."""
     for patch, row in PATCHES.items():
-        for place in row.get("later", ()):
-            module, _, path = place.partition(":")
+        for target in row.get("later", ()):
+            module, _, path = target.partition(":")
             _upstream(patch, module, *path.split("."))
 
 
@@ -507,9 +507,9 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
     engine.reset_activation_shape()
 
 
-def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
+def announce_sizes(engine: Any, *, each: bool, reset: bool) -> None:
     """Patch "pipeline_sizes". **Collective.** Sets whether stages announce ``each`` activation's size in the next step.
-    Otherwise only the first one's, and only if ``anew``: if it differs from the last step's."""
+    Otherwise only the first one's, and only if ``reset``: if it differs from the last step's."""
     engine.dynamic_shape = each
-    if anew:
+    if reset:
         engine.reset_activation_shape()

@@ -132,7 +132,7 @@ class PipelineEngine(ZeroEngine):
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
         """Lets stages announce an activation's size only if the inputs' ``sizes`` do not determine it: to read an
         announced size, the next stage's host waits for its device several times for each activation."""
-        patches.announce_sizes(self._engine, each=len(sizes) > 1, anew=sizes != self._sizes)
+        patches.announce_sizes(self._engine, each=len(sizes) > 1, reset=sizes != self._sizes)
         self._sizes = sizes
 
     @torch.no_grad()
@@ -161,8 +161,8 @@ class PipelineEngine(ZeroEngine):
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each stage takes its layers from the whole state, each rank its shards of those."""
         shapes = {name: list(shape) for name, shape in state.shapes(self._model).items()}
-        kinds = shapes_of(saved_buffers(self._model), saved.resized)
-        of_ranks = all_gather_json(self, [shapes, kinds])
+        buffer_shapes = shapes_of(saved_buffers(self._model), saved.resized)
+        of_ranks = all_gather_json(self, [shapes, buffer_shapes])
         everywhere: list[dict[str, Any]] = [{}, {}]
         for of_rank in of_ranks:
             for part, names in zip(everywhere, of_rank, strict=True):
@@ -170,6 +170,6 @@ class PipelineEngine(ZeroEngine):
         compare("parameter", everywhere[0], saved.shapes)
         compare("buffer", everywhere[1], shapes_of(saved.buffers(), saved.resized))
         batch = self.plan.batch
-        mine = Share(saved, shapes, kinds)
-        state.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
+        local_state = Share(saved, shapes, buffer_shapes)
+        state.load_state(self._engine, self._model, local_state, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates

@@ -49,9 +49,9 @@ class Part:
         """Returns this parameter's rows of this rank's ``experts``, ``[experts, rows, columns]``."""
         return experts[:, self.row : self.row + self.local_shape[1]].contiguous()
 
-    def put(self, whole: Tensor, everyones: Sequence[Tensor]) -> None:
+    def put(self, whole: Tensor, of_ranks: Sequence[Tensor]) -> None:
         """Writes each rank's experts, in the order of ranks, to ``whole``."""
-        whole[:, self.row : self.row + self.local_shape[1]] = torch.cat(list(everyones))
+        whole[:, self.row : self.row + self.local_shape[1]] = torch.cat(list(of_ranks))
 
 
 def parts(model: nn.Module) -> dict[str, Part]:
@@ -112,8 +112,8 @@ def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGro
                 yield begun.pop(part.whole)
 
 
-def _gather(mine: Tensor, into: Tensor, part: Part, group: dist.ProcessGroup) -> None:
-    part.put(into, gathered(mine.contiguous(), group))
+def _gather(local: Tensor, into: Tensor, part: Part, group: dist.ProcessGroup) -> None:
+    part.put(into, gathered(local.contiguous(), group))
 
 
 class Experts(SavedView):

@@ -26,7 +26,7 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     """Fills weights, moments and step count of one flat tensor from the saved ranges of its pieces, read one at a time."""
     held = optimizer.state[flat]
     common: dict[str, Number] | None = None
-    anew = ""
+    new_parameter = ""
     for name, start, size, first in pieces:
         parameter = saved.part(name, first, size)
         _make_moments(held, parameter, flat)
@@ -34,14 +34,14 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
             common = dict(parameter.scalars) if common is None else common
             same_step(parameter.name, common, parameter.scalars)
         else:
-            anew = parameter.name
+            new_parameter = parameter.name
         for target, source in (
             (flat, parameter.weight),
             *((held[key], moment) for key, moment in parameter.moments.items()),
         ):
             target.detach().narrow(0, start, size).copy_(source)
-    if anew and common:
-        same_step(anew, common, {})
+    if new_parameter and common:
+        same_step(new_parameter, common, {})
     _set_scalars(optimizer, flat, common)
 
 

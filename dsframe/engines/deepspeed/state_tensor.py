@@ -119,9 +119,9 @@ def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
     sizes = [cut.numel(rank) for rank in range(dist.get_world_size(group))]
     padded = share.new_zeros(max(sizes))  # not every backend gathers different sizes
     padded[: share.numel()].copy_(share.flatten())
-    everyones = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyones, padded, group)
-    return cut.whole([row[:size] for row, size in zip(everyones, sizes, strict=True)])
+    shares = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(shares, padded, group)
+    return cut.whole([row[:size] for row, size in zip(shares, sizes, strict=True)])
 
 
 class Shares(SavedView):

@@ -44,8 +44,8 @@ def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[
     what, styles = type(model).__name__, _get_hf_tp_plan(model)
     if not styles:
         raise EngineError(f"tensor_parallel: nothing says how to shard a {what}; {_REMEDY}")
-    if strange := sorted(set(styles.values()) - SUPPORTED_STYLES):
-        ways = ", ".join(strange)
+    if unknown := sorted(set(styles.values()) - SUPPORTED_STYLES):
+        ways = ", ".join(unknown)
         raise EngineError(
             f"tensor_parallel: transformers shards a {what} in ways unknown to DeepSpeed ({ways}); {_REMEDY}"
         )

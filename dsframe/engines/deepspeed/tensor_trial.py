@@ -61,8 +61,8 @@ def whole_layers(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    own = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward)
-    return own and "weight" in layer._parameters and not layer._modules
+    standard_forward = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward)
+    return standard_forward and "weight" in layer._parameters and not layer._modules
 
 
 class Trial:
@@ -104,23 +104,23 @@ class Trial:
                 buffer.data.copy_(kept)
 
     def _compare(
-        self, model: nn.Module, inputs: Inputs, wanted: list[Tensor], cut: Mapping[str, Cut], rank: int
+        self, model: nn.Module, inputs: Inputs, whole: list[Tensor], cut: Mapping[str, Cut], rank: int
     ) -> None:
         name, exact = type(self._whole).__name__, next(model.parameters()).dtype == torch.float32
         try:
-            found = _outputs(model, inputs)
+            split = _outputs(model, inputs)
         except RuntimeError as error:
             raise EngineError(f"tensor_parallel: a sharded {name} cannot be computed ({error}): {_DIVIDED}") from error
         noise = 1e-3 if exact else 0.1
         # A key-value cache is split. If a loss uses it, the loss differs between ranks.
-        pairs = [pair for pair in zip(found, wanted, strict=False) if pair[0].shape == pair[1].shape]
-        if (wanted and not pairs) or not all(_close(*pair, noise) for pair in pairs):
+        pairs = [pair for pair in zip(split, whole, strict=False) if pair[0].shape == pair[1].shape]
+        if (whole and not pairs) or not all(_close(*pair, noise) for pair in pairs):
             raise EngineError(
                 f"tensor_parallel: a sharded {name} computes other outputs than the whole one. {_DIVIDED}"
             )
         if not pairs:
             return
-        of_cut, of_whole = _gradients(model, found, wanted), _gradients(self._whole, wanted, found)
+        of_cut, of_whole = _gradients(model, split, whole), _gradients(self._whole, whole, split)
         norm = float(torch.stack([gradient.float().norm() for gradient in of_whole.values()]).norm())
         for key, gradient in of_cut.items():
             expected = of_whole[key]
@@ -157,8 +157,8 @@ def _gradients(model: nn.Module, outputs: Sequence[Tensor], others: Sequence[Ten
     return dict(zip(weights, gradients, strict=True))
 
 
-def _close(one: Tensor, other: Tensor, noise: float, least: float = 1e-6) -> bool:
-    difference, size = (float(tensor.detach().float().norm()) for tensor in (one - other, other))
+def _close(actual: Tensor, expected: Tensor, noise: float, least: float = 1e-6) -> bool:
+    difference, size = (float(tensor.detach().float().norm()) for tensor in (actual - expected, expected))
     return not difference > noise * size + least  # NaN is reported elsewhere
 
 
