@@ -116,7 +116,6 @@ def same(before: Any, after: Any) -> bool:
 
 
 def _entries(sparse: Tensor) -> list[Tensor]:
-    """Returns the indices and values of a sparse tensor."""
     entries = sparse.to_sparse(layout=torch.sparse_coo)
     return [entries._indices(), entries._values()]
 

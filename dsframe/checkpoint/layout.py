@@ -282,7 +282,6 @@ def _plan(entries: Entries, rank: int, ranks: int, file_bytes: int) -> FilePlan:
 
 
 def _stem(key: str) -> str:
-    """Returns the file name's stem for a key."""
     if key in (WEIGHT, buffers_of(0)):
         return MODEL
     return BUFFERS if key.startswith(buffers_of(0)[:5]) else OPTIMIZER

@@ -148,7 +148,6 @@ class _WithoutAverages(SavedView):
     """A saved state without averages, which a training without "ema" would otherwise keep and save forever."""
 
     def seen(self, parameter: ParameterState) -> ParameterState:
-        """Returns the parameter without its average."""
         moments = {key: value for key, value in parameter.moments.items() if key != ema.KEY}
         return ParameterState(parameter.name, parameter.weight, moments, parameter.scalars)
 

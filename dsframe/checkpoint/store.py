@@ -244,7 +244,6 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
 
 
 def _pointed(pointer: Path) -> Path:
-    """Returns the checkpoint that a file points to. Raises CheckpointError."""
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = pointer.parent / name
     if not _NAME.fullmatch(name) or not folder.is_dir():

@@ -132,7 +132,6 @@ def _launcher(environ: Environ) -> Launcher:
 
 
 def _mpi(environ: Environ) -> _Names | None:
-    """Returns the variables of the MPI that started this process."""
     return next((names for names in _MPIS if {names.rank, names.local_rank} <= environ.keys()), None)
 
 

@@ -110,7 +110,6 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
 
 def _has_engine(feature: str) -> bool:
-    """True if some engine accepts the feature."""
     return any(feature in entry.supports | entry.replicates | entry.ignores for entry in TABLE.values())
 
 

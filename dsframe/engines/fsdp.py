@@ -346,7 +346,6 @@ class _ShardSlot(ParameterView):
         return first * shape[1:].numel(), self.flat(tensor).numel()
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Returns a view of this rank's rows."""
         return cast(DTensor, tensor).to_local().view(-1)
 
     def load(self, saved: SavedState) -> ParameterState:
@@ -354,11 +353,9 @@ class _ShardSlot(ParameterView):
         return saved.part(self.name, *self.span(self.master))
 
     def target(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's rows, flat."""
         return self.flat(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
-        """Returns zeros, sharded like the parameter."""
         return torch.zeros_like(self.master, requires_grad=False)
 
 

@@ -123,11 +123,9 @@ class PartsEngine(Engine):
 
     @property
     def _averages(self) -> dict[str, AverageOf]:
-        """The models that are the average of another one."""
         return {name: made for name, made in self.plan.task.models().items() if isinstance(made, AverageOf)}
 
     def _set_built(self) -> None:
-        """Sets the facts about all models together."""
         engines = self._engines.values()
         draws: Any = Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
         trained = {name: engine.built.groups for name, engine in self._trained.items()}

@@ -74,7 +74,6 @@ class ReplicaEngine(ModelEngine):
         return LossScale(self.plan.config.deepspeed.fp16) if self._dtype == torch.float16 else None
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that the optimizer updates, by the model's names."""
         return list(zip(self._names, self._parameters, strict=True))
 
     # Overridden by subclasses.
@@ -111,7 +110,6 @@ class ReplicaEngine(ModelEngine):
         """**Collective.** Called after the last backward pass: on return, every rank has the global gradients."""
 
     def _pieces(self) -> list[Tensor]:
-        """Returns this rank's gradients."""
         return precision.gradients_of(self._parameters)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -119,11 +117,9 @@ class ReplicaEngine(ModelEngine):
         return precision.total_norm(gradients)
 
     def _slot(self, name: str, parameter: Tensor) -> state_replica.ParameterView:
-        """Returns the view of a parameter's state."""
         return state_replica.ParameterView(name, tuple(parameter.shape), parameter)
 
     def _apply(self) -> None:
-        """Makes one optimizer update from gradients that are already the same on all ranks."""
         self.optimizer.step()
 
     # The step.

@@ -126,7 +126,6 @@ class ZeroEngine(ModelEngine):
         self._average_start: dict[Tensor, Tensor] | None = None
 
     def _prepare_steps(self, module: nn.Module) -> None:
-        """Applies the patches that concern optimizer steps."""
         plan = self.plan
         rates.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
@@ -280,7 +279,6 @@ class ZeroEngine(ModelEngine):
         )
 
     def _tensor_group(self) -> dist.ProcessGroup:
-        """Returns the ranks that split this rank's layers."""
         from dsframe.engines.deepspeed import tensor
 
         return tensor.group()

@@ -30,7 +30,6 @@ class OwnParts(Shards):
 
 
 def _hooks(layer: nn.Module) -> list[Any]:
-    """Returns the user's hooks."""
     hooks = [hook for attribute in HOOKS for hook in getattr(layer, attribute).values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("dsframe.")]
 

@@ -86,7 +86,6 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Returns the names of saved parameters by the parameters' ids."""
     return {id(parameter): name for name, parameter in saved_parameters(model)}
 
 
