@@ -1,4 +1,4 @@
-"""Reading and checking ``ds_config.json``. Imports neither torch nor DeepSpeed.
+"""Reads and checks ``ds_config.json``. Imports neither torch nor DeepSpeed.
 
 >>> from dsframe.config import load
 >>> config = load("zero3.json", overrides=["dsframe.steps=50"])   # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The features that a file switches on, by name, so that an engine can refuse those that it does not support."""
+"""Names the features that a file switches on, so that an engine can refuse those that it does not support."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from dsframe.config.schema.settings import Settings
 from dsframe.text import table_of
 
 LOGGERS = ("tensorboard", "wandb")
-"""DeepSpeed's sections that say where metrics are written, and the packages that they need: the same on every engine."""
+"""DeepSpeed's sections for metric loggers, named like the packages that they need. The same on every engine."""
 WATCHING = frozenset({*LOGGERS, "csv_monitor", "comet", "flops_profiler", "comms_logger"})
-"""Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
-engine."""
+"""Sections that only observe training: removed before DeepSpeed reads the file, and the same on every engine."""
 
 MADE_HERE = frozenset({"optimizer", "scheduler"})
-"""Sections from which dsframe makes what trains, the same on every engine; unknown keys are not forwarded."""
+"""Sections that dsframe builds itself on every engine. Their unknown keys are not forwarded to DeepSpeed."""
 
 
 def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
-    """The keys that need a package, and its module."""
+    """Yields each key that needs a package, and the package's module."""
     for section in LOGGERS:
         if file.on(section):
             yield (section, "enabled"), section
 
 
 class Feature(NamedTuple):
-    """One thing that the file asks for."""
+    """One feature that the file uses."""
 
     name: str
-    """Stable name, as in the engines' table."""
+    """Stable name, as in the table of engines."""
     path: str
-    """Dotted path of the key that asks for it."""
+    """Dotted path of the key."""
     description: str
-    """Text for the start of a sentence: ``tensor parallelism over 2 ranks``."""
+    """Description that can begin a sentence: ``tensor parallelism over 2 ranks``."""
     line: int = 0
     column: int = 0
 
@@ -49,10 +48,10 @@ def _table() -> Sequence[Row]:
 
 
 def features(file: DeepSpeed, position: Callable[[Path], tuple[int, int]] = lambda path: (0, 0)) -> tuple[Feature, ...]:
-    """Everything that the file switches on, in the order of DeepSpeed's documentation.
+    """Returns every feature that the file switches on, in the order of DeepSpeed's documentation.
 
-    A row of ``features.json`` is on if its key's value is one of ``is``, or another than the default. ``position`` gives line
-    and column of a key, as ``Config.position`` does.
+    A row of ``features.json`` applies if its key's value is one of ``is``, or without ``is``, not the default.
+    ``position`` returns a key's line and column, like ``Config.position``.
     """
     on = []
     for row in _table():
@@ -63,7 +62,7 @@ def features(file: DeepSpeed, position: Callable[[Path], tuple[int, int]] = lamb
 
 
 def own_adam(file: DeepSpeed) -> bool:
-    """True if the file's Adam is DeepSpeed's own: on request, or because torch's cannot do what the file asks for."""
+    """True if DeepSpeed's own Adam is used: on request, or because torch's lacks a feature that the file asks for."""
     params = file.optimizer.params if file.optimizer else {}
     by_torch = params.get("torch_adam")
     if by_torch is None:
@@ -72,6 +71,6 @@ def own_adam(file: DeepSpeed) -> bool:
 
 
 def makes_groups(file: DeepSpeed) -> str:
-    """Who makes groups of parameters inside DeepSpeed, so that nobody else can; empty: nobody."""
+    """Returns the DeepSpeed optimizer that builds its own parameter groups, which excludes others; else ""."""
     name = file.optimizer.type if file.optimizer else ""
     return name if name.lower() == "muon" else ""

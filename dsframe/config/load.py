@@ -1,4 +1,4 @@
-"""From a file to a ``Config``: read, apply overrides, repair, resolve, validate, check the rules."""
+"""Builds a ``Config`` from a file: reads, applies overrides, repairs, resolves, validates and checks the rules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NOTHING = Facts()
 
 
 def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), facts: Facts | None = None) -> Config:
-    """Read and check a file.
+    """Reads and checks a file.
 
     Args:
-        name: Path, or a name that ``find`` knows, or the file's content as a dictionary.
+        name: Path, a name that ``find`` knows, or the file's content as a dictionary.
         overrides: ``dotted.key=value`` each; the value is JSON, else text.
-        facts: What is known beside the file, for ``"auto"`` and the batch sizes.
+        facts: What is known besides the file, for ``"auto"`` and the batch sizes.
 
     Raises:
         ConfigError: with every problem of severity error.
@@ -46,7 +46,7 @@ def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), fa
 
 
 def _as_json(value: Any) -> Any:
-    """A copy of ``value`` as a JSON file would have it: other objects as text."""
+    """Returns a copy of ``value`` as a JSON file would hold it; other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,7 +55,7 @@ def _as_json(value: Any) -> Any:
 
 
 def read_text(path: Path) -> tuple[str, Problem | None]:
-    """The text of a file, or why it cannot be read."""
+    """Returns the text of a file, and the problem if it cannot be read."""
     if path.suffix in (".yaml", ".yml", ".toml"):
         message, remedy = f"{path.suffix[1:].upper()} is not read", "write JSON; docs/faq.md has a line that makes it"
         return "", Problem("error", "", message, remedy, str(path), code="syntax")
@@ -69,16 +69,16 @@ def read_text(path: Path) -> tuple[str, Problem | None]:
 
 
 def default_config() -> str:
-    """The file that is used when none is named: ``config.json`` of the working directory, else one that comes with dsframe."""
+    """Returns the default file: ``config.json`` in the working directory, else one that comes with dsframe."""
     return "config.json" if Path("config.json").is_file() else "zero3.json"
 
 
 def find(name: str | Path) -> Path:
-    """The file of that name: as a path, then in ``ds_configs`` of the working directory, then among those that come
-    with dsframe. The ending ``.json`` may be left out.
+    """Returns the path of a file, looked up as a path, in ``./ds_configs`` and in dsframe's ``ds_configs``, with or
+    without the ending ``.json``.
 
     Raises:
-        ConfigError: there is none; the message lists where it was looked for.
+        ConfigError: there is no such file; the message lists the known ones.
     """
     package = Path(__file__).resolve().parents[1]
     folders = (Path(), Path("ds_configs"), package / "ds_configs", package.parent / "ds_configs")
@@ -100,7 +100,7 @@ def find(name: str | Path) -> Path:
 def examine(
     text: str, name: str, overriding: Sequence[str] = (), facts: Facts = _NOTHING, path: Path | None = None
 ) -> Examined:
-    """Check a text without running anything. Never raises for what the text says."""
+    """Checks a text without running anything. Never raises for its content."""
     try:
         document = read(text)
     except ReadError as error:
@@ -111,7 +111,7 @@ def examine(
 
 
 def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path: Path | None) -> Examined:
-    """Everything that can be said about what was parsed, which stays as it is."""
+    """Runs all checks on a parsed file, which is not changed."""
     document = findings.document
     findings.overridden.update(overrides.paths(overriding))
     for duplicate, offset, first in document.duplicates:
@@ -140,7 +140,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
 
 
 def _is_ours(root: Any, findings: Findings) -> bool:
-    """Report files that are no objects, and those of other programs."""
+    """Reports a file that is no object or belongs to another program. Returns False for those."""
     if not isinstance(root, dict):
         findings.error((), "the top of the file must be an object {...}", code="type")
         return False
@@ -156,7 +156,7 @@ def _is_ours(root: Any, findings: Findings) -> bool:
 
 
 def _restore(raw: Raw, written: Raw, name: str) -> None:
-    """Put back what ``dsframe.pass_through`` lists."""
+    """Puts back a key that ``dsframe.pass_through`` lists."""
     *parents, last = keys(name)
     source, target = inside(written, parents), inside(raw, parents)
     if isinstance(source, dict) and isinstance(target, dict) and last in source:

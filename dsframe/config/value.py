@@ -1,4 +1,4 @@
-"""A checked configuration, as a value."""
+"""The immutable result of reading a configuration file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Check = Callable[[Findings, Sequence[str], Facts, Path | None], "Examined"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Examined:
-    """Result of a check: problems, and the configuration if the text can be read."""
+    """Result of a check: the problems, and the configuration if the text can be parsed."""
 
     problems: tuple[Problem, ...]
     config: Config | None
-    """None when the text cannot be read or its top is not an object."""
+    """None if the text cannot be parsed or its top level is not an object."""
 
     @property
     def accepted(self) -> Config:
@@ -47,38 +47,35 @@ class Config:
     """A checked configuration. Immutable; :meth:`resolve` makes a new one."""
 
     path: Path | None
-    """The file it came from."""
     deepspeed: DeepSpeed
     """DeepSpeed's keys, typed, with the defaults of DeepSpeed 0.19.8."""
     settings: Settings
-    """The ``dsframe`` section."""
     problems: tuple[Problem, ...]
     """Warnings and notes."""
     resolved: tuple[Resolved, ...]
-    """The values of ``"auto"`` and of ``{"epochs": n}``, and why."""
+    """The values of ``"auto"`` and of ``{"epochs": n}``, with reasons."""
     facts: Facts
-    """The facts by which they were resolved."""
+    """The facts that they were resolved with."""
     raw: Raw = field(repr=False)
-    """What the user wrote, with overrides and what was repaired or resolved. Not to be changed."""
+    """The file's content with overrides, repairs and resolved values. Do not change it."""
     overrides: tuple[str, ...] = field(repr=False)
-    """``dotted.key=value`` of the command line."""
+    """``dotted.key=value`` from the command line."""
     findings: Findings = field(repr=False, compare=False)
-    """The problems of the file, with the file itself: it is parsed once."""
+    """The problems, and the parsed file, so that it is parsed once."""
     inherited: tuple[Resolved, ...]
-    """Defaults of consequence that train because the file does not name them."""
+    """Defaults that affect the training and that the file does not set."""
     check: Check = field(repr=False, compare=False)
-    """Says everything about what was parsed, for other facts."""
+    """Checks the parsed file again with other facts."""
 
     @cached_property
     def features(self) -> tuple[Feature, ...]:
-        """Everything that the file switches on."""
+        """Every feature that the file switches on."""
         return features(self.deepspeed, self.position)
 
     def resolve(self, facts: Facts) -> Config:
-        """Return the same file, resolved with what is known now of the model and the data.
+        """Returns the same file, resolved with the facts known by now.
 
-        It is checked once more only where values or rules depend on what is known now. Raises ConfigError where that contradicts
-        the file.
+        Checked again only if values or rules depend on new facts. Raises ConfigError if the facts contradict the file.
         """
         known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
         if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
@@ -90,22 +87,22 @@ class Config:
         return Examined(problems, replace(self, facts=known, problems=problems)).accepted
 
     def examine(self, facts: Facts) -> Examined:
-        """The same file checked once more, for these facts. It is not parsed again."""
+        """Checks the same file with these facts, without parsing it again."""
         return self.check(Findings(self.findings.document, self.findings.file), self.overrides, facts, self.path)
 
     def with_content(self, raw: Raw) -> Config:
-        """Another file, for the same facts. Raises ConfigError."""
+        """Returns the configuration for another content and the same facts. Raises ConfigError."""
         return self.check(Findings(Document("", raw, {}), ""), (), self.facts, None).accepted
 
     def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
-        """The batch sizes on ``world_size`` processes, exact.
+        """Returns the exact batch sizes on ``world_size`` processes.
 
         Args:
-            replicas: Every process holds a whole model, whatever the file says about pipeline and tensor parallelism: as
-                Horovod and DDP do. Default: as in ``facts``.
+            replicas: True if every process holds a full model, whatever the file says (Horovod, DDP). Default: as in
+                ``facts``.
 
         Raises:
-            ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
+            ConfigError: the sizes disagree, or the world size is not divisible.
         """
         findings = self.findings.empty_copy()
         whole = bool(self.facts.replicas) if replicas is None else replicas
@@ -115,7 +112,7 @@ class Config:
         return result
 
     def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
-        """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
+        """Returns line and column of a key or of its nearest parent; (0, 0) if there is none."""
         return self.findings.position(path)
 
     def error(self, path: str | tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
@@ -124,17 +121,17 @@ class Config:
         return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
 
     def written(self) -> Raw:
-        """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
+        """Returns a deep copy of the file's content with overrides, and with ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self.raw)
 
     def shown(self) -> Raw:
-        """A copy to be kept or printed: without passwords and keys of accounts."""
+        """Returns a copy without secrets (passwords, API keys), for storing or printing."""
         public: Raw = secrets.without(self.raw)
         return copy.deepcopy(public)
 
     def for_deepspeed(self, world_size: int) -> Raw:
-        """Return the dictionary for ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
-        the batch triangle explicit in DeepSpeed's counting.
+        """Returns the dictionary for ``deepspeed.initialize``: the user's keys without ``dsframe``, with all batch
+        sizes.
 
         Raises:
             ConfigError: as for ``batch``.
@@ -148,11 +145,11 @@ class Config:
 
     @property
     def is_unresolved(self) -> bool:
-        """True if what is known later may change values: an "auto", or a number of epochs in place of steps."""
+        """True if later facts may change values: the file has an "auto", or epochs in place of steps."""
         return bool(self.findings.resolved or self.findings.pending)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what is shown of the resolved file: equal on all ranks, or they would train different things."""
+        """SHA-256 of ``shown()``, which must be equal on all ranks."""
         text = json.dumps(self.shown(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

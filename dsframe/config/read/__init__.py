@@ -1,1 +1,1 @@
-"""From a file's text to typed sections: positions, overrides, old spellings, hints."""
+"""Turns a file's text into typed sections: positions, overrides, old spellings, suggestions."""

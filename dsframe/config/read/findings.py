@@ -12,23 +12,23 @@ from dsframe.config.schema.base import AUTO
 from dsframe.errors import Problem, Severity
 
 OVERRIDE = "--set"
-"""The file name of problems with overrides."""
+"""File name of problems with overrides."""
 
 
 class Resolved(NamedTuple):
-    """A value that was ``"auto"`` or follows from others, and why it is what it is."""
+    """A value that replaces ``"auto"`` or follows from others, with the reason."""
 
     path: Path
     value: Any
     reason: str
     was: Any = AUTO
-    """What the file says."""
+    """The value in the file."""
     detail: str = ""
-    """The part of the reason that is this value's own."""
+    """The part of the reason that applies only to this value."""
 
 
 def dotted(path: Path) -> str:
-    """``a.b[2].c``"""
+    """Returns a path as text: ``a.b[2].c``"""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -36,7 +36,7 @@ def dotted(path: Path) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as JSON, short enough for a message."""
+    """Returns a value as JSON, shortened for a message."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -45,7 +45,7 @@ def show(value: Any) -> str:
 
 
 class Findings:
-    """Problems and resolved values of one file. A path is a tuple, or dotted text where no key has a dot."""
+    """Problems and resolved values of one file. A path is a tuple, or dotted text if no key has a dot."""
 
     def __init__(self, document: Document, file: str, overridden: Iterable[Path] = ()) -> None:
         self.document = document
@@ -54,26 +54,27 @@ class Findings:
         self.problems: list[Problem] = []
         self.resolved: list[Resolved] = []
         self.pending: set[Path] = set()
-        """Members that wait for the model or the data, as "auto" does."""
+        """Members that wait for facts about the model or the data, such as "auto"."""
         self._moved: dict[Path, Path] = {}
         self._answered: set[Path] = set()
 
     def empty_copy(self) -> Findings:
-        """The same file's, without any problem yet."""
+        """Returns findings for the same file without any problem."""
         copy = Findings(self.document, self.file, self.overridden)
         copy._moved, copy._answered = self._moved, self._answered
         return copy
 
     def moved(self, old: Path, new: Path) -> None:
-        """Remember that what the file has at ``old`` is handled as if it stood at ``new``."""
+        """Records that the file's member at ``old`` is handled as if it were at ``new``."""
         self._moved[new] = self.written(old)
 
     def answered(self, path: Path) -> None:
-        """Remember that one message about a member of the file is enough, though its value is used."""
+        """Records that a member has been reported: further messages about it are dropped, although its value is
+        used."""
         self._answered.add(path)
 
     def written(self, path: Path) -> Path:
-        """The path in the file of what is handled at ``path``."""
+        """Returns where the member handled at ``path`` is in the file."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._moved:
                 return self._moved[path[:length]] + path[length:]
@@ -90,7 +91,7 @@ class Findings:
         at_value: bool = False,
         offset: int | None = None,
     ) -> None:
-        """Report one finding about the member handled at ``path``."""
+        """Reports a problem of the member handled at ``path``."""
         path = self.written(keys(path))
         if path in self._answered:
             return
@@ -104,7 +105,7 @@ class Findings:
             self.problems.append(problem)
 
     def is_override(self, path: Path) -> bool:
-        """True if ``--set`` gave the member, or made it around what it gave."""
+        """True if ``--set`` gave the member or created it as a parent."""
         if any(path[: len(prefix)] == prefix for prefix in self.overridden):
             return True
         around = any(prefix[: len(path)] == path for prefix in self.overridden)
@@ -115,12 +116,12 @@ class Findings:
     note = partialmethod(add, "note")
 
     def resolve(self, path: Path, value: Any, reason: str) -> None:
-        """Record that ``"auto"`` at ``path`` became ``value``."""
+        """Records that ``"auto"`` at ``path`` became ``value``."""
         self.resolved.append(Resolved(path, value, reason))
         self.note(path, f'"auto" is {show(value)}: {reason}', code="auto", at_value=True)
 
     def position(self, path: Path, *, at_value: bool = False, offset: int | None = None) -> tuple[int, int]:
-        """Line and column of the member at ``path``, else of the nearest one around it; (0, 0) where there is none."""
+        """Returns line and column of the member at ``path`` or its nearest parent; (0, 0) if there is none."""
         spans = self.document.spans
         for length in range(len(path), 0, -1):
             if offset is None and (span := spans.get(path[:length])):
@@ -130,17 +131,17 @@ class Findings:
         return (0, 0) if offset is None else self.document.position(offset)
 
     def mentions(self, path: str) -> bool:
-        """True if something is already reported about ``path``, dotted."""
+        """True if a problem at the dotted ``path`` is reported already."""
         return any(problem.path == path for problem in self.problems)
 
     def fails(self, path: str | Path) -> bool:
-        """True if an error is already reported at or under ``path``."""
+        """True if an error at or below ``path`` is reported already."""
         text = dotted(self.written(keys(path)))
         inner = (f"{text}.", f"{text}[")
         errors = (problem.path for problem in self.problems if problem.severity == "error")
         return any(path == text or path.startswith(inner) for path in errors)
 
     def sorted(self) -> tuple[Problem, ...]:
-        """All problems in the order of the file; those without a position last."""
+        """Returns all problems in file order; those without a position last."""
         rank = ("error", "warning", "note").index
         return tuple(sorted(self.problems, key=lambda p: (p.line == 0, p.line, p.column, rank(p.severity))))

@@ -1,4 +1,4 @@
-"""Names of other trainers, and what does the same here: one table for ``dsframe check`` and ``dsframe explain``.
+"""Names of other trainers and their equivalents here: one table for ``dsframe check`` and ``dsframe explain``.
 
 Sources: transformers 5.23 (``training_args.py``, ``trainer.py``), accelerate 1.15 (``utils/dataclasses.py``,
 ``commands/config``), lightning 2.6 (``trainer.py``, ``callbacks``, ``fabric/strategies/deepspeed.py``).
@@ -14,7 +14,7 @@ from dsframe.text import Json, table_of
 
 @cache
 def table() -> Json:
-    """The table of ``foreign.json``, read when a file has something foreign."""
+    """Returns the table of ``foreign.json``, which is read only if a file has a foreign name."""
     groups: Json = table_of(__file__)
     by_name = {group: _by_name(groups[group]) for group in ("keys", "words")}
     return {**groups, **by_name, "nothing to do": frozenset(groups["nothing to do"].split())}
@@ -25,13 +25,13 @@ def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
 
 
 def target(name: str) -> str | None:
-    """Returns the key that takes the value of ``name`` here, dotted; None where there is none."""
+    """Returns the dotted key that takes the same value here; None if there is none."""
     key: str | None = table()["keys"].get(name)
     return key
 
 
 def advice(name: str) -> str | None:
-    """Returns what to write in the place of ``name``, whose value has another form here; None for unknown names."""
+    """Returns what to write instead of ``name`` if its value has another form here; None for unknown names."""
     word: str | None = table()["words"].get(name)
     return word
 

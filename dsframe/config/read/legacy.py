@@ -1,7 +1,7 @@
-"""Spellings of the past: removed sections, deprecated keys, and keys of other tools, with what replaces them.
+"""Old spellings: removed sections, deprecated keys, and keys of other tools, with their replacements.
 
-Sources: ``_REMOVED_TOP_LEVEL_CONFIG_KEYS`` and ``_REMOVED_ZERO_CONFIG_KEYS`` in ``deepspeed/runtime/config.py`` (0.19.8);
-the fields marked deprecated in ``deepspeed/runtime/zero/config.py``; public configuration files.
+Sources: ``_REMOVED_TOP_LEVEL_CONFIG_KEYS`` and ``_REMOVED_ZERO_CONFIG_KEYS`` in ``deepspeed/runtime/config.py``
+(0.19.8); the fields marked deprecated in ``deepspeed/runtime/zero/config.py``; public configuration files.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _TABLE = table_of(__file__)
 OTHER_TOOLS: Mapping[str, tuple[list[str], str]] = _TABLE["other tools"]
 """Message -> keys that only files of that program have, and the remedy."""
 REMOVED: Mapping[str, str] = _TABLE["removed"]
-"""Removed from DeepSpeed 0.19: the mere presence of the key raises, whatever its value. Path -> the remedy."""
+"""Path -> remedy. Removed from DeepSpeed 0.19, which raises if the key is present, whatever its value."""
 RENAMED: Mapping[str, str] = _TABLE["renamed"]
-"""Old spelling that DeepSpeed still reads -> the spelling of today, with the same value."""
+"""Old spelling that DeepSpeed still reads -> current spelling, with the same value."""
 SYNONYMS: Mapping[str, tuple[str, str]] = _TABLE["unknown"]
-"""Keys that people write and that mean something else here: what is wrong, and the remedy."""
+"""Key that people write for something else -> what is wrong, and the remedy."""
 MEANT: Mapping[str, str] = _TABLE["meant"]
-"""Names of other tools, and of the past, that DeepSpeed ignores -> the key of the same section that has their value."""
+"""Old names and names of other tools that DeepSpeed ignores -> the key of the same section with that meaning."""
 
 
 def modernise(raw: Raw, findings: Findings) -> None:
-    """Replace deprecated forms in ``raw`` by today's, in place, and report each."""
+    """Replaces deprecated keys in ``raw`` in place, and reports each."""
     for old, new in RENAMED.items():
         _rename(raw, keys(old), keys(new), findings)
     if isinstance(raw.get("zero_optimization"), dict):

@@ -15,19 +15,19 @@ _EXCLUSIVE: dict[Path, Path] = {
 
 
 def split(override: str) -> tuple[Path, str] | None:
-    """The path and the written value; None when there is no ``=`` or no key."""
+    """Returns the path and the value's text; None without ``=`` or without a key."""
     key, equals, value = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     return (parts, value.strip()) if equals and all(parts) else None
 
 
 def paths(overriding: Sequence[str]) -> list[Path]:
-    """The paths that overrides set."""
+    """Returns the paths that overrides set."""
     return [parsed[0] for parsed in map(split, overriding) if parsed]
 
 
 def apply(raw: Raw, overriding: Sequence[str], findings: Findings) -> None:
-    """Set each value in ``raw``. Later ones win. Whether the keys are legal is checked with the rest of the file."""
+    """Sets each value in ``raw``. Later ones win. The keys are checked later, with the rest of the file."""
     for override in overriding:
         parsed = split(override)
         if parsed is None:
@@ -45,4 +45,4 @@ def apply(raw: Raw, overriding: Sequence[str], findings: Findings) -> None:
         owner[str(path[-1])] = value_of(text)
         other = _EXCLUSIVE.get(path)
         if other and other not in paths(overriding):
-            owner.pop(str(other[-1]), None)  # the command line replaces what the file says about the length
+            owner.pop(str(other[-1]), None)  # the command line replaces the file's training length

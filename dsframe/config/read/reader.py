@@ -1,7 +1,7 @@
-"""Reads JSON with comments, trailing commas and keys without quotes, as DeepSpeed does, and remembers each place.
+"""Reads JSON with comments, trailing commas and unquoted keys, as DeepSpeed does, and records positions.
 
-DeepSpeed parses its file with the package ``hjson`` 3.1: what is read here is what that reads. Its text without quotes, which runs
-to the end of the line, commas included, is refused. Every duplicate key is reported with its place.
+The result is that of the package ``hjson`` 3.1, which DeepSpeed uses. HJSON's unquoted text, which runs to the end of
+the line including commas, is refused. Every duplicate key is reported.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Path = tuple[str | int, ...]
 """Keys and list indices from the top to a value."""
 
 Raw = dict[str, Any]
-"""An object of a file, as it is parsed."""
+"""An object of a file, as parsed."""
 
 MAX_DEPTH = 64
-"""No configuration is nested deeper; a limit turns a stack overflow into a message."""
+"""Maximum nesting depth, so that a deep file gives a message and not a stack overflow."""
 
 NOT_JSON = {
     "True": "write true", "False": "write false", "None": "write null",
@@ -42,7 +42,7 @@ _WORDS = {"null": None, "true": True, "false": False}
 
 
 class Span(NamedTuple):
-    """Offsets of one member in the text. For the top and for list items the key is empty and lies at the value."""
+    """Offsets of one member in the text. For the top level and list items the key is empty and lies at the value."""
 
     key_start: int
     key_end: int
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class ReadError(Exception):
-    """The text is not HJSON. ``message`` and ``remedy`` are for the user, ``offset`` is the place."""
+    """The text is not HJSON. ``message`` and ``remedy`` are for the user, ``offset`` is the position."""
 
     def __init__(self, message: str, offset: int, remedy: str = "") -> None:
         super().__init__(message)
@@ -64,20 +64,20 @@ class Document:
 
     text: str
     root: Any
-    """Plain dictionaries, lists and values. Of duplicate keys the last one counts."""
+    """Plain dictionaries, lists and values. The last of duplicate keys wins."""
     spans: dict[Path, Span]
-    """Where each member stands."""
+    """Offsets of each member."""
     duplicates: Sequence[tuple[Path, int, int]] = ()
     """Path, offset of the repeated key, and offset of the key it repeats."""
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Line and column of an offset, both from 1, the column in characters."""
+        """Returns line and column of an offset, both from 1; the column counts characters."""
         line = self.text.count("\n", 0, offset) + 1
         return line, offset - (self.text.rfind("\n", 0, offset) + 1) + 1
 
 
 def read(text: str) -> Document:
-    """Parse ``text``.
+    """Parses ``text``.
 
     Raises:
         ReadError: it is not HJSON.
@@ -104,7 +104,7 @@ class _Reader:
         return Document(self.text, root, self.spans, tuple(self.duplicates))
 
     def at(self, offset: int) -> str:
-        """The character at an offset; nothing at the end."""
+        """Returns the character at an offset; empty at the end."""
         return self.text[offset : offset + 1]
 
     def snippet(self, offset: int) -> str:
@@ -115,7 +115,7 @@ class _Reader:
         return match[0] if match else ""
 
     def skip(self, offset: int) -> int:
-        """The offset after blanks and comments."""
+        """Returns the offset after blanks and comments."""
         match = _SKIP.match(self.text, offset)
         offset = match.end() if match else offset
         if self.text.startswith("/*", offset):
@@ -134,7 +134,7 @@ class _Reader:
         return self.quoted(offset) if first in ('"', "'") and first else self.unquoted(offset)
 
     def members(self, offset: int, path: Path, closing: str) -> tuple[dict[Any, Any], int]:
-        """The members of an object, or the items of a list by their numbers."""
+        """Returns the members of an object, or the items of a list by index."""
         result: dict[Any, Any] = {}
         opened, offset = offset - 1, self.skip(offset)
         while (first := self.at(offset)) != closing:
@@ -208,7 +208,7 @@ class _Reader:
             if match[1] is None and match[2] is None:
                 return int(match[0])
             value = float(match[0])
-            # hjson makes integers of integral floats, and so do people who write 5e8.
+            # hjson turns integral floats into integers, and so do people who write 5e8.
             whole = abs(value) < 1e10 or isinf(value)
             return int(value) if whole and value == int(value) else value
         except (ValueError, OverflowError):
@@ -216,12 +216,12 @@ class _Reader:
 
 
 def keys(path: str | Path) -> Path:
-    """The keys of a dotted path."""
+    """Returns the keys of a dotted path."""
     return tuple(path.split(".")) if isinstance(path, str) and path else tuple(path)
 
 
 def inside(value: Any, path: Sequence[str | int]) -> Any:
-    """Returns the value at ``path`` below ``value``; None where there is none."""
+    """Returns the value at ``path`` below ``value``; None if there is none."""
     for part in path:
         if isinstance(value, dict):
             value = value.get(part)
@@ -231,14 +231,14 @@ def inside(value: Any, path: Sequence[str | int]) -> Any:
 
 
 def number_of(text: str) -> int | float | None:
-    """The number that ``text`` spells, or None."""
+    """Returns the number that ``text`` spells, or None."""
     match = _NUMBER.fullmatch(text.strip())
     value = float(match[0]) if match else inf
     return None if isinf(value) else int(value) if value == int(value) else value
 
 
 def value_of(text: str) -> Any:
-    """The value that ``text`` stands for: JSON, else the text itself."""
+    """Returns the value of ``text`` as JSON, else the text itself."""
 
     def reject(constant: str) -> Any:
         raise ValueError(constant)

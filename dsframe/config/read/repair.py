@@ -1,6 +1,6 @@
-"""Finds keys that the schema does not know, says what was meant, and continues as if that had been written.
+"""Finds unknown keys, reports what was probably meant, and continues as if that had been written.
 
-So one misspelled section name is one error, and the mistakes inside the section are reported as well.
+So a misspelled section name is one error, and mistakes inside it are reported too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _COMMON = frozenset(
     {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "properties", "title", "seed", "d",
      "shape"}
 )  # fmt: skip
-"""Keys too common to tell where they belong."""
+"""Keys too common to tell which section they belong to."""
 _FEW = 12
-"""Keys of a section that are listed where none is near."""
+"""A section with at most this many keys lists them if no key is similar."""
 _NULL: tuple[Any, ...] = (False, None, {})
 
 
 def is_comment(key: str) -> bool:
-    """Keys that people write comments under. At the top level DeepSpeed ignores them."""
+    """True for keys that hold comments. At the top level DeepSpeed ignores them."""
     return key.startswith(("_", "//", "#", "$")) or key in ("comment", "comments", "description")
 
 
 def has_no_known_key(root: Raw) -> bool:
-    """True if a file has several keys and none that DeepSpeed has, or had, or that is spelled like one of its own."""
+    """True if a file has several keys, none of which is (or was, or is similar to) a key of DeepSpeed."""
     legacy = {name.partition(".")[0] for name in (*REMOVED, *RENAMED, *SYNONYMS, *MEANT)}
     names = [key for key in root if not is_comment(key)]
     if len(names) < 3 or any(key in File.model_fields or key in legacy for key in names):
@@ -43,16 +43,16 @@ def has_no_known_key(root: Raw) -> bool:
 
 
 def repair(raw: Raw, findings: Findings) -> frozenset[str]:
-    """Rename, move or drop unknown keys of ``raw`` in place, reporting each.
+    """Renames, moves or drops unknown keys of ``raw`` in place, and reports each.
 
     Returns:
-        The dotted names that ``dsframe.pass_through`` lists: dropped from ``raw`` without a report.
+        The dotted names in ``dsframe.pass_through``, which are dropped from ``raw`` without a report.
     """
     listed = inside(raw, ("dsframe", "pass_through"))
     passed = frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
     modernise(raw, findings)
     _Repair(raw, findings, passed).visit(File, raw, ())
-    modernise(raw, findings)  # what was in a section with a misspelled name
+    modernise(raw, findings)  # for sections whose misspelled name was corrected
     return passed
 
 
@@ -74,7 +74,7 @@ class _Repair:
         self.findings.error(here, message, remedy, code="unknown-key")
 
     def judge(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
-        """Says what an unknown key is. ``raw``: its section, without it."""
+        """Reports an unknown key. ``raw`` is its section, without the key."""
         name, key = dotted(here), str(here[-1])
         if issubclass(owner, Epochs):
             meant = closest(key, owner.model_fields, 1)
@@ -91,7 +91,7 @@ class _Repair:
         elif name in SYNONYMS:
             self.unknown(here, *SYNONYMS[name])
         elif owner in TASKS.values() and inside(self.raw, (*here[:-1], "name")) not in (None, *TASKS):
-            pass  # what is wrong is the name, which is said
+            pass  # the error is the task's name, which is reported
         elif owner in TASKS.values() and (tasks := [show(task) for task in TASKS if key in TASKS[task].model_fields]):
             self.unknown(here, "not a key of this task", f'"name": {" or ".join(tasks)} has it')
         elif self.foreign(owner, here):
@@ -100,14 +100,14 @@ class _Repair:
             self.guess(owner, raw, here, value)
 
     def foreign(self, owner: type[Section], here: Path) -> bool:
-        """True for a key of another trainer, at the top level or in a section of ours that has nothing like it."""
+        """True for a key of another trainer at the top level, or in a section of dsframe without a similar key."""
         key = str(here[-1])
         within = here[0] == "dsframe" and owner is not CustomTask
         ours = here[:-1] in ((), ("dsframe",)) or (within and not closest(key, owner.model_fields))
         return ours and foreign.answers(key) and dotted(here) not in MEANT
 
     def translate(self, here: Path, value: Any) -> None:
-        """Says what does here what a key of another trainer does there, and continues as if that were written."""
+        """Reports the equivalent of another trainer's key, and continues as if it had been written."""
         key = str(here[-1])
         target = foreign.target(key)
         place = keys(target or "")
@@ -126,8 +126,11 @@ class _Repair:
         self.findings.answered(here)
 
     def guess(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
-        """Says which key is meant: one spelled like it, one that it is a short form of, or of the same name elsewhere. One slip
-        makes it certain; more than one only where the key has no other home."""
+        """Reports which key is probably meant: a similar one, one that this shortens, or the same one in another
+        section.
+
+        One typo is certain; several count only if the key belongs to no other section.
+        """
         key, fields = str(here[-1]), owner.model_fields
         meant = MEANT.get(dotted(here)) or closest(key, fields, 1)
         begin, others = ([], []) if meant else longer(key, fields)
@@ -160,14 +163,13 @@ class _Repair:
             self.unknown(here, f"unknown key; {'DeepSpeed raises' if raises else 'DeepSpeed ignores it'}", remedy)
 
     def home(self, key: str, here: Path) -> Path | None:
-        """Returns the section that a key belongs to, where one alone has it. A section of ours adopts a stranger only in a
-        file that has it."""
+        """Returns the only section that a key belongs to; a section of dsframe only if the file has one."""
         homes = [home for home in places().get(key, ()) if home != here[:-1]]
         foreign = homes[:1] and homes[0][:1] == ("dsframe",) and "dsframe" not in self.raw
         return homes[0] if len(homes) == 1 and key not in _COMMON and not foreign else None
 
     def move(self, old: Path, new: Path, value: Any) -> None:
-        """Continues as if the value stood at ``new``, where that section is in the file."""
+        """Continues as if the value were at ``new``, if the file has that section."""
         owner = inside(self.raw, new[:-1])
         if isinstance(owner, dict) and new[-1] not in owner:
             owner[str(new[-1])] = value

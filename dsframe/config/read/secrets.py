@@ -1,5 +1,5 @@
-"""Keys of accounts, such as ``comet.api_key``, and what stands before the host of an address, ``//user:password@``: nothing that
-dsframe writes or prints has them. What runs does, of course."""
+"""Hides secrets, which are used in the run but neither written nor printed: account keys such as ``comet.api_key``, and
+``user:password@`` in URLs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _HARMLESS = re.compile(
     r"|^(experiment|image|audio|label|text|input|output|target|metric|prompt|answer|messages?|sort|primary|group|feature)_key$",
     re.IGNORECASE,
 )
-"""Known names of other things: tokens of a tokenizer, columns of a table, and Comet's ``experiment_key``."""
+"""Harmless names: tokens of a tokenizer, columns of a table, and Comet's ``experiment_key``."""
 _ACCOUNT = re.compile(r'(?<=://)[^/\s"]+@')
 _PARAMETER = re.compile(r"""(?P<start>[?&;](?P<key>[\w.~-]+)=)[^&;#\s"']+""")
 _SIGNATURE = re.compile(r"^(sig|signature|x-amz-.*|x-goog-.*|key|code|auth|jwt|awsaccesskeyid)$", re.IGNORECASE)
-"""Query parameters with which an address opens by itself."""
+"""Query parameters that grant access to a URL."""
 _SETTING = re.compile(r"(?P<start>(?:--set=)?(?P<key>[\w.\s-]+)=)(?P<value>.*)", re.DOTALL)
 
 
 def is_secret(key: str) -> bool:
-    """True if a value of that name, the last part of a dotted one, is nobody else's business."""
+    """True if a value under this name is a secret. Only the last part of a dotted name counts."""
     name = key.strip().lstrip("-").rpartition(".")[2].strip().replace("-", "_")
     return _NAME.search(name) is not None and _HARMLESS.search(name) is None
 
 
 def without(content: Any) -> Any:
-    """A copy of ``content``, of JSON's kinds, that lacks the secrets in it: ``--config`` reads it as the same training.
+    """Returns a copy of JSON ``content`` without its secrets, which ``--config`` reads as the same training.
 
-    A secret is text, or an object that stands below such a name; numbers are none.
+    A secret is text or an object under a secret name; numbers are not secret.
     """
     if isinstance(content, dict):
         return {
@@ -52,7 +52,8 @@ def without(content: Any) -> Any:
 
 
 def anonymous(text: str) -> str:
-    """``text`` with addresses that open nothing: ``https://user:password@host/path?token=V`` is ``https://host/path?token=***``."""
+    """Returns ``text`` without credentials in URLs: ``//user:password@host/path?token=V`` becomes
+    ``//host/path?token=***``."""
     return _PARAMETER.sub(_hidden_parameter, _ACCOUNT.sub("", text)) if "://" in text else text
 
 
@@ -62,9 +63,11 @@ def _hidden_parameter(match: re.Match[str]) -> str:
 
 
 def redact(command: Sequence[str]) -> list[str]:
-    """The words of a command with ``***`` for what is secret: in ``--set a.api_key=V``, ``--api-key=V``, ``--api-key V``.
+    """Returns the words of a command with ``***`` for secrets (``--set a.api_key=V``, ``--api-key=V``, ``--api-key
+    V``).
 
-    Addresses lose what stands before the host."""
+    URLs lose their credentials.
+    """
     return [
         HIDDEN if before.startswith("--") and "=" not in before and is_secret(before) else _word(word)
         for before, word in zip(["", *command], command, strict=False)

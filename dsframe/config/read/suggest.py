@@ -1,4 +1,4 @@
-"""Did-you-mean: the most similar word, by the number of slips that turn one into the other."""
+"""Did-you-mean suggestions by edit distance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> str | None:
-    """The candidate that ``word`` most likely stands for, or None when none is near.
+    """Returns the candidate that ``word`` most likely stands for; None if none is similar.
 
     Args:
-        limit: Most slips (letters added, left out, changed, or swapped with their neighbour). By default one in four
-            letters, at least one.
+        limit: Largest edit distance (insertions, deletions, substitutions, swaps). Default: a quarter of the letters,
+            at least 1.
     """
-    from rapidfuzz.distance import DamerauLevenshtein, Prefix  # 20 ms: only for files that have something to suggest
+    from rapidfuzz.distance import DamerauLevenshtein, Prefix  # 20 ms: only for files that need suggestions
 
     limit = max(1, len(word) // 4) if limit is None else limit
     ranked = []
@@ -25,27 +25,27 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
         if _plain(candidate) != _plain(word):
             distance = DamerauLevenshtein.distance(word, candidate, score_cutoff=limit)
         if distance <= limit and distance < max(len(word), len(candidate)):
-            # Among equals: the same letters in another order, then the longest common start.
+            # Ties: prefer the same letters in another order, then the longest common prefix.
             other_letters, start = sorted(word) != sorted(candidate), Prefix.similarity(word, candidate)
             ranked.append((distance, other_letters, -start, candidate))
     return min(ranked)[-1] if ranked else None
 
 
 def longer(word: str, candidates: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The candidates that ``word`` is a short form of: those that begin with it, and others that have all of its words."""
+    """Returns candidates that begin with ``word``, and others that contain all of its words."""
     names, words = sorted(set(candidates) - {word}), set(word.split("_"))
     begin = [name for name in names if name.startswith(word)]
     return begin, [name for name in names if name not in begin and words <= set(name.split("_"))]
 
 
 def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None, otherwise: str = "") -> str:
-    """The question, as a remedy; ``otherwise`` where no candidate is near."""
+    """Returns the question as a remedy; ``otherwise`` if no candidate is similar."""
     similar = closest(word, candidates, limit)
     return f'did you mean "{similar}"?' if similar else otherwise
 
 
 def near_path(path: Path) -> str:
-    """The question for a path that is not there; nothing where it is, or no entry of its folder is near."""
+    """Returns the question for a missing path; empty if the path exists or no entry of its folder is similar."""
     if path.exists():
         return ""
     with suppress(OSError):
@@ -59,7 +59,7 @@ def _plain(word: str) -> str:
 
 
 def similar_pattern(pattern: str, names: Iterable[str]) -> str:
-    """A pattern like this one that matches something; else some of the names."""
+    """Suggests a similar pattern that matches something; else lists some of the names."""
     names, word = list(names), pattern.strip("*.")
     parts = {part for name in names for part in (name, name.rpartition(".")[0], *name.split("."))}
     similar = pattern.replace(word, closest(word, parts - {""}) or word) if word else pattern

@@ -1,6 +1,6 @@
-"""Checks types and ranges with pydantic, after the conversions that DeepSpeed itself makes.
+"""Checks types and ranges with pydantic, after the same conversions as DeepSpeed.
 
-Every message is ours: what is there, what is expected, what to write.
+The messages are dsframe's own: what is there, what is expected, what to write.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _RANGES = {
     "finite_number": "is not finite", "too_short": "must have {min_length} items",
     "too_long": "must have {max_length} items",
 }  # fmt: skip
-"""pydantic's kinds of errors about a value of the right type -> what is wrong."""
+"""pydantic's error types for a value of the right type -> what is wrong."""
 _FORMS = {"keep_best": '"metric:min" or "metric:max"', "metric": '"metric:min" or "metric:max"'}
 _VAGUE = ("_type", "literal_error", "tag_invalid")
-"""Ends of pydantic's kinds of errors that say nothing about the value's range."""
+"""Suffixes of pydantic's error types that are not about the value's range."""
 _NULL_RAISES = (
     ("sequence_parallel_size",),
     ("torch_autocast", "dtype"),
     ("torch_autocast", "lower_precision_safe_modules"),
 )
-"""Keys whose default is None, and which DeepSpeed 0.19.8 does not take when that is written."""
+"""Keys whose default is None, but for which DeepSpeed 0.19.8 refuses a written null."""
 _FREE = ("params", "engine_options")
 """Objects whose keys depend on another value."""
 _TRUTH = dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True)
@@ -42,7 +42,7 @@ _TRUTH |= dict.fromkeys(("false", "no", "off", "n", "f", "0"), False)
 
 
 def validate(raw: Raw, findings: Findings) -> File:
-    """The typed file. What is wrong comes out with its default, so that later checks can continue."""
+    """Returns the typed file. Invalid values are replaced by their defaults, so that later checks can continue."""
     _convert(File, raw, (), findings)
     _parameters(File, raw, (), findings)
     values = {key: value for key, value in raw.items() if value is not None or "null" not in shape(File, key).kinds}
@@ -53,11 +53,11 @@ def validate(raw: Raw, findings: Findings) -> File:
         except ValidationError as failure:
             for wrong in _report(failure, File, values, (), first):
                 values = _without(values, wrong)
-        first = None  # what goes with a wrong key is no second mistake
+        first = None  # errors that follow from an invalid key are not reported
 
 
 def _without(values: Raw, path: Path) -> Raw:
-    """A copy that lacks the key at ``path``, or at its second level: sections are small."""
+    """Returns a copy without the key at the first one or two levels of ``path``: sections are small."""
     rest = {key: value for key, value in values.items() if key != path[0]}
     inner = values.get(str(path[0]))
     if len(path) > 1 and isinstance(inner, dict) and path[1] in inner:
@@ -66,7 +66,7 @@ def _without(values: Raw, path: Path) -> Raw:
 
 
 def _parameters(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
-    """Checks a free object by the class that another value chooses: ``params`` by ``type``, an engine's options by its name."""
+    """Checks an object whose class depends on another value: ``params`` by ``type``, engine options by the engine."""
     for free in _FREE:
         chosen = owner.variant(raw, free) if free in owner.model_fields else None
         if chosen is not None and raw.get(free) is None:
@@ -86,14 +86,14 @@ def _parameters(owner: type[Section], raw: Raw, path: Path, findings: Findings) 
 def _report(
     failure: ValidationError, owner: type[Section], raw: Raw, path: Path, findings: Findings | None
 ) -> list[Path]:
-    """Report what pydantic says is wrong. Returns the paths of what cannot be used."""
+    """Reports pydantic's errors. Returns the paths of unusable values."""
     grouped: dict[Path, list[Any]] = {}
     for error in failure.errors(include_url=False):
         inner = _existing(error["loc"], raw)
         grouped.setdefault((*inner, error["loc"][-1]) if error["type"] == "missing" else inner, []).append(error)
     unusable = []
     for inner, errors in grouped.items():
-        # A union reports each branch: the deepest member is the one that says what is wrong.
+        # A union reports every branch; the deepest member tells what is wrong.
         deeper = any(other != inner and other[: len(inner)] == inner for other in grouped)
         telling = [error for error in errors if not error["type"].endswith(_VAGUE)]
         error = (telling or errors)[0]
@@ -104,7 +104,7 @@ def _report(
 
 
 def _existing(location: tuple[str | int, ...], raw: Any) -> Path:
-    """The part of pydantic's location that exists in the file: union branches have names of their own in it."""
+    """Returns the part of pydantic's location that exists in the file, without names of union branches."""
     inner: list[str | int] = []
     for part in location:
         if (isinstance(raw, list) and isinstance(part, int)) or (isinstance(raw, dict) and part in raw):
@@ -114,7 +114,7 @@ def _existing(location: tuple[str | int, ...], raw: Any) -> Path:
 
 
 def _expected(owner: type[Section], path: Path, raw: Any) -> Shape:
-    """What the member at ``path`` takes."""
+    """Returns what the member at ``path`` accepts."""
     expected = Shape(section=owner)
     for index, part in enumerate(path):
         section = expected.section or expected.unit
@@ -131,7 +131,7 @@ def _expected(owner: type[Section], path: Path, raw: Any) -> Shape:
 
 def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Findings) -> None:
     name = error["type"]
-    if here == ("dsframe", "engine"):  # only now: what is installed is not looked up for files that are right
+    if here == ("dsframe", "engine"):  # installed engines are looked up only for wrong files
         expected = Shape(kinds=frozenset({"str"}), literals=(AUTO, *TABLE))
     elif here == ("dsframe", "task", "name") and ":" not in str(value):
         expected = Shape(kinds=frozenset({"str"}), literals=(*TASKS, "package.module:Class"))
@@ -146,7 +146,7 @@ def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Find
     elif expected.literals and (isinstance(value, str) or expected.kinds <= {"int", "null"}):
         words = [word for word in expected.literals if isinstance(word, str)]
         remedy = did_you_mean(value, words, max(1, len(value) // 3)) if isinstance(value, str) else ""
-        if value in ("gpu", "cuda") and "none" in words:  # whose nearest word is "cpu"
+        if value in ("gpu", "cuda") and "none" in words:  # the most similar word would be "cpu"
             remedy = 'did you mean "none"?'
         findings.error(here, f"{show(value)} must be {expected.phrase}", remedy, code="value", at_value=True)
     else:
@@ -171,7 +171,7 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
 
 
 def _only_key(here: Path, value: Any, fields: Collection[str]) -> str | None:
-    """Returns the key of an object that is written as one value: ``"optimizer": "AdamW"``."""
+    """Returns the key for an object that is written as a single value: ``"optimizer": "AdamW"``."""
     if here == ("dsframe", "task") and isinstance(value, str):
         return "name"
     kinds = {"device": str, "type": str, "enabled": bool, "stage": int}
@@ -179,7 +179,7 @@ def _only_key(here: Path, value: Any, fields: Collection[str]) -> str | None:
 
 
 def _convert(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
-    """Turns values into what DeepSpeed takes them for, in place: 5e8 is an integer, and in its own models "2" is 2."""
+    """Converts values in place as DeepSpeed does: 5e8 is an integer, and in its pydantic models "2" is 2."""
     for key in [key for key in raw if key in owner.model_fields]:
         value, expected, here = raw[key], shape(owner, key), (*path, key)
         if key in owner.folded and isinstance(value, str):
@@ -220,7 +220,7 @@ def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findin
     kinds, meaning = expected.kinds, value
     numeric = bool(kinds & {"int", "float"})
     if isinstance(value, bool):
-        if numeric and "bool" not in kinds:  # for pydantic, true is one of 0, 1, 2, 3
+        if numeric and "bool" not in kinds:  # pydantic takes true as 1
             _wrong_type(here, value, expected, findings)
         return value
     if isinstance(value, float):

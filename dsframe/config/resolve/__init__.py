@@ -1,1 +1,1 @@
-"""What a file leaves open and the run decides: batch, "auto"."""
+"""Resolves what a file leaves to the run: batch sizes, epochs and "auto"."""

@@ -1,8 +1,8 @@
 """Resolves ``"auto"``, the value that Hugging Face's Trainer fills in before DeepSpeed sees the file.
 
-Each rule is the Trainer's own where it has one (``transformers.integrations.deepspeed``): ``lr``
-and the like from its default arguments, the number of steps from the data. Everywhere else in the sections
-that DeepSpeed parses with pydantic, ``"auto"`` means DeepSpeed's default. It never reaches DeepSpeed.
+The rules are the Trainer's if it has one (``transformers.integrations.deepspeed``): ``lr`` and similar keys from its
+default arguments, the number of steps from the data. In other sections that DeepSpeed parses with pydantic, ``"auto"``
+means DeepSpeed's default. It never reaches DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRAINER = "the default of Hugging Face's Trainer"
 
 
 Answer = tuple[Any, str] | None
-"""A value and the reason for it; None when it is not known yet."""
+"""A value and its reason; None if it is not known yet."""
 Rule = Callable[[Raw, Facts], Answer]
 
 
@@ -57,7 +57,7 @@ def _learning_rate(raw: Raw, facts: Facts) -> Answer:
 
 _NO_WARMUP = "no warm-up, the default of Hugging Face's Trainer; DeepSpeed takes no less than 1"
 
-# The optimizer comes before the scheduler, whose rules look at it.
+# The optimizer comes first, because the scheduler's rules read it.
 RULES: Mapping[str, Rule] = {
     "gradient_clipping": _default(1.0, "the default of DeepSpeed and of Hugging Face's Trainer"),
     "optimizer.params.lr": _default(5e-5),
@@ -80,7 +80,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
-    """Replace or drop every ``"auto"`` of ``raw``, in place, and say why."""
+    """Replaces or drops every ``"auto"`` of ``raw`` in place, and reports why."""
     _batch(raw, findings)
     for name, rule in RULES.items():
         path = keys(name)
@@ -101,7 +101,7 @@ def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
 
 
 def _warm_up(raw: Raw, facts: Facts, findings: Findings) -> None:
-    """Replace a warm-up that is a part of the training by its steps, as transformers counts them."""
+    """Replaces a warm-up given as a fraction of the training by steps, rounded as in transformers."""
     for key in ("num_warmup_steps", "warmup_num_steps"):
         path = ("scheduler", "params", key)
         part = inside(raw, path)
@@ -142,7 +142,7 @@ def _batch(raw: Raw, findings: Findings) -> None:
 
 
 def _others(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
-    """``"auto"`` elsewhere: DeepSpeed's default where its parser drops the word, an error where it would crash."""
+    """Resolves ``"auto"`` in other keys: to DeepSpeed's default if its parser drops the word, else an error."""
     for key in [key for key, value in raw.items() if value == AUTO and key in owner.model_fields]:
         expected, here = shape(owner, key), (*path, key)
         if AUTO in expected.literals or expected.kinds & {"str", "any"}:

@@ -1,4 +1,4 @@
-"""The batch triangle: train_batch_size = micro-batch size x accumulation steps x data-parallel ranks. Never floors."""
+"""The batch triangle: train_batch_size = micro-batch size x accumulation steps x data-parallel ranks. Never rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 @dataclass(frozen=True)
 class Batch:
-    """Number of samples in each step, and how they are sharded among ranks."""
+    """Number of samples in each step, and how they are sharded over ranks."""
 
     train_batch_size: int
     """Samples in one optimizer step, over all ranks."""
@@ -25,21 +25,21 @@ class Batch:
     data_parallel_size: int
     """Groups of ranks that read different samples."""
     derived: tuple[str, ...] = ()
-    """One sentence for each value that the file does not give."""
+    """One sentence for each value that is not in the file."""
     deepspeed_ranks: int = field(default=0, repr=False)
-    """Ranks by which DeepSpeed computes its ``train_batch_size``: it counts tensor-parallel ranks as data parallel."""
+    """Ranks that DeepSpeed uses for its ``train_batch_size``: it counts tensor-parallel ranks as data parallel."""
     tensor_parallel_size: int = 1
-    """Ranks that split each layer among themselves. They are neighbours, and read the same samples."""
+    """Ranks that split each layer. They are adjacent and read the same samples."""
     sequence_parallel_size: int = 1
-    """Ranks that split each sample along time. They are neighbours too; the check refuses both at once."""
+    """Ranks that split each sample along time. They are adjacent too; both sizes above 1 are refused."""
 
     @property
     def sharing(self) -> int:
-        """Neighbours that read the same samples."""
+        """Number of adjacent ranks that read the same samples."""
         return self.tensor_parallel_size * self.sequence_parallel_size
 
     def data_rank(self, rank: int) -> int:
-        """Return the shard of each global batch that ``rank`` reads: 0 to ``data_parallel_size`` - 1.
+        """Returns the shard of each global batch that ``rank`` reads: 0 to ``data_parallel_size`` - 1.
 
         DeepSpeed's order of ranks: pipeline stages outermost, tensor-parallel ranks innermost
         (``runtime/pipe/topology.py``, PipeModelDataParallelTopology).
@@ -53,13 +53,13 @@ class Batch:
 
 
 def nearest(number: int, unit: int) -> str:
-    """The multiples of ``unit`` below and above ``number``, for a message."""
+    """Returns the multiples of ``unit`` below and above ``number``, for a message."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)
 
 
 def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
-    """Return how many ranks together hold one model replica, and the factors by key."""
+    """Returns how many ranks hold one model replica together, and the factors by key."""
     factors = {
         "pipeline.stages": file.pipeline.stages,
         "tensor_parallel.autotp_size": max(1, file.tensor_parallel.autotp_size),
@@ -70,10 +70,10 @@ def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
 
 
 def solve(file: DeepSpeed, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
-    """Return the batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: one model on each.
+    """Returns the batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: each has a full
+    model.
 
-    With replicas the file means the same samples in a step as without: DeepSpeed's way of counting tensor-parallel ranks is
-    kept, though there are none.
+    With replicas a step has the same samples as without, so DeepSpeed's counting of tensor-parallel ranks is kept.
     """
     tensor, sequence = max(1, file.tensor_parallel.autotp_size), file.sequence_parallel_size or 1
     size, factors = (1, {}) if replicas else replica_size(file)
@@ -82,8 +82,8 @@ def solve(file: DeepSpeed, world_size: int, findings: Findings, replicas: bool =
         remedy = f"start {nearest(world_size, size)}"
         findings.error(next(iter(factors)), message, remedy, code="world", at_value=True)
         return None
-    # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
-    # want train_batch_size 8, although a step reads 4 different samples).
+    # DeepSpeed counts tensor-parallel ranks as data parallel when it checks the triangle (measured: 2 ranks,
+    # autotp_size 2, micro 4 need train_batch_size 8, although a step reads 4 different samples).
     data_parallel = world_size // size
     ranks = data_parallel * tensor
     if not check(file, findings, ranks):
@@ -115,7 +115,8 @@ def solve(file: DeepSpeed, world_size: int, findings: Findings, replicas: bool =
 
 
 def check(file: DeepSpeed, findings: Findings, ranks: int | None = None) -> bool:
-    """Report batch sizes that disagree, on ``ranks`` data-parallel ranks, or on any number. Returns whether they agree."""
+    """Reports batch sizes that disagree on ``ranks`` data-parallel ranks, or on any number. Returns True if they
+    agree."""
     train, micro, steps = file.train_batch_size, file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps
     if train is None:
         if micro is None:
@@ -137,13 +138,13 @@ def check(file: DeepSpeed, findings: Findings, ranks: int | None = None) -> bool
 
 
 def _product(factors: Mapping[str, int], result: int) -> str:
-    """``2 (micro) x 4 (accumulation) = 8``; without a ``result`` of 0, and of a single factor."""
+    """Returns ``2 (micro) x 4 (accumulation) = 8``; without the result if it is 0 or there is one factor."""
     text = " x ".join(f"{value} ({name})" for name, value in factors.items())
     return f"{text} = {result}" if len(factors) > 1 and result else text
 
 
 def check_groups(file: DeepSpeed, world_size: int, findings: Findings) -> None:
-    """Report groups of ranks that cannot be made of ``world_size`` processes, besides those of ``replica_size``."""
+    """Reports groups of ranks that do not fit ``world_size`` processes, other than those of ``replica_size``."""
     data, sequence = file.data_parallel_size, file.sequence_parallel_size
     if data and sequence and data * sequence != world_size:
         message = f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises"

@@ -1,4 +1,4 @@
-"""Turns ``{"epochs": n}``, which may stand wherever a file counts steps, into steps."""
+"""Converts ``{"epochs": n}``, which may replace any number of steps, into steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dsframe.config.schema.file import File, children
 
 
 def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
-    """Replace every ``{"epochs": n}`` of ``raw`` by its steps, in place, where those of an epoch are known.
+    """Replaces every ``{"epochs": n}`` of ``raw`` by steps in place, if the length of an epoch is known.
 
-    An interval that is no whole number of steps stays: :func:`due` says at which steps it ends.
+    An interval that is not a whole number of steps stays; :func:`due` tells at which steps it ends.
     """
     epoch_steps = facts.epoch_steps
     for path, unit, written in [*_epochs(File, raw, ())]:
         try:
             exact = steps(unit.model_validate(written), epoch_steps or Fraction(1))
-        except ValidationError:  # which validation explains
+        except ValidationError:  # validation reports it
             continue
         if "dsframe" not in raw:
             message, remedy = (
@@ -48,7 +48,7 @@ def resolve(raw: Raw, facts: Facts, findings: Findings) -> None:
 
 
 def steps(written: int | Epochs, epoch_steps: Fraction) -> Fraction:
-    """Return the steps of what a file says; 0.1 of an epoch is a tenth of it, exactly."""
+    """Returns the steps for a value of the file; 0.1 of an epoch is exactly a tenth."""
     return Fraction(written) if isinstance(written, int) else Fraction(str(written.epochs)) * epoch_steps
 
 
@@ -58,12 +58,12 @@ def due(step: int, every: Fraction) -> bool:
 
 
 def first(every: Fraction, count: int = 3) -> list[int]:
-    """Return the steps at whose end the first ``count`` intervals have ended."""
+    """Returns the steps in which the first ``count`` intervals end."""
     return sorted({math.ceil(number * every) for number in range(1, count + 1)})
 
 
 def sentence(resolved: Sequence[Resolved], epoch_steps: Fraction | None) -> str:
-    """Return what each became, for a run's first lines; empty where the file has none."""
+    """Returns the replaced values for the start-up output; empty if the file has none."""
     parts = [_length(epoch_steps or Fraction(1))]
     for change in resolved:
         if isinstance(change.was, dict):

@@ -1,4 +1,4 @@
-"""What a file does not tell, and a run knows; and what of it contradicts the file."""
+"""Facts about a run that the file does not contain, and checks of the file against them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from dsframe.config.schema.settings import Settings
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that the file does not tell. None: not known (yet)."""
+    """Facts that the file does not contain. None: not known (yet)."""
 
     world_size: int | None = None
-    """Processes of the run."""
     total_steps: int | None = None
     """Optimizer steps of the whole training."""
     epoch_steps: Fraction | None = None
-    """Optimizer steps of an epoch: no whole number where the last batch takes samples of the next epoch."""
+    """Optimizer steps in an epoch: a fraction if the last batch takes samples of the next epoch."""
     replicas: bool | None = None
     """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
     engine: str | None = None
-    """The engine that will run, if it is not the file's."""
+    """The engine of the run, if it is not the file's."""
 
 
 def check(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings) -> None:
-    """Report what the file alone does not decide: its batch and schedules for this number of processes and steps."""
+    """Reports what depends on the run: whether batch, groups and profiles fit its number of processes and steps."""
     _check_profiles(settings, facts.world_size, facts.total_steps, findings)
     if any(findings.fails(key) for key in (TRAIN, MICRO, STEPS)):
         return
@@ -40,7 +39,7 @@ def check(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings)
 
 
 def _check_profiles(settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
-    """Report profiles of ranks and steps that the run does not have."""
+    """Reports profiles of ranks and steps that the run does not have."""
     profile = settings.profile
     steps = settings.steps if total_steps is None else total_steps
     if profile is not None and steps is not None and profile.steps > steps:

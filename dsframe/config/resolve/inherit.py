@@ -1,7 +1,7 @@
-"""Defaults that a file inherits because it does not name them: which values train, and whose they are.
+"""Finds the defaults that a file inherits because it does not set them, and whose they are.
 
-DeepSpeed's and torch's differ where nobody looks: clipping, weight decay, what "Adam" is. ``"inherit": "torch"`` writes
-torch's into the file before it is read, so that every engine has them, DeepSpeed too.
+DeepSpeed and torch differ in ways that are easily missed: clipping, weight decay, what "Adam" is. ``"inherit":
+"torch"`` writes torch's defaults into the file before it is read, so that every engine uses them, DeepSpeed too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ TORCH: Mapping[str, Mapping[str, Any]] = {
     "adam": {"adam_w_mode": False, "weight_decay": 0.0},
     "adamw": {"adam_w_mode": True, "weight_decay": 0.01},
 }
-"""Where torch.optim's classes (torch 2.13) have another default than DeepSpeed 0.19.8 for the same ``optimizer.type``."""
+"""Defaults of torch.optim's classes (torch 2.13) that differ from DeepSpeed 0.19.8 for the same ``optimizer.type``."""
 _PARAMS = ("lr", "momentum", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
 _DIFFERENT = frozenset({"gradient_clipping", "lr", "weight_decay", "adam_w_mode"})
-"""The rate, and where DeepSpeed and torch differ. The others are said with them, not without: both libraries agree."""
+"""The rate, and keys with different defaults in the two libraries. Only with one of these the others are printed
+too."""
 
 
 def fill(raw: Raw) -> tuple[Resolved, ...]:
-    """Writes torch's defaults into a file that asks for them, in place. Returns what trains although the file does not name it."""
+    """Writes torch's defaults into a file that asks for them, in place. Returns the inherited defaults."""
     by_torch = inside(raw, ("dsframe", "inherit")) == "torch"
     library = "torch's default" if by_torch else "DeepSpeed's default"
     values: dict[tuple[str, ...], Any] = {}
@@ -39,7 +40,7 @@ def fill(raw: Raw) -> tuple[Resolved, ...]:
                 values["optimizer", "params", key] = torchs.get(key, section.model_fields[key].get_default())
         decoupled = str(name).lower() == "adamw" or {**torchs, **params}.get("adam_w_mode", True)
         if params.get("torch_adam") is True and decoupled and "weight_decay" not in {**torchs, **params}:
-            values["optimizer", "params", "weight_decay"] = 0.01  # DeepSpeed hands torch what is written, and no more
+            values["optimizer", "params", "weight_decay"] = 0.01  # DeepSpeed passes torch only the written keys
         if torchs:
             raw["optimizer"]["params"] = {**torchs, **params}
     if by_torch:
@@ -49,7 +50,7 @@ def fill(raw: Raw) -> tuple[Resolved, ...]:
 
 
 def sentence(inherited: tuple[Resolved, ...]) -> str:
-    """Returns one line; empty where the file names the rate and everything that DeepSpeed and torch have other defaults for."""
+    """Returns one line; empty if the file sets the rate and everything whose default differs."""
     if not any(default.path[-1] in _DIFFERENT for default in inherited):
         return ""
     values = ", ".join(f"{default.path[-1]} {show(default.value)}" for default in inherited)

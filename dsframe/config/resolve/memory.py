@@ -1,7 +1,7 @@
-"""How large a model may be: bytes of parameters, gradients and optimizer state on one rank (ZeRO paper, table 1).
+"""Bytes of parameters, gradients and optimizer state on one rank (ZeRO paper, table 1).
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020: with 16-bit training each
-parameter costs 2 bytes, its gradient 2, and the optimizer K = 12 (Adam: fp32 weight and two moments).
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020: with 16-bit training
+each parameter costs 2 bytes, its gradient 2, and the optimizer K = 12 (Adam: fp32 weight and two moments).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MOMENTS = dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "
 
 
 def parse(text: str) -> int:
-    """Bytes in a size such as ``80GB`` or ``24GiB``.
+    """Returns the bytes of a size such as ``80GB`` or ``24GiB``.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
@@ -33,29 +33,29 @@ def parse(text: str) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one parameter on one rank's device."""
+    """Bytes per parameter on one rank."""
 
     parameter: float
     gradient: float
     optimizer: float
     host: float = 0.0
-    """In the memory of the rank's host."""
+    """Bytes in host memory."""
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.parameter + self.gradient + self.optimizer
 
 
 def moments(file: DeepSpeed) -> int:
-    """fp32 numbers that the optimizer keeps for each parameter."""
+    """Returns how many fp32 numbers the optimizer keeps for each parameter."""
     name = file.optimizer.type.lower() if file.optimizer else "adamw"
     plain = name == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
     return _MOMENTS.get(name, 0 if plain else 1)
 
 
 def count(number: float) -> str:
-    """``7.5 billion``."""
+    """Returns a number in words: ``7.5 billion``."""
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

@@ -1,7 +1,6 @@
 """Rules about combinations of keys: those that make DeepSpeed raise, and keys without effect.
 
-Each rule names the place in DeepSpeed 0.19.8 that raises or ignores. An error is something that fails or silently trains
-something else; a warning is a key that does nothing, or a file that works only here.
+An error fails or silently trains something else. A warning is a key without effect, or a file only for dsframe.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dsframe.config.rules.context import RuleContext
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with the combination of values."""
+    """Reports what is wrong with the combination of values."""
     for rules in (zero, parallel, training, optimizer, system, model, report, table):
         rules.check(context)
     if context.entry.rules:

@@ -1,4 +1,4 @@
-"""Models whose experts can be spread over ranks. Which keys of ``expert_parallel`` are possible is in the table."""
+"""Models whose experts can be distributed over ranks. The table of rules has the allowed keys."""
 
 KINDS = ("mixtral", "qwen3_moe")
-"""transformers' model types whose experts AutoEP can spread over ranks here; each is compared with one process by a test."""
+"""Model types of transformers whose experts AutoEP can distribute; a test compares each with one process."""

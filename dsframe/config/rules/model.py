@@ -1,4 +1,4 @@
-"""Rules about the switches of ``dsframe.model``: what this machine lacks for them."""
+"""Rules about ``dsframe.model`` and adapters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dsframe.config.rules.context import RuleContext
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler that torch.compile would use: $CXX, else one of the usual names."""
+    """Returns the C++ compiler that torch.compile would use: $CXX, else one of the usual names."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def check(context: RuleContext) -> None:
-    """Report a compiler that is absent, and keys that an adapter's folder says as well."""
+    """Reports a missing compiler, and keys that the adapter's folder defines too."""
     if context.model.compile and compiler() is None:
         message = "torch.compile needs a C++ compiler, which this machine does not have"
         context.warn("dsframe.model.compile", message, "install g++, or write false", code="not-installed")

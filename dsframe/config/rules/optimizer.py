@@ -1,4 +1,4 @@
-"""Rules about the optimizer and the schedule of its rates."""
+"""Rules about the optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _TYPE = "optimizer.type"
 _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
 _OWN_RATES = frozenset({"WarmupDecayLR", "LRRangeTest", "OneCycle", "OneCycleLR", "CyclicLR"})
-"""Schedules with rates of their own, which replace the optimizer's."""
+"""Schedules that replace the optimizer's rate."""
 _A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
-"""Keys with which the other schedules set rates of their own."""
+"""Keys with which the other schedules set a rate."""
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with the optimizer, the groups of its parameters and the schedule."""
+    """Reports what is wrong with the optimizer, the parameter groups and the schedule."""
     if context.optimizer:
         _optimizer(context)
     _groups(context)
@@ -69,7 +69,7 @@ def _optimizer(context: RuleContext) -> None:
 
 
 def _custom(context: RuleContext) -> None:
-    """Report where DeepSpeed cannot take an optimizer of the user's own."""
+    """Reports combinations in which DeepSpeed cannot take a custom optimizer."""
     file, stage = context.file, context.stage
     allowed = 'unless the update of each number depends on it only: then add "zero_allow_untested_optimizer": true'
     for wrong, where in (
@@ -84,7 +84,7 @@ def _custom(context: RuleContext) -> None:
 
 
 def _adam(context: RuleContext) -> None:
-    """Report arguments that DeepSpeed's own Adam has on some devices or engines only."""
+    """Reports arguments of DeepSpeed's Adam that other engines or the CPU Adam lack."""
     if not own_adam(context.file):
         return
     if context.params.get("bias_correction") is False and not context.by_deepspeed:
@@ -134,7 +134,7 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
 
 
 def _parts(context: RuleContext, params: Raw, path: Path) -> None:
-    """Report schedules inside of schedules that are not torch's, and the code that they name."""
+    """Reports nested schedules that are not torch's, and code that they run."""
     context.imports((*path, "lr_lambda"), params.get("lr_lambda"))
     parts = params.get("schedulers")
     for index, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -150,7 +150,7 @@ def _parts(context: RuleContext, params: Raw, path: Path) -> None:
 
 
 def _rates(context: RuleContext, scheduler: Scheduler) -> None:
-    """Report one rate for parameters whose rates differ.
+    """Reports a schedule with one rate if the parameters have different rates.
 
     dsframe's schedules have one rate, which all parameter groups follow in proportion.
     """

@@ -1,6 +1,6 @@
 """Rules about a model that ranks share: pipeline stages, tensor parallelism.
 
-What the model itself decides, such as its layers and heads, the engine refuses when it is built.
+What depends on the model, such as its layers and heads, is checked by the engine when it is built.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with a model that ranks share."""
+    """Reports what is wrong with pipeline and tensor parallelism."""
     _pipeline(context)
     _tensor(context)
 
 
 def _pipeline(context: RuleContext) -> None:
-    """Report models that cannot be split into so many stages."""
+    """Reports pipeline bubbles and models that cannot be split into stages."""
     file, stages = context.file, context.file.pipeline.stages
     _partition(context)
     if stages > 1 and (file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None):
@@ -48,7 +48,7 @@ def _partition(context: RuleContext) -> None:
 
 
 def _packs(task: CausalLanguageModelTask) -> bool:
-    """True if the rows are documents of their own."""
+    """True if each row holds complete documents."""
     if task.data is None:
         return False
     return task.data.packing in ("rows", "documents") or (task.data.packing is None and task.data.format != "text")
@@ -66,7 +66,6 @@ def _model(context: RuleContext) -> None:
 
 
 def _tensor(context: RuleContext) -> None:
-    """Report what is wrong with ``tensor_parallel``."""
     tensor = context.file.tensor_parallel
     if tensor.tp.tp_size not in (1, max(1, tensor.autotp_size)):
         message = f"{tensor.tp.tp_size} != autotp_size {tensor.autotp_size}: DeepSpeed raises"

@@ -1,4 +1,4 @@
-"""Rules about what the run keeps."""
+"""Rules about the checkpoints that the run keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHECKPOINTS = "dsframe.checkpoints"
 
 
 def check(context: RuleContext) -> None:
-    """Report keys that keep no checkpoint: else the user would find out only after the run."""
+    """Reports keys without effect on checkpoints, which the user would otherwise notice only after the run."""
     settings, checkpoints = context.settings, context.settings.checkpoints
     if checkpoints.form is not None:
         context.no_effect(f"{_CHECKPOINTS}.form", "has no effect: checkpoints have one form")

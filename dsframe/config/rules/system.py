@@ -10,13 +10,14 @@ from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
+"""Exists while the driver is loaded: shows without torch whether this machine has CUDA devices."""
 _OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
-"""Schedules among those of Hugging Face that need no package."""
+"""Schedules among Hugging Face's names that need no package."""
 
 
 def check(context: RuleContext) -> None:
-    """Report what this machine lacks. Without a logger's package rank 0 alone raises, and the others wait for it."""
+    """Reports what this machine lacks. Without a logger's package only rank 0 would raise, and the others wait for
+    it."""
     file = context.file
     packages = [*needed_packages(file, context.settings)]
     if file.datastates_ckpt is not False:

@@ -1,10 +1,12 @@
-"""The rules that are a table: which values contradict each other, which keys have no effect, and which features exclude which.
+"""Rules in a table: contradicting values, keys without effect, and features that exclude each other.
 
-A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to ``write``. It holds
+A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to ``write``. It
+applies
 
-* if the key's value is one of ``is`` (absent: another than the default), or the file has the key at all (``written``);
-* under DeepSpeed, or not (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``;
-* if all of ``with`` are so and none of ``without`` (``dsframe.config.schema.conditions``).
+* if the key's value is one of ``is`` (absent: not the default), or the file has the key at all (``written``);
+* under DeepSpeed, or not (``by_deepspeed``), on an engine that ``supports`` a feature, in a file with the key
+  ``needs``;
+* if all conditions of ``with`` hold and none of ``without`` (``dsframe.config.schema.conditions``).
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from dsframe.config.schema.conditions import Row, holds, matches
 from dsframe.text import table_of
 
 _BY_DEEPSPEED = ("expert_parallel.autoep_size", "tensor_parallel.autotp_size", "sequence_parallel_size")
-"""Splits that engines of full replicas go without."""
+"""Features that engines with full replicas ignore."""
 
 
 @cache
 def table() -> Mapping[str, Any]:
-    """The content of ``table.json``."""
+    """Returns the content of ``table.json``."""
     content: Mapping[str, Any] = table_of(__file__)
     return content
 
 
 def check(context: RuleContext) -> None:
-    """Report what the table says about the file."""
+    """Reports what the table says about the file."""
     for row in table()["rules"]:
         for key in row.get("keys") or (row["key"],):
             on = context.wrote(key) if row.get("written") else matches(context.file, key, row.get("is"))
@@ -57,6 +59,6 @@ def _holds(context: RuleContext, row: Row) -> bool:
         row.get("by_deepspeed") in (None, context.by_deepspeed)
         and (not supports or supports in context.entry.supports)
         and (not needs or context.wrote(needs))
-        and not any(keys(path) in context.findings.pending for path in row.get("with", ()))  # known later
+        and not any(keys(path) in context.findings.pending for path in row.get("with", ()))  # not resolved yet
         and holds(context.file, row)
     )

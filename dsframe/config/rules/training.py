@@ -1,4 +1,4 @@
-"""Rules about number formats and dsframe's own section."""
+"""Rules about number formats and the ``dsframe`` section."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsframe.engines.table import BUILT_IN
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with number formats and with the ``dsframe`` section."""
+    """Reports what is wrong with number formats and the ``dsframe`` section."""
     fp16 = context.file.fp16
     for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
         if fp16.enabled and fp16.loss_scale == 0 and value <= 0:

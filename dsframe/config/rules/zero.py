@@ -15,7 +15,7 @@ _ONLY_STAGE_3 = (
 
 
 def check(context: RuleContext) -> None:
-    """Report keys of ZeRO without effect, and drives that are not there."""
+    """Reports ZeRO keys without effect, and missing drives."""
     if context.wrote(ZERO):
         _stage(context)
         _drives(context)
@@ -45,7 +45,7 @@ def _drives(context: RuleContext) -> None:
 
 
 def _may_exist(path: str) -> bool:
-    """Return False if the drive is not mounted: DeepSpeed creates the folder, but not the drive."""
+    """Returns False if the drive is not mounted: DeepSpeed creates the folder, but not the drive."""
     folder = Path(path)
     try:
         return folder.exists() or (folder.parent.exists() and str(folder.parent) != "/")

@@ -1,4 +1,4 @@
-"""What every section of the schema has in common."""
+"""Base classes and number types of the schema."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
@@ -24,21 +24,21 @@ ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):
-    """One object of the file: no unknown keys, no conversions, unchangeable once read."""
+    """One object of the file. Forbids unknown keys and conversions; immutable."""
 
-    # A validator is built when a file has the section: dsframe check has 0.3 seconds.
+    # The validator is built only when a file has the section: dsframe check must finish in 0.3 seconds.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True, protected_namespaces=())
 
     coerced: ClassVar[bool] = False
-    """DeepSpeed reads this section with a pydantic model of its own, which takes ``"2"`` for 2 and drops ``"auto"``."""
+    """True if DeepSpeed reads this section with a pydantic model, which takes ``"2"`` as 2 and drops ``"auto"``."""
     folded: ClassVar[Mapping[str, str]] = {}
-    """Keys whose values DeepSpeed compares without regard to case, and the case it folds to."""
+    """Keys whose values DeepSpeed compares case-insensitively -> the string method that it folds them with."""
     nullable: ClassVar[bool] = False
-    """``null`` counts as absent."""
+    """True if ``null`` counts as absent."""
     open: ClassVar[bool] = False
-    """Keys that are not fields are legal: dsframe does not read them."""
+    """True if unknown keys are legal; dsframe does not read them."""
     wraps: ClassVar[bool] = False
-    """DeepSpeed takes one name for a list of one."""
+    """True if DeepSpeed takes a single name as a list of one."""
 
     def has(self, key: str) -> bool:
         """True if the file itself has this key."""
@@ -50,18 +50,18 @@ class Section(BaseModel):
 
     @classmethod
     def variant(cls, raw: Mapping[str, Any], key: str) -> "SectionClass | None":
-        """The section class that describes ``raw[key]`` where that depends on the other values, such as a type name."""
+        """Returns the section class for ``raw[key]`` if that depends on the other values, such as a type name."""
         return None
 
 
 class Coerced(Section):
-    """A section that DeepSpeed reads with a pydantic model of its own."""
+    """A section that DeepSpeed reads with a pydantic model."""
 
     coerced: ClassVar[bool] = True
 
 
 class Unmodelled(Section):
-    """A section of DeepSpeed's whose keys are not checked: it trains nothing here."""
+    """A section of DeepSpeed whose keys are not checked, because no engine uses it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,29 +69,28 @@ class Unmodelled(Section):
 
 
 class Switched(Unmodelled):
-    """A section that no training here uses."""
+    """A section with an ``enabled`` key that no engine uses."""
 
     enabled: bool = False
     """Turns it on."""
 
 
 class Epochs(Section):
-    """Epochs in place of steps: as many steps as they take, rounded up."""
+    """A number of epochs in place of steps, rounded up to whole steps."""
 
     epochs: Positive
-    """How many; 0.5 is half of one."""
+    """Number of epochs; 0.5 is half an epoch."""
 
 
 class Interval(Epochs):
-    """Epochs in place of steps, between two of them: an interval ends with the step in which its epochs end."""
+    """An interval in epochs in place of steps. It ends with the step in which its epochs end."""
 
 
 Steps = Count | Epochs
 """1, 2, 3, ... optimizer steps, or ``{"epochs": 1}``."""
 StepsOrNone = Size | Epochs
-"""0 too."""
+"""Like ``Steps``, but 0 is allowed."""
 Every = Count | Interval
-"""So many steps, again and again."""
+"""An interval in steps or epochs."""
 
 SectionClass: TypeAlias = type[Section]
-"""A class of sections."""

@@ -1,7 +1,7 @@
-"""Conditions on the values of a file, as the tables of features and rules write them.
+"""Conditions on the values of a file, for the tables of features and rules.
 
-A row holds if all of ``with`` are so and none of ``without``: dotted path -> the values that count, or null for any but the
-default. One rank, one stage and one step are no other than none.
+A row holds if all conditions in ``with`` and none in ``without`` hold. A condition maps a dotted path to the matching
+values, or to null for any value but the default. 1 rank, stage or step counts as the default 0 or none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def _defaults() -> File:
 
 
 def value_at(owner: Any, path: str) -> Any:
-    """The value of a typed file at a dotted path; None where there is none."""
+    """Returns the value of a typed file at a dotted path; None if there is none."""
     for part in path.split("."):
         owner = owner.get(part) if isinstance(owner, Mapping) else getattr(owner, part, None)
     return owner
 
 
 def matches(file: Any, path: str, wanted: Sequence[Any] | None = None) -> bool:
-    """True if the value at ``path`` is one of ``wanted``; None: if it is another than the default."""
+    """True if the value at ``path`` is one of ``wanted``; without ``wanted``, if it differs from the default."""
     value = value_at(file, path)
     if wanted is not None:
         return any(_same(value, other) for other in wanted)

@@ -1,7 +1,6 @@
-"""The top level of the file: everything that DeepSpeed 0.19.8 reads, with its defaults.
+"""The top level of the file: every key that DeepSpeed 0.19.8 reads, with its default.
 
-Source: ``deepspeed/runtime/config.py`` and ``constants.py``. Which keys DeepSpeed reads was found by tracing
-``DeepSpeedConfig`` with a dictionary that records each access.
+Source: ``deepspeed/runtime/config.py`` and ``constants.py``; the keys by tracing accesses of ``DeepSpeedConfig``.
 """
 
 from collections.abc import Mapping
@@ -27,8 +26,8 @@ class Scalars(Section):
     """The keys at the top level that are not sections."""
 
     train_batch_size: Count | None = None
-    """Samples in one optimizer step, over all ranks: micro-batch size x accumulation steps x data-parallel ranks. Any
-    one or two of the three keys are enough."""
+    """Samples in one optimizer step, over all ranks: micro-batch size x accumulation steps x data-parallel ranks. One
+    or two of the three keys suffice."""
     train_micro_batch_size_per_gpu: Count | None = None
     """Samples in one forward and backward pass of one rank."""
     gradient_accumulation_steps: Count | None = None
@@ -38,18 +37,18 @@ class Scalars(Section):
     dataloader_drop_last: bool = False
     """Drop the last, incomplete batch of an epoch."""
     communication_data_type: CommunicationType | None = None
-    """In what gradients are reduced. Default: the model's type."""
+    """Data type in which gradients are reduced. Default: the model's."""
     gradient_predivide_factor: Positive = 1.0
     """Divide by this before the reduction, and by the rest after. No effect with ``prescale_gradients``."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    """Average or add gradients of the ranks. ``sum`` not with stage 3 or DeepCompile."""
+    """Average or sum gradients over ranks. Stage 3 and DeepCompile refuse ``sum``."""
     gradient_clipping: NonNegative = 1.0
-    """Largest global norm of the gradients. Since 0.19 DeepSpeed clips to 1.0 when the key is absent; 0 is off.
+    """Largest global norm of the gradients. Since 0.19 DeepSpeed clips to 1.0 if the key is absent; 0 is off.
     ``"auto"`` is 1.0."""
     zero_allow_untested_optimizer: bool = False
-    """Let ZeRO use optimizers other than Adam and its like, such as SGD."""
+    """Let ZeRO use optimizers other than Adam-like ones, such as SGD."""
     sequence_parallel_size: Count | None = None
-    """Ranks that share each sequence along time (Ulysses). Of dsframe's tasks "language" can."""
+    """Ranks that split each sequence along time (Ulysses). Among dsframe's tasks only "language" supports it."""
     data_parallel_size: Count | None = None
     """With ``sequence_parallel_size``: the shape of the device mesh."""
 
@@ -104,11 +103,12 @@ class DeepSpeed(Scalars):
 
     @property
     def copies_gradients_on_cpus(self) -> bool:
-        """Whether gradients are copied to one buffer before they are sent, where no GPU's memory would get holes without.
+        """True if gradients are copied to one buffer before they are sent, on CPUs, where fragmentation does not
+        matter.
 
-        At stage 3 only where ``reduce_scatter`` is false: the buffer itself is sent then. At stages 1 and 2 where the file says so,
-        and where DeepSpeed 0.19.8 needs the buffer or does other things without: 16 bits, offload, overlap, experts, pipelines.
-        Without it a step of a GPT of 4.9 M parameters took 0.97 of the time (``benchmarks.compare``).
+        At stage 3 only without ``reduce_scatter``, when the buffer itself is sent. At stages 1 and 2 if the file says
+        so, or if DeepSpeed 0.19.8 needs it or behaves differently without: 16 bits, offload, overlap, experts,
+        pipelines. Without it a step of a GPT of 4.9 M parameters took 0.97 of the time (``benchmarks.compare``).
         """
         zero = self.zero_optimization
         if zero.stage == 3:

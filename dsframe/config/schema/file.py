@@ -1,4 +1,4 @@
-"""The file as a whole, and a way to look at its schema without validating anything."""
+"""The complete file, and access to its schema without validation."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from dsframe.config.schema.settings import Settings, VisionTask
 
 
 class File(DeepSpeed):
-    """A ds_config file: DeepSpeed's keys at the top level and one section of dsframe's."""
+    """A ds_config file: DeepSpeed's keys at the top level and the ``dsframe`` section."""
 
     dsframe: Settings = Field(default_factory=Settings.model_construct)
-    """What dsframe needs to know beyond DeepSpeed's keys."""
+    """What dsframe needs beyond DeepSpeed's keys."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shape:
-    """What a field takes, as far as a reader of the file needs to know."""
+    """What a field accepts."""
 
     section: type[Section] | None = None
-    """The value is an object of this class."""
+    """Class of the object."""
     item: Shape | None = None
-    """The value is a list of these."""
+    """Shape of the list's items."""
     entry: Shape | None = None
-    """The value is an object with free keys and these values."""
+    """Shape of the values of an object with free keys."""
     kinds: frozenset[str] = frozenset()
-    """Of: int, float, bool, str, list, dict, null, any."""
+    """Some of int, float, bool, str, list, dict, null, any."""
     literals: tuple[Any, ...] = ()
     unit: type[Epochs] | None = None
-    """An object of this class may stand for the number: the same in another unit."""
+    """An object of this class may replace the number, as the same quantity in another unit."""
 
     @property
     def phrase(self) -> str:
-        """What is expected, in words."""
+        """What is expected, as text."""
         words = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
         spelled = {_KINDS[type(value)] for value in self.literals}
         words += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def plural(self) -> str:
-        """What is expected of list items, in words."""
+        """What is expected of list items, as text."""
         text = next((text for name, text in _PLURALS.items() if name in self.kinds), "values")
         return f'{text} or {{"epochs": 1}}' if self.unit else text
 
@@ -70,13 +70,13 @@ _PLURALS = {"float": "numbers", "int": "whole numbers", "str": "texts", "dict": 
 
 
 def show_literal(value: Any) -> str:
-    """A value as JSON."""
+    """Returns a value as JSON."""
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
 @cache
 def shape(owner: type[Section], key: str) -> Shape:
-    """What ``owner`` takes under ``key``."""
+    """Returns what ``owner`` accepts for ``key``."""
     return _shape(owner.model_fields[key].annotation)
 
 
@@ -111,13 +111,13 @@ def _union(parts: list[Shape]) -> Shape:
 
 
 def section_at(owner: type[Section], key: str, raw: Any) -> type[Section] | None:
-    """The class that describes the object under ``key``, which may depend on the values beside it."""
+    """Returns the class that describes the object at ``key``, which may depend on the other values."""
     chosen = owner.variant(raw, key) if isinstance(raw, dict) and key in raw else None
     return chosen or shape(owner, key).section
 
 
 def children(owner: type[Section], raw: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], type[Section], Any]]:
-    """Each object below ``raw`` that has a schema, with its path relative to it."""
+    """Yields each object below ``raw`` that has a schema, with its relative path."""
     for key in [key for key in raw if key in owner.model_fields]:
         value, expected = raw[key], shape(owner, key)
         section, inner = section_at(owner, key, raw) or expected.unit, expected.item or expected.entry
@@ -132,7 +132,7 @@ def children(owner: type[Section], raw: dict[str, Any]) -> Iterator[tuple[tuple[
 
 @cache
 def places() -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Every key of the schema -> the sections it is legal in, as paths, shortest first."""
+    """Returns key -> paths of the sections that may have it, shortest first."""
     homes: dict[str, dict[tuple[str, ...], None]] = {}
     typical: dict[type[Section], tuple[type[Section], ...]] = {
         Optimizer: (DEEPSPEED_OPTIMIZERS["adam"], TORCH_OPTIMIZERS["SGD"]),

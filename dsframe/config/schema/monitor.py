@@ -1,4 +1,4 @@
-"""What is logged and where: monitors and timers.
+"""Loggers and timers.
 
 Source: ``deepspeed/monitor/config.py`` and ``utils/config.py`` of DeepSpeed 0.19.8.
 """
@@ -12,9 +12,9 @@ class TensorBoard(Coerced):
     enabled: bool = False
     """Turns it on."""
     output_path: str = ""
-    """Folder. Default: one in the run's directory."""
+    """Folder. Default: one in the run directory."""
     job_name: str = "DeepSpeedJobName"
-    """Folder inside ``output_path``, where that is named."""
+    """Folder inside ``output_path``, if that is set."""
 
 
 class Wandb(Coerced):

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """``optimizer``: the update rule and its parameters.
 
-``type`` names one of DeepSpeed's own (in any case) or a class of ``torch.optim`` (exact case). What ``params`` may hold
-depends on it. Source: ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8 and torch 2.13.
+``type`` names an optimizer of DeepSpeed (in any case) or a class of ``torch.optim`` (exact case); it determines what
+``params`` may hold. Source: ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8 and torch 2.13.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from dsframe.config.schema.parameters import DEEPSPEED_OPTIMIZERS, OWN_OPTIMIZER
 
 
 def muon_rates(params: Mapping[str, Any]) -> tuple[float, float]:
-    """The learning rates of Muon's halves: its own matrices', and those of the Adam beside it.
+    """Returns Muon's learning rates: for its matrices, and for the parameters that it updates by Adam.
 
-    Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_basic_optimizer), ``runtime/zero/muon/original_muon.py``.
+    Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_basic_optimizer), ``zero/muon/original_muon.py``.
     """
     both = params.get("lr")
     muon, adam = (both if params.get(key) is None else params[key] for key in ("muon_lr", "adam_lr"))
@@ -26,16 +26,16 @@ SPELLINGS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 """The usual spellings of DEEPSPEED_OPTIMIZERS, in the same order."""
 
 OF_TASK = "task"
-"""Type of an optimizer that the task makes (``Task.optimizer``)."""
+"""``optimizer.type`` for an optimizer that the task builds (``Task.optimizer``)."""
 
 
 class Optimizer(Section):
-    """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe asks for one."""
+    """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe requires it."""
 
     type: str
-    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, a class of ``torch.optim`` such as SGD; ``module:Class``, an
-    optimizer of your own in the form of torch's; or ``task``, what ``Task.optimizer`` makes. DeepSpeed takes these two at stage 0,
-    and at stages 1 to 3 with ``zero_allow_untested_optimizer``."""
+    """Adam, AdamW, Adagrad, Lamb, Lion, Muon; a class of ``torch.optim`` such as SGD; ``module:Class``, your own
+    optimizer with torch's interface; or ``task``, the result of ``Task.optimizer``. DeepSpeed takes the last two at
+    stage 0, and at stages 1 to 3 with ``zero_allow_untested_optimizer``."""
     params: dict[str, Any] = {}
     """Arguments of the optimizer."""
     legacy_fusion: bool = False
@@ -55,4 +55,4 @@ class ModelOptimizer(Optimizer):
     """The optimizer of one of several models."""
 
     every_steps: Count = 1
-    """Steps from one update of the model to the next: 5 for the generator of a WGAN whose critic is trained five times as often."""
+    """Steps between two updates of the model: 5 for the generator of a WGAN whose critic is updated in every step."""

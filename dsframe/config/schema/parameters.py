@@ -1,7 +1,7 @@
-"""``optimizer.params`` and ``scheduler.params``, a section for each type, and keys that DeepSpeed alone reads: made from
+"""Sections for each type's ``optimizer.params`` and ``scheduler.params``, and for keys that only DeepSpeed reads, from
 the table ``parameters.json``.
 
-A row of the table is a key's type, its default (absent: required) and its meaning. Sources: DeepSpeed 0.19.8
+A row holds a key's type, default (absent: required) and meaning. Sources: DeepSpeed 0.19.8
 (``DeepSpeedEngine._configure_basic_optimizer``, ``runtime/lr_schedules.py``), torch 2.13 (``torch.optim``,
 ``torch.optim.lr_scheduler``), transformers 5.23 (``optimization.py``).
 """
@@ -37,7 +37,7 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class SchedulePart(Section):
-    """One of torch's schedules as a part of another."""
+    """A schedule of torch inside another one."""
 
     type: str
     """A class of ``torch.optim.lr_scheduler``. Required."""
@@ -89,7 +89,7 @@ _TYPES: Mapping[str, Any] = {
 
 
 class _Open(Section):
-    """Parameters that go to a callable which dsframe does not know."""
+    """Parameters of a callable that dsframe does not know."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -124,21 +124,21 @@ def _named(group: str) -> dict[str, SectionClass]:
 
 
 DEEPSPEED_OPTIMIZERS = _named("optimizers of DeepSpeed")
-"""Lower-case name -> parameters: DeepSpeed ignores the case of these."""
+"""Lower-case name -> parameters: DeepSpeed ignores the case."""
 TORCH_OPTIMIZERS = _named("optimizers of torch")
-"""Classes of ``torch.optim``. The case counts."""
+"""Class of ``torch.optim`` (case-sensitive) -> parameters."""
 OWN_OPTIMIZER = _SECTIONS["OwnParams"]
-"""An optimizer of the user's own, ``module:Class``."""
+"""Parameters of a custom optimizer, ``module:Class``."""
 DEEPSPEED_SCHEDULERS = _named("schedulers of DeepSpeed")
 TORCH_SCHEDULERS = _named("schedulers of torch")
 HF_SCHEDULERS = _named("schedulers of dsframe")
-"""Names that dsframe knows and DeepSpeed does not: for files with a "dsframe" section."""
+"""Schedules that only dsframe knows, for files with a "dsframe" section."""
 WITHOUT_ROUTE: Mapping[str, Mapping[str, str]] = _TABLE["without a route"]
-"""Names that cannot be used as ``optimizer.type`` and ``scheduler.type``, and why."""
+"""Names that cannot be used as ``optimizer.type`` or ``scheduler.type``, and why."""
 
 
 def passed(section: type[Owner]) -> type[Owner]:
-    """Adds the keys of the section that DeepSpeed alone reads: nothing here looks at their values."""
+    """Adds the keys of the section that only DeepSpeed reads. dsframe does not use their values."""
     fields: Any = _fields(_TABLE["passed"][section.__name__])
     return create_model(
         section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields

@@ -12,7 +12,7 @@ FloatDtype = Literal[
     "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
     "torch.float32", "fp32", "float32", "float",
 ]  # fmt: skip
-"""The spellings of what torch can cast to."""
+"""Spellings of the types that torch can cast to."""
 
 
 class Fp16(Coerced):
@@ -23,17 +23,17 @@ class Fp16(Coerced):
     auto_cast: bool = False
     """Cast floating-point inputs of the model to fp16."""
     loss_scale: NonNegative = 0.0
-    """The fixed scale; 0 is dynamic scaling."""
+    """Fixed scale; 0 is dynamic scaling."""
     initial_scale_power: int = 16
     """Dynamic scaling starts at 2 to this power."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the scale doubles. More than 0 with dynamic scaling."""
+    """Steps without overflow before the scale doubles. Must be above 0 with dynamic scaling."""
     hysteresis: int = 2
     """Overflows in a row before the scale is halved."""
     consecutive_hysteresis: bool = False
-    """Start counting overflows again after each step without one."""
+    """Reset the count of overflows after each step without one."""
     min_loss_scale: int = 1
-    """The scale never falls below. More than 0 with dynamic scaling."""
+    """Smallest scale. Must be above 0 with dynamic scaling."""
     fp16_master_weights_and_grads: bool = False
     """Keep the optimizer's weights and gradients in fp16 too. No engine accepts it."""
 
@@ -52,9 +52,9 @@ class TorchAutocast(Section):
     enabled: bool = False
     """Turns it on."""
     dtype: FloatDtype | None = None
-    """The lower precision, such as ``bfloat16``. Default: torch's own for the device."""
+    """Lower precision, such as ``bfloat16``. Default: torch's default for the device."""
     lower_precision_safe_modules: list[str] | None = None
-    """Classes of modules whose gradients may be communicated in the lower precision."""
+    """Module classes whose gradients may be communicated in the lower precision."""
 
 
 @passed

@@ -33,10 +33,10 @@ def _known(name: str) -> str:
 EngineName = Annotated[
     str,
     AfterValidator(_known),
-    # For editors, which do not know what is installed: a name from outside is expected to have a hyphen, as "vendor-engine".
+    # For editors, which do not know the installed packages: names of external engines have a hyphen ("vendor-engine").
     WithJsonSchema({"anyOf": [{"enum": [AUTO, *BUILT_IN], "type": "string"}, {"pattern": "-", "type": "string"}]}),
 ]
-"""An engine of dsframe's or of an installed package; ``auto`` follows the launcher."""
+"""An engine of dsframe or of an installed package; ``auto`` follows the launcher."""
 
 
 class VisionTask(ImageData):
@@ -45,12 +45,11 @@ class VisionTask(ImageData):
     name: Literal["vision"] = "vision"
     """Kind of task."""
     model: str = "cnn"
-    """``cnn``, a small convolutional network, or any classification model of torchvision by name, such as
-    ``resnet18``."""
+    """``cnn``, a small convolutional network, or a torchvision classification model by name, such as ``resnet18``."""
 
 
 class CustomTask(Section):
-    """A task of your own: a subclass of ``dsframe.Task``."""
+    """Your own task: a subclass of ``dsframe.Task``."""
 
     name: ModuleName
     """``package.module:Class``."""
@@ -67,7 +66,7 @@ TASKS: Mapping[str, type[Section]] = {
 
 
 def task_class(raw: Any) -> type[Section]:
-    """The section class for a written ``task``: by its name, ``vision`` when there is none."""
+    """Returns the section class for ``task`` by its name; ``vision`` if it has none."""
     name = raw.get("name", "vision") if isinstance(raw, Mapping) else getattr(raw, "name", "vision")
     return CustomTask if isinstance(name, str) and ":" in name else TASKS.get(str(name), VisionTask)
 
@@ -87,7 +86,7 @@ Task = Annotated[
 
 
 def _options_class(engine: Any) -> type[Section] | None:
-    """The section of the options of the engine that a file names; None where it has none."""
+    """Returns the section with the options of the given engine; None if it has none."""
     entry = TABLE.get(engine) if isinstance(engine, str) and engine != AUTO else None
     if entry is None or not entry.options:
         return None
@@ -97,16 +96,16 @@ def _options_class(engine: Any) -> type[Section] | None:
 
 
 class Settings(Section):
-    """Everything about the run that is not DeepSpeed's."""
+    """Everything about the run that DeepSpeed has no key for."""
 
     engine: EngineName = "auto"
-    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``fsdp``, ``single``, or an engine of an installed package (entry
-    points of the group ``dsframe.engines``); ``auto`` is the launcher's own engine."""
+    """``deepspeed``, ``horovod``, ``ddp``, ``fsdp``, ``single``, or an engine of an installed package (entry point
+    group ``dsframe.engines``); ``auto`` follows the launcher."""
     engine_options: dict[str, Any] = {}
-    """Options of an engine from such a package, which names them."""
+    """Options of an engine from such a package."""
     inherit: Literal["deepspeed", "torch"] = "deepspeed"
-    """Defaults for clipping and the optimizer, on every engine: DeepSpeed's (clipping at
-    1.0, no weight decay, Adam is AdamW) or torch's (no clipping, AdamW decays by 0.01, Adam is Adam)."""
+    """Defaults for clipping and the optimizer, on every engine: DeepSpeed's (clipping at 1.0, no weight decay, Adam is
+    AdamW) or torch's (no clipping, AdamW decays by 0.01, Adam is Adam)."""
     fallback: Literal["allow", "error"] = "allow"
     """If the engine is not installed: use the next one and print which, or stop."""
     task: Task = Field(default_factory=VisionTask.model_construct)
@@ -118,67 +117,65 @@ class Settings(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the weights, the order of samples and the augmentation."""
     order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of the training samples in each epoch: shuffled by the seed, or as stored. ``Task.order`` gives any other."""
+    """Order of the training samples in each epoch: shuffled by the seed, or as stored. Others: ``Task.order``."""
     deterministic: bool = False
-    """Use only torch's deterministic algorithms, on every engine: on GPUs a run repeats itself, and resumes from a
-    checkpoint, to the last bit only with this. An operator that has none raises an error that names it. Slower. Sums
-    over ranks have the order of the library that makes them."""
+    """Use only torch's deterministic algorithms, on every engine: on GPUs only this makes runs and resumed runs equal
+    to the last bit. An operator without one raises an error that names it. Slower. The communication library decides
+    the order of sums over ranks."""
     tf32: bool = False
-    """On GPUs, compute fp32 matrix products and convolutions by TF32 (10 bits of mantissa), on every engine; else both in fp32,
-    where torch's own default takes TF32 for convolutions. CPUs have none."""
+    """On GPUs, compute fp32 matrix products and convolutions in TF32 (10 bits of mantissa), on every engine; if false,
+    both in fp32, although torch's default for convolutions is TF32."""
     per_sample_randomness: bool = False
-    """Draw random numbers of the model (dropout masks, noise) for each sample separately, from the seed, the step and
-    the sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than
-    torch's own."""
+    """Draw the model's random numbers (dropout masks, noise) per sample, from the seed, the step and the sample's
+    position in the global batch. The result is then independent of the number of ranks. Slower."""
     eval_every_steps: Every | None = None
-    """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""
+    """Steps between evaluations. Default: at the end of each epoch. The end of training always evaluates."""
     eval_before_training: bool = False
-    """Evaluate the model also before the first step of a new run: the metrics of step 0."""
+    """Also evaluate before the first step of a new run: the metrics of step 0."""
     eval_samples: Count | None = None
-    """Number of validation samples, from the first on. Default: all."""
+    """Number of validation samples, from the first. Default: all."""
     eval_micro_batch_size: Count | None = None
-    """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
+    """Samples of one rank in an evaluation batch. Default: the training micro-batch size."""
     log_every_steps: Every = 10
     """Steps between two log lines."""
     profile: Profile | None = None
     """Traces of some steps."""
     run_dir: str | None = None
-    """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
+    """Folder of the run's results. Default: ``runs/NAME-ENGINE``, with the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
     """When the run saves its state, and what it keeps."""
     hooks: list[ModuleName] = []
-    """Classes of your own that are called during the training, ``package.module:Class`` (``dsframe.Hooks``)."""
+    """Your own classes that are called during training, ``package.module:Class`` (``dsframe.Hooks``)."""
     adapter: Adapter | None = None
-    """Trains an adapter (LoRA) instead of the model's own weights."""
+    """Trains an adapter (LoRA) instead of the model's weights."""
     ema: Ema | None = None
     """Keeps an average of the weights."""
     stop: Stop | None = None
-    """Early stopping: ends the training if a validation metric no longer improves."""
+    """Early stopping: ends training if a validation metric no longer improves."""
     threads_per_rank: Count | None = None
-    """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
+    """CPU threads of a rank. Default: OMP_NUM_THREADS, else the node's usable cores divided by its ranks."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when loss or gradients are NaN or infinite: ``stop`` at the next logged step and say since when, on which rank and
-    with which samples; or ``skip`` the updates whose gradients are not finite, for which each step waits for the device. Overflows
-    under fp16 loss scaling are skipped either way."""
+    """If the loss or gradients are NaN or infinite: ``stop`` at the next logged step and report the first such step,
+    rank and samples; or ``skip`` updates with non-finite gradients, which makes each step wait for the device.
+    Overflows under fp16 loss scaling are skipped either way."""
     hang_timeout_seconds: Annotated[float, Field(ge=0)] = 300.0
-    """The longest time without a sign of life (a micro-batch, an evaluation batch, a parameter saved) before the run is ended
-    and says which rank is missing; three times as long until the first step has ended, and at least 15 minutes for setting up the
-    engine, reading a checkpoint and trying the evaluation. 0: wait for ever."""
+    """Longest time without progress (a micro-batch, an evaluation batch, a parameter saved) before the run is ended and
+    the missing rank named; three times as long until the first step has ended, and at least 15 minutes for setting up
+    the engine, reading a checkpoint and the trial evaluation. 0: never."""
     parameter_groups: list[ParameterGroup] = []
-    """Parameters with another weight decay or learning rate, and frozen parameters. One belongs to one group at most.
-    Refused with Muon, which makes groups itself. ``Task.parameter_groups`` gives the same from a
-    program."""
+    """Parameters with another weight decay or learning rate, and frozen parameters. A parameter may be in one group
+    only. Refused with Muon, which makes its own groups. ``Task.parameter_groups`` does the same in code."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
-    """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
-    that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
-    is or ends in ``norm`` in the name)."""
+    """Parameters without weight decay, unless their group sets ``weight_decay``: ``norms-and-biases`` are those that
+    Hugging Face's Trainer excludes (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part
+    that is or ends in ``norm`` in the name)."""
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower rates for the first layers, as for fine-tuning a vision transformer: of n repeated blocks the last one has this factor,
-    each block before it once more, and what comes before the blocks n + 1 times; what comes after them has none. A group's
-    ``lr_scale`` is multiplied with it. Default: 1."""
+    """Lower learning rates for earlier layers, as for fine-tuning a vision transformer: of n repeated blocks the last
+    has this factor, each earlier one its next power, and what comes before the blocks power n + 1; later layers have
+    factor 1. Multiplied with a group's ``lr_scale``. Default: 1."""
     optimizers: dict[str, ModelOptimizer] = {}
-    """Optimizers of a task with several models (``Task.models``), by the models' names; the other models are trained
-    by the file's ``optimizer``. A scheduler's rates are for that one, and the others' are in proportion."""
+    """Optimizers of a task with several models (``Task.models``), by model name; the other models use the file's
+    ``optimizer``. The scheduler sets the rate of that one, and the others follow in proportion."""
     model: Model = Field(default_factory=Model.model_construct)
     """Switches that save memory or time."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)
@@ -188,7 +185,7 @@ class Settings(Section):
     fsdp: Fsdp = Field(default_factory=Fsdp.model_construct)
     """Options of the FSDP engine."""
     pass_through: list[str] = []
-    """Unknown keys to pass to DeepSpeed, with dots if nested."""
+    """Unknown keys to pass to DeepSpeed, dotted if nested."""
 
     @classmethod
     def variant(cls, raw: Mapping[str, Any], key: str) -> type[Section] | None:

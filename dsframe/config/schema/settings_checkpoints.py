@@ -7,7 +7,7 @@ from pydantic import Field
 from dsframe.config.schema.base import Count, Every, Section
 
 METRIC = r"^[^:\s]+:(min|max)$"
-"""A metric of the evaluation, and what is better."""
+"""A metric of the evaluation, and whether lower or higher is better."""
 
 
 class Checkpoints(Section):
@@ -18,14 +18,13 @@ class Checkpoints(Section):
     at_end: bool = True
     """Save after the last step."""
     asynchronous: bool = False
-    """Copy the state, then write it to disk while training continues. Each
-    rank holds its share of the state once more in host memory, from the first step to the end of the run: with Adam 12 bytes
-    times parameters divided by ranks."""
+    """Copy the state, then write it to disk while training continues. Each rank keeps a second copy of its shard of the
+    state in host memory during the run: with Adam 12 bytes times parameters divided by ranks."""
     form: Literal["portable", "sharded"] | None = None
-    """Has no effect: there is one form, which all ranks write together. Read for one release, for files of before."""
+    """No effect: there is one form, which all ranks write together. Accepted for one more release."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[str, Field(pattern=METRIC)] | None = None
-    """Keep also the best checkpoint by this validation metric: ``loss:min`` or ``accuracy:max``."""
+    """Also keep the best checkpoint by this validation metric: ``loss:min`` or ``accuracy:max``."""
     keep_every: Every | None = None
-    """Keep also every checkpoint at a multiple of this number of steps."""
+    """Also keep every checkpoint at a multiple of this number of steps."""

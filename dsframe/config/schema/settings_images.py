@@ -1,4 +1,4 @@
-"""``task`` of the ``dsframe`` section: what every task with images has."""
+"""Keys of ``dsframe.task`` that every image task has."""
 
 from typing import Any, Literal
 
@@ -13,17 +13,16 @@ class ImageData(Section):
     model: Any = None
     """The model."""
     dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "synthetic"] = "fashion-mnist"
-    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
+    """Source of the images. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
     data_dir: str | None = None
     """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     augment: bool = True
     """Random crop with padding and horizontal flip, in training only."""
     image_size: Count | None = None
-    """Pixels of a side, for ``image-folder`` and ``synthetic``."""
+    """Side length in pixels, for ``image-folder`` and ``synthetic``."""
     classes: Count | None = None
     """Number of classes, for ``synthetic``."""
     samples: Count | None = None
-    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same.
-    Default: all."""
+    """Number of training samples: the first ones of a file, fixed random ones of an ``image-folder``. Default: all."""
     workers: Size = 0
-    """Processes that read images, for ``image-folder``."""
+    """Processes that load images, for ``image-folder``."""

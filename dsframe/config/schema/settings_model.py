@@ -1,4 +1,4 @@
-"""Parts of the ``dsframe`` section about the model, the rates for its batch, and what DeepSpeed has no keys for."""
+"""The ``dsframe.model`` section."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from dsframe.config.schema.base import Count, Section
 
 
 class Recomputation(Section):
-    """Which modules keep their inputs alone, where not all of the model's blocks shall."""
+    """Selects the modules to recompute, if not all blocks of the model."""
 
     modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of classes, or of modules with ``*`` as a wildcard: ``["*.self_attn"]``. Default: the repeated block."""
@@ -17,16 +17,16 @@ class Recomputation(Section):
 
 
 class Model(Section):
-    """What is done to the model before it trains. None of it changes a parameter's name, or what is computed."""
+    """Changes to the model before training. None of them renames a parameter or changes the result."""
 
     activation_checkpointing: bool | list[str] | Recomputation = False
     """Gradient checkpointing: keep only the inputs of blocks and recompute the rest; less memory, about a third more
-    work. True is the block that the model repeats; or names of classes or modules (``*`` stands for anything); or
-    these and which of them."""
+    compute. True selects the block that the model repeats, a list classes or modules (``*`` is a wildcard), and an
+    object some of them."""
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """Which modules are recomputed; None: none."""
+        """The modules to recompute; None if none."""
         chosen = self.activation_checkpointing
         if isinstance(chosen, Recomputation):
             return chosen
@@ -37,11 +37,11 @@ class Model(Section):
     channels_last: bool = False
     """Use torch's channels_last memory format for 2-D convolutions."""
     keep_in_fp32: list[str] = Field(default_factory=list)
-    """Names of parameters that stay in fp32 under ``bf16`` and ``fp16``, as routers and norms need it; ``*`` stands for anything:
-    ``["*norm*", "*.router.*"]``. A module of which all is kept computes in fp32: its inputs are converted, and its outputs
-    back. Refused by DeepSpeed, which converts all parameters."""
+    """Parameters that stay in fp32 under ``bf16`` and ``fp16``, as routers and norms need it, with ``*`` as a wildcard:
+    ``["*norm*", "*.router.*"]``. A module with only such parameters computes in fp32, and converts its inputs and
+    outputs. Refused by DeepSpeed, which converts all parameters."""
     sync_batch_norm: bool = False
-    """BatchNorm uses the samples of all ranks, so the result does not depend on the number of processes. Refused with several
-    micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""
+    """BatchNorm uses the samples of all ranks, so the result does not depend on the number of processes. Refused with
+    gradient accumulation, recomputed blocks, a compiled model, and where ranks split a model or its samples."""
     compile: bool | Literal["blocks"] = False
-    """torch.compile: the whole model, or each repeated block by itself."""
+    """torch.compile: the whole model, or each repeated block separately."""

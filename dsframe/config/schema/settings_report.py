@@ -1,4 +1,4 @@
-"""Parts of the ``dsframe`` section about what a run tells while it goes on, where DeepSpeed has no section for it."""
+"""The ``dsframe.profile`` section."""
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 
 from typing import Literal
@@ -7,13 +7,13 @@ from dsframe.config.schema.base import Count, Section, Size
 
 
 class Profile(Section):
-    """Traces of torch's profiler: files for https://ui.perfetto.dev or chrome://tracing, and tables of what took longest, in the
-    folder ``profile`` of the run's directory. Steps are counted from the first that the process takes."""
+    """Traces of torch's profiler: files for https://ui.perfetto.dev or chrome://tracing, and tables of the slowest
+    operations, in the folder ``profile`` of the run directory. Steps are counted from the first step of the process."""
 
     wait: Size = 1
     """Steps to skip first."""
     warmup: Size = 1
-    """Steps that the profiler runs and discards."""
+    """Steps to profile and discard."""
     active: Count = 3
     """Steps in one trace."""
     repeat: Count = 1
@@ -29,5 +29,5 @@ class Profile(Section):
 
     @property
     def steps(self) -> int:
-        """How many all of it takes."""
+        """Number of steps that all traces take."""
         return (self.wait + self.warmup + self.active) * self.repeat

@@ -1,4 +1,4 @@
-"""``task`` of the ``dsframe`` section: tasks that few files name."""
+"""Sections of ``dsframe.task`` for text tasks and transformers models."""
 
 from typing import Any, Literal
 
@@ -20,9 +20,9 @@ class LanguageTask(Section):
     context: Count = 128
     """Tokens in one sample; a token is a byte."""
     corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files (path or pattern)."""
     samples: Count | None = None
-    """Use only so many training samples. Default: all."""
+    """Number of training samples. Default: all."""
     tie_embeddings: bool = True
     """Use the embedding as the output layer."""
 
@@ -31,20 +31,21 @@ class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
     train: str | list[str]
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines, parquet,
-    text (one document a file), or a folder that ``datasets.save_to_disk`` wrote."""
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines, parquet, text (one document per
+    file), or a folder written by ``datasets.save_to_disk``."""
     eval: str | list[str] | None = None
-    """Validation data. Default: none, so there is no evaluation."""
+    """Validation data. Default: none, and no evaluation."""
     format: Literal["text", "conversations"] = "text"
-    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and only the answers are learned."""
+    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``; only the answers count in the
+    loss."""
     field: str = "text"
-    """Column of the text, in JSON lines, parquet and saved folders."""
+    """Column of the text in JSON lines, parquet and saved folders."""
     packing: Literal["concatenate", "rows", "documents"] | None = None
-    """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
-    longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
-    ``concatenate`` for text, ``rows`` for conversations."""
+    """``concatenate``: all documents joined, then split into rows of ``context`` tokens. ``rows``: one document per
+    row, padded to the longest of the micro-batch. ``documents``: as many as fit into ``context``, without attention
+    between them. Default: ``concatenate`` for text, ``rows`` for conversations."""
     chat_template: str | None = None
-    """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
+    """File with a chat template that replaces the tokenizer's. It marks the answers by ``{% generation %}``."""
 
 
 class CausalLanguageModelTask(Section):
@@ -53,24 +54,24 @@ class CausalLanguageModelTask(Section):
     name: Literal["causal-language-model"]
     """Kind of task."""
     model: dict[str, Any] | str
-    """An object, ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, its own defaults for the rest. Or a local folder with a model, or ``hub:NAME@REVISION``, one of the
-    Hugging Face hub (its cache is read, and filled where there is a network): its weights are the first ones."""
+    """An object ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class and its defaults. Or a local folder, or ``hub:NAME@REVISION`` for a model of the Hugging Face
+    hub (cached, downloaded if there is a network): training starts from its weights."""
     resize_embeddings: bool = False
-    """Resize the embeddings of a pretrained model to a larger tokenizer. New rows are drawn around the mean of the old."""
+    """Resize a pretrained model's embeddings to a larger tokenizer. New rows are drawn around the mean of the old."""
     tokenizer: str | None = None
-    """Local folder or ``hub:NAME`` of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
+    """Local folder or ``hub:NAME`` of a tokenizer. Default: the model folder's if any, else a token is a byte."""
     context: Count = 128
     """Tokens in one sample."""
     corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Tokenised
-    in memory at each start: for large texts write ``data``, not beside this key."""
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files (path or pattern). Tokenised
+    in memory at each start; for large texts use ``data`` instead."""
     data: TextFiles | None = None
     """Documents or conversations, instead of ``corpus``."""
     data_dir: str | None = None
-    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    """Folder of the token cache. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     samples: Count | None = None
-    """Use only so many training samples. Default: all."""
+    """Number of training samples. Default: all."""
 
 
 class ImageClassificationTask(ImageData):
@@ -79,6 +80,6 @@ class ImageClassificationTask(ImageData):
     name: Literal["image-classification"]
     """Kind of task."""
     model: dict[str, Any] | str
-    """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, sized for the data set. Or a local folder with a model, or ``hub:NAME@REVISION``: its weights are the first
-    ones, and the output layer is a new one where the classes differ."""
+    """An object ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class, sized for the data set. Or a local folder, or ``hub:NAME@REVISION``: training starts from its
+    weights, with a new output layer if the classes differ."""

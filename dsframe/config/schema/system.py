@@ -1,7 +1,6 @@
-"""Checkpoints, activation checkpointing, asynchronous I/O, and sections that no training here uses.
+"""DeepSpeed's activation checkpointing, asynchronous I/O, checkpoints and DeepCompile.
 
-Source: ``runtime/activation_checkpointing/config.py``
-and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
+Source: ``runtime/activation_checkpointing/config.py`` and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
 """
 
 from typing import Any, ClassVar
@@ -12,8 +11,8 @@ from dsframe.config.schema.parameters import passed
 
 @passed
 class ActivationCheckpointing(Section):
-    """Settings of ``deepspeed.checkpointing``. They act only where the model calls it: no engine
-    reads them. ``dsframe.model.activation_checkpointing`` recomputes blocks."""
+    """Settings of ``deepspeed.checkpointing``, for models that call it; no engine reads them. To recompute blocks, use
+    ``dsframe.model.activation_checkpointing``."""
 
 
 @passed
@@ -34,7 +33,7 @@ class Checkpoint(Unmodelled):
     use_node_local_storage: bool = False
     """Each node has a file system of its own."""
     writer: dict[str, Any] | None = None
-    """The fast writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
+    """Fast writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
 
 
 class Compile(Unmodelled):
