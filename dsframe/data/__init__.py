@@ -1,7 +1,7 @@
 """Data: sources, the order of samples, and loaders.
 
-``Source`` is what a task may return besides a map-style torch ``Dataset``; ``Loader`` and ``EvaluationLoader`` give one
-rank its batches; ``draws`` is randomness that belongs to a sample.
+A task may return a ``Source`` instead of a map-style torch ``Dataset``; ``Loader`` and ``EvaluationLoader`` yield one
+rank's batches; ``draws`` gives random numbers that belong to a sample.
 """
 
 from dsframe.data.collate import Pad as Pad

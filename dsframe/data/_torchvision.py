@@ -1,10 +1,10 @@
-"""The only place that imports torchvision, and the remedy for the one way in which it cannot be imported.
+"""The only import of torchvision, with a workaround if it does not match the installed torch.
 
-PyPI's torchvision is compiled against torch with CUDA. Beside a CPU torch its extension ``_C`` cannot be loaded, its
+PyPI's torchvision is compiled against torch with CUDA. With a CPU torch its extension ``_C`` cannot be loaded, its
 operators stay undefined, and ``import torchvision`` fails with "operator torchvision::nms does not exist", because it
-registers shape functions for two of them unconditionally (torchvision 0.28, ``_meta_registrations.py``). Defining those
-two schemas first is enough: models, transforms and data sets are plain Python on top of torch. What needs the extension
-(``ops.nms``, ``io.decode_image``) still says so when it is called.
+registers shape functions for two of them unconditionally (torchvision 0.28, ``_meta_registrations.py``). Defining these
+two schemas first is enough for models, transforms and data sets, which are Python code. Functions that need the
+extension (``ops.nms``, ``io.decode_image``) still raise when called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCHEMAS = {
 
 @cache
 def torchvision() -> Any:
-    """The torchvision package. Raises TaskError where it is not installed or does not fit the installed torch."""
+    """Returns the torchvision package. Raises TaskError if it is not installed or does not fit the installed torch."""
     if importlib.util.find_spec("torchvision") is None:
         raise TaskError('torchvision is not installed; pip install "dsframe[vision]", or use model "cnn"')
     try:
@@ -42,7 +42,7 @@ def torchvision() -> Any:
 
 
 def define_operators() -> None:
-    """Makes torchvision, which is not yet imported, importable with this torch; does nothing where it is so already."""
+    """Makes torchvision importable with this torch, if necessary. Call before its import."""
     spec = importlib.util.find_spec("torchvision")
     if spec and spec.origin and not _has_operators(Path(spec.origin).parent):
         _define_schemas()
@@ -52,7 +52,7 @@ def _has_operators(folder: Path) -> bool:
     for extension in folder.glob("_C*.so"):
         try:
             torch.ops.load_library(str(extension))  # type: ignore[no-untyped-call]
-        except OSError:  # it asks for CUDA libraries that this torch does not bring
+        except OSError:  # needs CUDA libraries that this torch lacks
             continue
     return all(hasattr(torch.ops.torchvision, name) for name in _SCHEMAS)
 
@@ -63,11 +63,11 @@ def _define_schemas() -> torch.library.Library:
     for name, schema in _SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):
             library.define(schema)  # type: ignore[no-untyped-call]
-    return library  # cached: the definitions last as long as this object
+    return library  # cached, because the definitions live as long as this object
 
 
 class Classifier(nn.Module):
-    """A torchvision network. Images of one channel are shown to it three times over, as grey."""
+    """A torchvision network that also takes images of one channel, repeated three times."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ class Classifier(nn.Module):
 
 
 def classifier(name: str, classes: int) -> nn.Module:
-    """The classification model ``name``, untrained: float ``[n, 1 or 3, size, size]`` to logits ``[n, classes]``.
+    """Returns the untrained classification model ``name``: float ``[n, 1 or 3, size, size]`` to logits ``[n,
+    classes]``.
 
     Raises TaskError for an unknown name.
     """
@@ -87,13 +88,13 @@ def classifier(name: str, classes: int) -> nn.Module:
     if name not in names:
         hint = close_match(name, names) or f"; there are {', '.join(names)}"
         raise TaskError(f'model "{name}": neither "cnn" nor a classification model of torchvision{hint}')
-    # The two oldest networks have extra outputs in training, and warn where their initialisation is not chosen.
+    # These two have extra outputs in training, and warn unless their initialisation is chosen.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     return Classifier(models.get_model(name, weights=None, num_classes=classes, **extra))
 
 
 def empty(name: str, classes: int) -> nn.Module:
-    """The same without memory. Raises TaskError for an unknown name."""
+    """Returns the same model on the meta device. Raises TaskError for an unknown name."""
     try:
         with torch.device("meta"):
             return classifier(name, classes)

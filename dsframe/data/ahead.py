@@ -1,4 +1,4 @@
-"""Batches on a device, sent ahead of the step that needs them."""
+"""Copies batches to a device ahead of the step that needs them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dsframe.data.source import Batch
 
 READER = "dsframe-reader"
-"""Prefix of the name of the thread that reads ahead."""
+"""Name prefix of the thread that reads ahead."""
 
 
 class Ahead:
-    """Batches on a device, each on its way before the one ahead of it is handed out.
+    """Copies each batch to a device before the previous one is yielded.
 
-    On a GPU copies run on a stream of their own, beside the step that is under way.
+    On a GPU copies run on their own stream, concurrently with the step.
     """
 
     def __init__(self, device: torch.device, finish: Callable[[Batch], Batch] | None = None) -> None:
-        """``finish``: what is left to do on the device."""
+        """``finish``: remaining work on the device."""
         self._device, self._finish = device, finish or (lambda batch: batch)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -39,11 +39,11 @@ class Ahead:
             yield self._arrived(*waiting)
 
     def in_thread(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same, with each batch read, pinned and sent in a thread, while this one calls the kernels of the step before."""
+        """Same, but reads, pins and sends batches in a thread while this one launches the previous step's kernels."""
         if self._stream is None:
             yield from self(batches)
             return
-        begin = partial(torch.cuda.set_device, self._device)  # a thread has its own, on which memory is pinned
+        begin = partial(torch.cuda.set_device, self._device)  # memory is pinned for a thread's current device
         with ThreadPoolExecutor(1, READER, begin) as reader:
             coming = reader.submit(self._read, batches)
             while (item := coming.result()) is not None:
@@ -55,12 +55,12 @@ class Ahead:
         return None if batch is None else self._start(batch)
 
     def _start(self, batch: Batch) -> tuple[Batch, Any]:
-        """The batch on the device, and the event that follows its copies."""
+        """Returns the batch on the device, and the event after its copies."""
         if self._stream is None:
             return self._finish(_moved(batch, lambda leaf: leaf.to(self._device, non_blocking=True))), None
         with torch.cuda.stream(self._stream):
-            # Pinned memory is what makes the copy asynchronous; torch keeps it alive until the copy is done. A tensor with holes
-            # would go through pageable memory all the same.
+            # Only copies from pinned memory are asynchronous; torch keeps it alive until the copy is done. A tensor
+            # with gaps would go through pageable memory.
             moved = _moved(batch, lambda leaf: _dense(leaf).pin_memory().to(self._device, non_blocking=True))
             return self._finish(moved), self._stream.record_event()
 
@@ -70,11 +70,11 @@ class Ahead:
             current.wait_event(copied)
             for leaf in tree_leaves(batch):
                 if isinstance(leaf, Tensor):
-                    leaf.record_stream(current)  # whose memory nobody takes before this stream has done with it
+                    leaf.record_stream(current)  # keeps the memory until this stream has used it
         return _mapped(batch, self._moved_object)
 
     def _moved_object(self, leaf: Any) -> Any:
-        """What moves itself, such as a graph; on the stream that uses it, for nobody knows its tensors."""
+        """Moves an object with its own ``to``, such as a graph, on the stream that uses it: its tensors are unknown."""
         moves = callable(getattr(leaf, "to", None)) and not isinstance(leaf, (Tensor, nn.Module))
         return leaf.to(self._device) if moves else leaf
 
@@ -87,11 +87,11 @@ def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def _mapped(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """``function`` of everything in a batch. torch's packed sequences are one thing: a part of them stays on the host."""
+    """Applies ``function`` to every leaf. A PackedSequence is one leaf, because a part of it stays on the CPU."""
     inputs, targets = tree_map(function, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
     return inputs, targets
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """``leaf``, contiguous where it is so in no order of its dimensions (channels last is one)."""
+    """Returns ``leaf``, made contiguous unless it is dense in some order of dimensions."""
     return leaf if torch.ops.aten.is_non_overlapping_and_dense(leaf) else leaf.contiguous()

@@ -1,4 +1,4 @@
-"""From rows of a data set to a batch: pairs, dicts as Hugging Face's data sets have them, or what a task's ``collate`` makes."""
+"""Builds batches from rows: pairs, dicts as in Hugging Face's data sets, or with a task's ``collate``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dsframe.text import reason
 from dsframe.values import Tensors
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch of a list of rows: ``(inputs, targets)``, or a dict with ``labels``, as the collators of transformers do."""
+"""List of rows -> batch: ``(inputs, targets)``, or a dict with ``labels``, as transformers' collators return."""
 LABELS = ("labels", "label")
-"""Names of what is the target in a row that is a dict."""
+"""Names of the target in a dict."""
 
 
 def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None) -> Batch:
-    """One batch of rows, each with its number in the data set. Without ``collate`` a row is an ``(input, target)`` pair, or a dict
-    with ``labels``, and all rows have one size.
+    """Returns the batch of rows, each with its number. Without ``collate`` a row is an ``(input, target)`` pair or a
+    dict with ``labels``, and all have the same size.
 
-    Raises DataError, with the numbers of rows, where rows are of another kind or do not fit each other.
+    Raises DataError with the rows' numbers if rows have another form or do not fit each other.
     """
     rows = [row for _, row in numbered]
     if collate is None:
@@ -36,7 +36,7 @@ def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None
     whose = getattr(collate, "__qualname__", type(collate).__qualname__)
     try:
         batch = collate(rows)
-    except Exception as error:  # a collator of any library's
+    except Exception as error:  # any library's collator
         numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
@@ -58,14 +58,14 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
         rows = [{name: _tensor(value) for name, value in row.items()} for row in rows]
     try:
         batch = default_collate(rows)
-    except (RuntimeError, TypeError, KeyError, ValueError) as error:  # the last of integers that are too large
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:  # ValueError: integers that are too large
         what = _misfit([number for number, _ in numbered], rows) or error
         raise DataError(f"the rows of a batch do not fit each other: {what}") from error
     return _split(batch, f"a data set gave dicts with {', '.join(map(repr, batch))}" if as_dicts else "")
 
 
 def _refuse_other_names(numbered: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
-    """Raises DataError where rows have other names than the first one: a batch has that one's."""
+    """Raises DataError if rows have other names than the first one."""
     for number, row in numbered:
         if other := sorted(map(repr, row.keys() ^ numbered[0][1].keys())):
             raise DataError(
@@ -74,7 +74,7 @@ def _refuse_other_names(numbered: Sequence[tuple[Any, Mapping[str, Any]]]) -> No
 
 
 def _split(batch: Any, what: str) -> Batch:
-    """Inputs and targets. ``what`` there is instead, for the message."""
+    """Returns inputs and targets. ``what`` describes the batch, for messages."""
     if isinstance(batch, Mapping):
         names = [name for name in LABELS if name in batch]
         if not names:
@@ -91,7 +91,7 @@ def _split(batch: Any, what: str) -> Batch:
 
 
 def _tensor(value: Any) -> Any:
-    """A list of numbers, as rows read from files have them, as a tensor; anything else as it is."""
+    """Converts a list of numbers, as in rows from files, to a tensor."""
     if isinstance(value, (list, tuple)):
         try:
             return torch.tensor(value)
@@ -107,7 +107,7 @@ def _kind(row: Any) -> str:
 
 
 def _misfit(numbers: list[int], rows: list[Any]) -> str:
-    """Names the first row whose leaves differ from those of the first one in shape, dtype, or number."""
+    """Describes the first row whose leaves differ from the first row's in shape, dtype or number."""
 
     def describe(row: Any) -> list[str]:
         lines = []
@@ -132,27 +132,27 @@ def _misfit(numbers: list[int], rows: list[Any]) -> str:
 class Pad:
     """A ``collate`` for rows that are dicts of sequences: pads each to the longest of the micro-batch.
 
-    How far depends on which rows share a micro-batch, so on the number of ranks, and so do the last bits of a loss.
-    Its value does not where padding is masked: an ``attention_mask`` is added where rows have ``input_ids`` and none,
-    and ``labels`` are filled with -100. With ``length`` every batch has one size, as models need whose
-    outputs depend on padding.
+    The padded length depends on which rows share a micro-batch, so on the number of ranks, as do the last bits of a
+    loss. Otherwise the loss does not depend on it if padding is masked: rows with ``input_ids`` and without
+    ``attention_mask`` get one, and ``labels`` are filled with -100. For models whose outputs depend on padding use
+    ``length``, which gives every batch the same size.
     """
 
     fill: Mapping[str, float] = field(default_factory=dict)
-    """What to fill with, by name; by default -100 for labels, else 0."""
+    """Fill value by name; default -100 for labels, else 0."""
     multiple: int = 1
-    """The padded length is a multiple of it."""
+    """The padded length is a multiple of this."""
     length: int | None = None
-    """Pad to so many always. A longer row is an error."""
+    """Fixed padded length. A longer row is an error."""
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> Tensors:
-        """The rows as one tensor for each name, ``[rows, longest, ...]``. Raises DataError where a row is too long."""
+        """Returns one tensor for each name, ``[rows, longest, ...]``. Raises DataError if a row is too long."""
         batch: Tensors = {}
         _refuse_other_names([(f"{place} of these", row) for place, row in enumerate(rows, start=1)])
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
             tensors = [torch.as_tensor(row[name]) for row in rows]
-            if kinds := {tensor.dtype for tensor in tensors if tensor.numel()}:  # an empty list is no list of floats
+            if kinds := {tensor.dtype for tensor in tensors if tensor.numel()}:  # an empty list would be float32
                 tensors = [tensor if tensor.numel() else tensor.to(next(iter(kinds))) for tensor in tensors]
             if tensors[0].ndim == 0:
                 batch[name] = torch.stack(tensors)

@@ -1,8 +1,4 @@
-"""What a task returns, as a source: map-style data sets row by row, and streams in their own order.
-
-:func:`as_source` accepts a :class:`~dsframe.data.source.Source`, a map-style torch ``Dataset``, and for training an
-``IterableDataset``.
-"""
+"""Wraps a task's data as a source: map-style data sets, read row by row, and streams."""
 
 from __future__ import annotations
 
@@ -26,26 +22,26 @@ from dsframe.errors import DataError
 from dsframe.host import generators
 
 Item = tuple[int, int, Any]
-"""An epoch, an index and the row."""
-_ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+"""Epoch, index and row."""
+_ITEM = 0x6974656D  # the stream of draws that seeds the generators before dataset[i]
 _TOLD = "_told_by_dsframe"
-"""The attribute of a data set with the epoch that it was told last."""
+"""Attribute of a data set that holds the epoch last passed to ``set_epoch``."""
 READINGS = 5
-"""So many rows are collated so often, less one, to see whether they come out the same."""
+"""Number of rows that are collated ``READINGS - 1`` times, to see whether the batches are equal."""
 ENDLESS = 2**53
-"""Length of a stream that does not say how long it is."""
+"""Length of a stream without ``__len__``."""
 
 
 def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: bool = False) -> Source:
-    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one.
+    """Returns ``data`` if it is a source, else wraps a map-style torch ``Dataset`` of pairs or dicts.
 
-    ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`). ``streams``: take an ``IterableDataset``
-    too, which can only be read from its start.
+    ``collate``: builds a batch from a list of rows (:func:`dsframe.data.collate.collated`). ``streams``: also accept an
+    ``IterableDataset``, which can only be read from its start.
 
-    Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so that
-    random transforms give a sample the same look on every rank, in every worker and after every restart.
+    Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so random
+    transforms give the same sample on every rank, in every worker and after every restart.
 
-    Raises DataError for an ``IterableDataset`` elsewhere (it has no indices) and anything else.
+    Raises DataError for an ``IterableDataset`` without ``streams`` (it has no indices), and for anything else.
     """
     if isinstance(data, IterableDataset):
         if streams:
@@ -68,12 +64,12 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
 
 
 def _of_datasets(data: Any) -> bool:
-    """True for a data set of the library ``datasets``, which has a method ``batch`` too: another one."""
+    """True for a data set of the library ``datasets``, whose ``batch`` is another method."""
     return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
 
 
 class DatasetSource:
-    """A map-style torch ``Dataset`` as a source: ``dataset[i]`` one by one, then ``collate``, or torch's ``default_collate``."""
+    """A map-style torch ``Dataset`` as a source: reads ``dataset[i]``, then calls ``collate`` or torch's default."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
@@ -87,13 +83,13 @@ class DatasetSource:
         return self.gather([(epoch, indices)])
 
     def gather(self, parts: list[Part]) -> Batch:
-        """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
+        """Returns all samples, collated once, because batches with strings or lists cannot be joined later."""
         with generators.kept():
             items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
             return self.collated(items)
 
     def item(self, epoch: int, index: int) -> Any:
-        """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
+        """Returns sample ``index`` in ``epoch``. Leaves the global random generators seeded from both."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         _tell_epoch(self._listens, epoch)
         generators.seed(bits, gpus=False)
@@ -102,8 +98,8 @@ class DatasetSource:
         try:
             if many is None or _of_datasets(self.dataset):
                 return self.dataset[place]
-            rows = many([place])  # as torch's DataLoader reads it
-        except StopIteration as error:  # which would be taken for the end of the data
+            rows = many([place])  # as torch's DataLoader does
+        except StopIteration as error:  # would be taken for the end of the data
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise DataError(
                 f"{type(self.dataset).__name__} raised StopIteration for row {place}: a next() found nothing; give it a default "
@@ -115,7 +111,7 @@ class DatasetSource:
         raise DataError(f"{name}.__getitems__ returned {type(rows).__name__}, and not a list with a row for each index")
 
     def refuse_other_order(self) -> None:
-        """Raises DataError where ``collate`` gives rows in another order than it gets them, as one that sorts them by length."""
+        """Raises DataError if ``collate`` reorders rows, for example by length."""
         count = min(len(self), READINGS)
         with generators.kept():
             items = [(0, index, self.item(0, index)) for index in range(count)]
@@ -124,7 +120,7 @@ class DatasetSource:
         for there, back, fewer in zip(*leaves, strict=False):
             if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (there, back, fewer)):
                 continue
-            if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # it is one row of a list
+            if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # not one entry per row
                 continue
             rows, others = there.tolist(), back.tolist()
             if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):
@@ -136,7 +132,7 @@ class DatasetSource:
                 )
 
     def collated(self, items: list[Item]) -> Batch:
-        """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
+        """Returns the batch of these samples. Numbers that ``collate`` draws per row with torch belong to the row."""
         numbered = [(index % len(self), row) for _, index, row in items]
         if self.collate is None or isinstance(self.collate, Pad):
             return collated(numbered, self.collate)
@@ -145,7 +141,7 @@ class DatasetSource:
 
 
 def _who_listen(dataset: Any) -> list[Any]:
-    """The data set, or those inside of it (of a ``Subset``, a ``ConcatDataset``), that have ``set_epoch``."""
+    """Returns the data sets with ``set_epoch``: this one, or those inside a ``Subset`` or ``ConcatDataset``."""
     if callable(getattr(dataset, "set_epoch", None)):
         return [dataset]
     several = getattr(dataset, "datasets", ())
@@ -155,7 +151,7 @@ def _who_listen(dataset: Any) -> list[Any]:
 
 
 def _tell_epoch(datasets: list[Any], epoch: int) -> None:
-    """Calls ``set_epoch`` where this process has not said so yet. A set that is trained and evaluated on is told both in turn."""
+    """Calls ``set_epoch`` unless this epoch was passed last. Data for both training and evaluation get both in turn."""
     for dataset in datasets:
         if getattr(dataset, _TOLD, None) != epoch:
             dataset.set_epoch(epoch)
@@ -163,7 +159,7 @@ def _tell_epoch(datasets: list[Any], epoch: int) -> None:
 
 
 class StreamSource(DatasetSource):
-    """An ``IterableDataset``: rows in its own order, numbered as they come, one pass after the other. Reading goes forward."""
+    """An ``IterableDataset`` as a source. Rows are numbered in its order, over all passes, and read forwards only."""
 
     def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
         super().__init__(dataset, seed, collate)
@@ -179,8 +175,8 @@ class StreamSource(DatasetSource):
             return ENDLESS
 
     def read(self) -> list[int]:
-        """Rows that were read from the data set so far, some of them ahead, passes that ended, and rows until the last of these
-        ended: of whichever process of this rank reads."""
+        """Returns rows read (including read-ahead), passes ended, and rows read when the last one ended, by this
+        rank."""
         return [int(count) for count in self._read]
 
     def item(self, epoch: int, index: int) -> Any:
@@ -194,8 +190,8 @@ class StreamSource(DatasetSource):
                 return row
 
     def collated(self, items: list[Item]) -> Batch:
-        """As of other data. What ``collate`` draws follows from the first row, and leaves the generators of the stream alone: it
-        may shuffle with them, and ranks make other batches of its rows."""
+        """Collates with generators seeded from the first row. The stream's generators stay untouched: it may shuffle
+        with them, and ranks build different batches of its rows."""
         with generators.kept():
             generators.seed(draw(self.seed, *items[0][:2], _ITEM + 1) & 0x7FFF_FFFF, gpus=False)
             return super().collated(items)

@@ -1,6 +1,6 @@
-"""Documents out of files as people have them: JSONL, parquet, plain text, and folders that the library ``datasets`` saved.
+"""Reads documents from JSONL, parquet, text files, and folders saved by the library ``datasets``.
 
-They are read in order and a few at a time: memory does not depend on the size of a file. What is wrong is named by file and line.
+Reads a few documents at a time, so memory does not depend on the file size. Errors name file and line.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dsframe.errors import DataError
 from dsframe.text import one_line
 
 PIECE = 1 << 20
-"""Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
+"""Bytes of a text file read at a time; a piece ends at a line end if possible."""
 _ROWS = 256
-"""Rows of parquet and of saved data sets that are in memory at once."""
+"""Rows of parquet and saved data sets in memory at once."""
 _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
 HUB = "hub:"
-"""Begins the name of a data set of the Hugging Face hub."""
+"""Prefix of the name of a data set of the Hugging Face hub."""
 _DOWNLOAD = """
 import sys
 sys.path.remove("") if "" in sys.path else None  # the working folder may have a datasets.py
@@ -44,7 +44,7 @@ except Exception as error:
     sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 """
 _RECENT_NANOSECONDS = 2_000_000_000
-"""A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
+"""The digest of a file that changed more recently is not cached: it may change again within a clock tick."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,18 @@ class Row:
     """A document, or a piece of one."""
 
     place: str
-    """``file:line``, or the file and the row's number, for messages."""
+    """``file:line``, or file and row number, for messages."""
     value: Any
-    """A mapping of columns; of a text file its text."""
+    """A mapping of columns; for a text file its text."""
     last: bool = True
     """False if the document continues in the next row."""
 
 
 def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
-    """The files and saved folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
+    """Returns the files and saved folders that match ``patterns``, sorted per pattern. ``key``: config key, for
+    messages.
 
-    Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
+    Raises DataError for patterns without a match, files matched twice, and unsupported file types.
     """
     pattern_of: dict[Path, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -72,7 +73,7 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
             raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
         for path in names:
             if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
-                continue  # "**" finds folders too
+                continue  # "**" matches folders too
             _check_kind(path, key)
             if path in pattern_of:
                 raise DataError(
@@ -100,7 +101,7 @@ def _check_kind(path: Path, key: str) -> None:
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a file or folder. Of parquet those of ``columns`` that it has are read. Raises DataError."""
+    """Yields the rows of a file or folder. Reads only ``columns`` of parquet. Raises DataError."""
     if path.is_dir():
         yield from _saved(path)
     else:
@@ -119,7 +120,7 @@ def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _parsed(line: bytes, source: str) -> dict[str, Any]:
-    """A line of JSON, read from ``source``. Raises DataError where it is no object."""
+    """Parses a line of JSON read from ``source``. Raises DataError if it is not an object."""
     try:
         value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
@@ -127,7 +128,7 @@ def _parsed(line: bytes, source: str) -> dict[str, Any]:
         raise DataError(f"{source}: not JSON ({why}); each line is one JSON object") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{source}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; nested too deeply
         raise DataError(f"{source}: not JSON that can be read ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{source}: {type(value).__name__} in place of a JSON object with columns")
@@ -143,13 +144,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yields the file in pieces, which end with a line, or at least with a character."""
+    """Yields the file in pieces that end with a line, or at least with a character."""
     rest, done = b"", 0
     with path.open("rb") as file:
         while len(block := file.read(PIECE)) == PIECE:
             content = rest + block
             end = content.rfind(b"\n") + 1 or len(content) - 3
-            while 0 < end < len(content) and content[end] & 0xC0 == 0x80:  # the middle of a character
+            while 0 < end < len(content) and content[end] & 0xC0 == 0x80:  # inside a character
                 end -= 1
             text, rest = content[:end], content[end:]
             yield Row(str(path), _decoded(text, path, done), last=False)
@@ -159,7 +160,7 @@ def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
-        text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a byte order mark
         if "\0" in text:
             raise DataError(f"{path}: has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
         return text.replace("\r\n", "\n")
@@ -198,9 +199,9 @@ def _datasets(what: Path | str) -> Any:
 
 
 def local(pattern: str, data_dir: str | None) -> str:
-    """The pattern itself; of a data set of the Hugging Face hub, ``hub:NAME:CONFIG@SPLIT``, the folder that has it.
+    """Returns the pattern, or for a data set of the Hugging Face hub, ``hub:NAME:CONFIG@SPLIT``, its folder.
 
-    It is downloaded where that is not there, by any number of processes at once. Raises DataError.
+    Downloads a missing data set; safe for concurrent processes. Raises DataError.
     """
     if not pattern.startswith(HUB):
         return pattern
@@ -215,13 +216,13 @@ def local(pattern: str, data_dir: str | None) -> str:
                 try:
                     Path(partial, "whole").rename(folder)
                 except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # unless another process was first
                         raise
     return glob.escape(str(folder))
 
 
 def _download(pattern: str, arguments: Sequence[str]) -> None:
-    """In a process of its own: this one is offline once it has imported transformers. Raises DataError."""
+    """Downloads in a subprocess: this process is offline after importing transformers. Raises DataError."""
     _datasets(pattern)
     ended = subprocess.run(
         [sys.executable, "-c", _DOWNLOAD, *arguments], stderr=subprocess.PIPE, text=True, check=False
@@ -237,21 +238,21 @@ def _saved(path: Path) -> Iterator[Row]:
     datasets = _datasets(path)
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
-    except Exception as error:  # of pyarrow, of JSON, of the library
+    except Exception as error:  # of pyarrow, JSON or the library
         raise DataError(f"{path}: cannot be read by datasets ({one_line(error)})") from error
     for number, value in enumerate(dataset.with_format(None)):
         yield Row(f"{path}, row {number}", _without_nulls(value))
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every object all keys of its column, null where it has none: what is null is taken for not there."""
+    """Drops nulls: Arrow gives every object all keys of its column, with null for missing ones."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
-    """The message for columns that are not there."""
+    """Returns the message for missing columns."""
     named = " or ".join(f'"{name}"' for name in wanted)
     has = ", ".join(map(repr, there)) or "none"
     return f'{source}: no column {named}, or it is null; it has {has}; name the column of the text in "field"'
@@ -261,10 +262,10 @@ _READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
 
 
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:
-    """A digest of what is in the files, in their order. Raises DataError.
+    """Returns a digest of the files' content, in order. Raises DataError.
 
-    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept with
-    the data. The time of the last change of the inode cannot be set by programs, as that of the content can.
+    The digest is cached with the data for files of the same device, inode, size, and modification and inode change
+    time. Programs can set the modification time, but not the inode change time.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     files = [file for file in files if file.is_file()]
@@ -298,7 +299,7 @@ def _stat(file: Path) -> os.stat_result:
 
 
 def column(row: Row, name: str) -> Any:
-    """The column of a row. Raises DataError where it is not there."""
+    """Returns a column of a row. Raises DataError if it is missing."""
     if not isinstance(row.value, Mapping):
         return row.value
     if name not in row.value:

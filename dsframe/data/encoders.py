@@ -1,4 +1,4 @@
-"""From rows to tokens: texts, and conversations of which only the answers are learned."""
+"""Converts rows to tokens: texts, and conversations of which only the answers are learned."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dsframe.errors import DataError
 from dsframe.text import reason
 
 END_OF_BYTES = 256
-"""Where bytes are the tokens: behind each document."""
+"""End-of-document token if bytes are the tokens."""
 NO_DATE = "{% set strftime_now = date_of_today +%}"
-"""Before a template that writes the day's date (``strftime_now``): it takes its own fallback, as where that is not known."""
+"""Prefix for a template that writes the date (``strftime_now``), which then uses its fallback for an unknown date."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TextEncoder:
-    """Texts: the tokens that the tokenizer writes before one, its tokens, and the token that ends it."""
+    """Encodes a text as beginning tokens, the text's tokens, and end-of-document token."""
 
     whole, dated = False, False
 
     def __init__(self, tokenizer: Any, field: str) -> None:
-        """``tokenizer``: of transformers; None: bytes. Raises DataError where nothing would show the end of a document."""
+        """``tokenizer``: of transformers; None for bytes. Raises DataError if there is no end-of-document token."""
         self._tokenizer, self._field = tokenizer, field
         self.columns: Sequence[str] = (field,)
         self._within = False
@@ -49,7 +49,7 @@ class TextEncoder:
             encoded = tokens_of(self._tokenizer, texts, rows)
         for row, tokens in zip(rows, encoded, strict=True):
             empty = row.last and not self._within and not len(tokens)
-            begun = self._within or empty or list(tokens[: len(self._begin)]) == self._begin  # a text may have them
+            begun = self._within or empty or list(tokens[: len(self._begin)]) == self._begin  # a text may contain them
             before = [] if begun else self._begin
             ended = len(tokens) and int(tokens[-1]) == self._end and self._tokenizer is not None
             behind = [self._end] if row.last and not empty and not ended else []
@@ -58,27 +58,27 @@ class TextEncoder:
 
 
 class ConversationEncoder:
-    """Conversations by the tokenizer's chat template, ``{"messages": [...]}``, or ``{"prompt": ..., "completion": ...}``.
+    """Encodes conversations with a chat template: ``{"messages": [...]}``, or ``{"prompt": ..., "completion": ...}``.
 
-    Learned is what the template marks as the assistant's (``{% generation %}``), but for messages with ``"weight": 0`` (or
-    ``train`` or ``loss``), and of a completion all of it. Where an answer begins and ends among the tokens is found by the
-    tokens of the text up to there: offsets of characters are wrong where a tokenizer changes the text.
+    Learned is what the template marks as the assistant's (``{% generation %}``), except messages with ``"weight": 0``
+    (or ``train`` or ``loss``), and all of a completion. An answer's first and last token are found by tokenising the
+    text up to there: character offsets are wrong if a tokenizer changes the text.
     """
 
     whole = True
     columns: Sequence[str] = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
-        """``template``: in place of the tokenizer's own."""
+        """``template``: replaces the tokenizer's own."""
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
         self.dated = "strftime_now" in str(self._templates)
-        """True if the template writes the day's date, on which tokens must not depend."""
+        """True if the template writes the date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
         self._said: set[str] = set()
 
     def length(self, row: Row) -> int:
-        return 4096  # not known before the template
+        return 4096  # unknown before the template is applied
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
@@ -100,13 +100,13 @@ class ConversationEncoder:
             yield np.where(np.asarray(learned, bool), ids, ~ids)
 
     def _warn(self, row: Row, what: str, names: Iterable[Any]) -> None:
-        """Names what is lost, each once."""
+        """Warns about ignored parts of the data, once for each name."""
         if new := sorted({str(name) for name in names} - self._said):
             self._said |= {*new}
             print(f"dsframe: warning: {row.place}: {what}: {', '.join(new)}", file=sys.stderr, flush=True)
 
     def _choose_template(self, row: Row) -> None:
-        """Of several by name the one that transformers takes: that for tools where there are some, else the default."""
+        """Chooses among named templates as transformers does: that for tools if there are any, else the default."""
         if isinstance(self._templates, Mapping):
             self._template = self._templates[self._name_of(row)]
         if self.dated and isinstance(self._template, str) and not self._template.startswith(NO_DATE):
@@ -137,7 +137,7 @@ class ConversationEncoder:
         self._warn(row, "not in the chat template, so not read", unread)
         weights = [(message["role"], _counts(message, row)) for message in messages]
         counts = [weight for role, weight in weights if role == "assistant"]
-        if not counts:  # a template may have another name for it
+        if not counts:  # the template may use another role name
             counts = [weight for role, weight in weights if role not in _ASKING]
         messages = _unweighted(messages)
         tokens = self._applied(messages, row)["input_ids"]
@@ -156,7 +156,7 @@ class ConversationEncoder:
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
             before, behind, answer = of_parts[3 * number : 3 * number + 3]
             begin, end = _common(before, whole), _common(behind, whole)
-            # The answer's last character may be in a token with what follows.
+            # The answer's last character may share a token with what follows.
             end += bool(answer) and end < min(len(behind), len(tokens))
             self._prove(tokens[begin:end], answer, row)
             if counted:
@@ -164,7 +164,7 @@ class ConversationEncoder:
         return tokens, learned
 
     def _prove(self, learned: list[int], answer: list[int], row: Row) -> None:
-        """Raises DataError where ``learned`` are not the tokens of the ``answer``, but for what the outer ones share."""
+        """Raises DataError if ``learned`` does not decode to ``answer``, except where outer tokens are shared."""
 
         def text(tokens: list[int]) -> str:
             return "".join(str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).split())
@@ -178,25 +178,25 @@ class ConversationEncoder:
             )
 
     def _rendered(self, messages: list[Any], row: Row) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant's parts are."""
-        module: Any = sys.modules["transformers.utils.chat_template_utils"]  # there, as the tokenizer is transformers'
+        """Returns the text of a conversation, and the spans of the assistant's parts."""
+        module: Any = sys.modules["transformers.utils.chat_template_utils"]  # imported already
         try:
             rendered: Any = module.render_jinja_template(
                 conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True,
                 **self._variables(row), **self._tokenizer.special_tokens_map,
             )  # fmt: skip
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
         (text,), (spans,) = rendered
         return text, [(int(first), int(end)) for first, end in spans]
 
     def _variables(self, row: Row) -> dict[str, Any]:
-        """What the template is given in addition to the messages."""
+        """Returns the template's variables besides the messages."""
         more = row.value.get("chat_template_kwargs") or {}
         if not isinstance(more, Mapping):
             raise DataError(f'{row.place}: "chat_template_kwargs" is {type(more).__name__} in place of an object')
         tools = row.value.get("tools") or None
-        if isinstance(tools, str):  # a column of parquet that would have too many keys
+        if isinstance(tools, str):  # parquet stores it as text, to avoid too many keys
             try:
                 tools = json.loads(tools)
             except ValueError as error:
@@ -239,7 +239,7 @@ class ConversationEncoder:
         return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
 
     def _warn_of_lost(self, messages: list[Any], text: str, row: Row) -> None:
-        """Names the roles of which ``text``, which a template has made, has not every word."""
+        """Warns about roles whose messages are not completely in the template's output ``text``."""
         without_spaces = "".join(text.split())
         lost = (
             message["role"]
@@ -253,12 +253,11 @@ class ConversationEncoder:
             return self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=True, return_dict=True, **self._variables(row), **how
             )
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
 
 
 def _failure(error: Exception, row: Row) -> DataError:
-    """The error of a row for which the chat template fails."""
     why = _reason(error, row)
     if "date_of_today" in why:
         why = "it needs the day's date (strftime_now), and tokens must not depend on the day; write a date in its place"
@@ -266,13 +265,13 @@ def _failure(error: Exception, row: Row) -> DataError:
 
 
 def _reason(error: Exception, row: Row) -> str:
-    """Why a row cannot be encoded. Tokenizers speak of types where a text has half of a pair of surrogates."""
+    """Returns why a row cannot be encoded. Tokenizers report a type error for half a surrogate pair."""
     halves = re.search("[\ud800-\udfff]", json.dumps(row.value, ensure_ascii=False, default=str))
     return f"{halves[0]!a} is half of a character (a surrogate without the other one)" if halves else reason(error)
 
 
 def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Iterator[str]:
-    """What is learned of each of ``rows`` (as :class:`ConversationEncoder` gives them), and whether the model learns to stop."""
+    """Describes what is learned of ``rows`` (of :class:`ConversationEncoder`), and if the model learns to stop."""
     ends = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} - {tokenizer.unk_token_id}
     stops = True
     for row in rows:
@@ -292,11 +291,11 @@ def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Itera
 _WEIGHTS = ("weight", "train", "loss")
 """Keys of a message that say whether it is learned, as in the formats of OpenAI, Axolotl and others."""
 _ASKING = ("system", "developer", "user", "tool", "function", "ipython")
-"""Roles that no template takes for the model's own."""
+"""Roles that are never the model's own."""
 
 
 def _counts(message: Mapping[str, Any], row: Row) -> bool:
-    """Whether a message is learned. Raises DataError for what is neither 0 nor 1."""
+    """True if a message is learned. Raises DataError for values other than 0 and 1."""
     for key in _WEIGHTS:
         if message.get(key) not in (None, 0, 1):
             raise DataError(f'{row.place}: "{key}" of a message is {message[key]!r}; 0 and 1 are known')
@@ -304,23 +303,23 @@ def _counts(message: Mapping[str, Any], row: Row) -> bool:
 
 
 def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The messages as a template is to see them: transformers takes a null for a key that is not there."""
+    """Returns the messages for the template, without weights and nulls: transformers treats null as a missing key."""
     return [
         {key: part for key, part in message.items() if key not in _WEIGHTS and part is not None} for message in messages
     ]
 
 
 def _common(first: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common beginning."""
+    """Returns the length of the common prefix."""
     same = (number for number, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
     return next(same, min(len(first), len(other)))
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
-    """The tokens of each text, without any that begin or end a document. Raises DataError."""
+    """Returns the tokens of each text, without beginning and end tokens. Raises DataError."""
     try:
         return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    except Exception as error:  # of tokenizers, such as for half of a surrogate pair
+    except Exception as error:  # of the tokenizer, such as for half a surrogate pair
         whys = {row.place: _reason(error, row) for row in rows}
         named = next((place for place, why in whys.items() if "half of a character" in why), None)
         where = named or f"{rows[0].place}, or up to {rows[-1].place}"
@@ -328,15 +327,15 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
 
 
 def begin_of(tokenizer: Any) -> list[int]:
-    """The tokens that it writes before a text."""
+    """Returns the tokens that the tokenizer writes before a text."""
     ordinary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
-    words = tokenizer.decode(ordinary[:50])  # a vocabulary may lack any text that could be written here
+    words = tokenizer.decode(ordinary[:50])  # a fixed text may be missing from the vocabulary
     text, bare = (list(tokenizer(words, add_special_tokens=special)["input_ids"]) for special in (True, False))
     return next((text[:n] for n in range(len(text)) if bare and text[n : n + len(bare)] == bare), [])
 
 
 def end_of(tokenizer: Any) -> int:
-    """The token that ends a document. Raises DataError where there is none."""
+    """Returns the end-of-document token. Raises DataError if there is none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no eos_token, so nothing would show where a document ends; write one into its tokenizer_config.json"
@@ -345,7 +344,7 @@ def end_of(tokenizer: Any) -> int:
 
 
 def template_of(path: str) -> str:
-    """The text of a file with a chat template. Raises DataError."""
+    """Returns the text of a chat template file. Raises DataError."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -367,7 +366,7 @@ def _messages(value: Any, row: Row, name: str) -> list[Any]:
 
 
 def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
-    """The text of a content that is a list of texts: templates that know no parts would write the list itself."""
+    """Returns the joined text of a content that is a list of texts: simple templates would print the list."""
     parts = message.get("content")
     if isinstance(parts, Mapping) and message["role"] not in ("tool", "function", "ipython"):
         raise DataError(f'{row.place}: "content" of a message is an object, {str(parts)[:60]}; give its text')

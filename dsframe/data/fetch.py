@@ -1,8 +1,8 @@
-"""``python -m dsframe.data.fetch fashion-mnist [--to DIR]``: gets a data set once, before training.
+"""``python -m dsframe.data.fetch fashion-mnist [--to DIR]``: fetches a data set before training.
 
-Training only reads; only this command writes. It tries, in order: the folder itself, a copy elsewhere on this machine,
-Debian's package (Fashion-MNIST; unpacked, not installed), torchvision's download. Every file is checked, written under a
-temporary name and renamed, so that a data set is complete or not there, even when several of these run at once.
+Only this command writes data; training only reads. It tries, in order: the folder itself, a copy elsewhere on this
+machine, Debian's package (Fashion-MNIST; unpacked, not installed), torchvision's download. Every file is checked,
+written under a temporary name and renamed, so a data set is complete or missing, even with concurrent runs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CONNECTION_SECONDS = 30
 def fetch(name: str, to: str | None = None, report: Say = print) -> Path:
     """Makes sure that ``name`` (``fashion-mnist``, ``mnist``, ``cifar10``) is complete under ``to``; returns ``to``.
 
-    ``to``: by default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``. ``report`` is told in one line what was done.
-    Raises DataError with everything that was tried.
+    ``to``: default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``. ``report`` gets one line about what was done.
+    Raises DataError that lists all attempts.
     """
     root = data_root(to)
     try:
@@ -63,7 +63,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check(name: str, folder: str) -> None:
-    """Reads all of the data set in ``folder``. Raises DataError when something is missing or damaged."""
+    """Reads the complete data set in ``folder``. Raises DataError if something is missing or damaged."""
     if name == "cifar10":
         vision.read_cifar(folder, train=True)
         vision.read_cifar(folder, train=False)
@@ -73,19 +73,19 @@ def _check(name: str, folder: str) -> None:
 
 
 def _present(name: str, root: Path, scratch: Path) -> str:
-    """The folder itself."""
+    """Uses the folder itself."""
     return "complete"
 
 
 def _local(name: str, root: Path, scratch: Path) -> str:
-    """A copy elsewhere on this machine."""
+    """Copies from elsewhere on this machine."""
     files = vision.find_mnist(name, None)
     _store(files, name, root)
     return f"copied from {next(iter(files.values())).parent}"
 
 
 def _debian(name: str, root: Path, scratch: Path) -> str:
-    """Debian's package, downloaded by apt and unpacked into ``scratch``. Needs no root and installs nothing."""
+    """Downloads Debian's package with apt and unpacks it into ``scratch``. Needs no root and installs nothing."""
     apt, dpkg = shutil.which("apt-get"), shutil.which("dpkg-deb")
     if apt is None or dpkg is None:
         raise DataError("no apt-get on this machine")
@@ -108,7 +108,7 @@ def _debian(name: str, root: Path, scratch: Path) -> str:
     except subprocess.CalledProcessError:
         if os.geteuid() != 0:
             raise
-        command(apt, "update", "-qq")  # a fresh container has no package lists, and only root may fetch them
+        command(apt, "update", "-qq")  # a fresh container has no package lists, and only root may update them
         command(apt, "download", DEBIAN_PACKAGE)
     packages = list(scratch.glob(f"{DEBIAN_PACKAGE}_*.deb"))
     if not packages:
@@ -120,7 +120,7 @@ def _debian(name: str, root: Path, scratch: Path) -> str:
 
 
 def _download(name: str, root: Path, scratch: Path) -> str:
-    """torchvision's own download, which checks the files' MD5 sums."""
+    """Uses torchvision's download, which checks MD5 sums."""
     datasets = torchvision().datasets
     folder = scratch / "torchvision"
     if name == "cifar10":
@@ -153,12 +153,12 @@ _WAYS: dict[str, list[Callable[[str, Path, Path], str]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+    """Runs the command and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dsframe.data.fetch", description="Download a data set, once.")
     parser.add_argument("name", choices=["fashion-mnist", "mnist", "cifar10"])
     parser.add_argument("--to", metavar="DIR", help="folder (default: $DSFRAME_DATA, else ~/.cache/dsframe/data)")
     options = parser.parse_args(arguments)
-    socket.setdefaulttimeout(_CONNECTION_SECONDS)  # torchvision's download sets none and could hang
+    socket.setdefaulttimeout(_CONNECTION_SECONDS)  # torchvision's download sets no timeout
 
     def command() -> None:
         fetch(options.name, options.to)

@@ -1,4 +1,4 @@
-"""Readers of data-set files. Each checks what it reads and names the file in its DataError."""
+"""Readers of data-set files. They check their input and name the file in DataErrors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsframe.errors import DataError
 
 
 def data_root(data_dir: str | None) -> Path:
-    """``data_dir``, by default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``."""
+    """Returns ``data_dir``, else ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``."""
     return Path(data_dir or os.environ.get("DSFRAME_DATA") or "~/.cache/dsframe/data").expanduser()
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content, decompressed if the name ends in ``.gz``."""
+    """Returns the file's content, decompressed if the name ends in ``.gz``."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -35,7 +35,7 @@ def read_bytes(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Wraps the writing of ``path``, a file or folder kept with the data. Raises DataError where the system refuses it."""
+    """Context for writing ``path`` in the data cache. Turns OSError into DataError."""
     try:
         yield
     except OSError as error:
@@ -44,10 +44,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
+    """Context with a file that replaces ``path`` at the end, or is removed on failure.
 
-    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic. ``mode``: who may read
-    and write it, less the process's umask.
+    Safe for concurrent processes: each writes its own file and renames it. ``mode``: permissions, less the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -62,14 +61,14 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def mapped(path: Path, size: int, offset: int = 0) -> Tensor:
-    """``size`` bytes of the file, uint8 ``[size]``, memory mapped: the processes of a host share one copy of them.
+    """Returns ``size`` bytes of the file, uint8 ``[size]``, memory mapped and shared by the processes of a node.
 
     Raises DataError.
     """
     if size == 0:
         raise DataError(f"{path}: empty")
     try:
-        # Copy-on-write, because torch warns of arrays that cannot be written to.
+        # copy-on-write, because torch warns about read-only arrays
         return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,), offset=offset))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error

@@ -1,8 +1,7 @@
-"""Digests of a few samples: are these the data of the other ranks, and of the run that saved a checkpoint?
+"""Digests of a few samples, to compare data between ranks and with the run that saved a checkpoint.
 
-The number of samples says little: ``list(set(...))`` has another order in each process, a listing of files another on each
-host, and a file may be another one tomorrow. What is read is few rows, the first, the middle one, the last and two of the first
-batch of a training, and no more of them than fit into a second.
+The number of samples is not enough: ``list(set(...))`` is ordered differently in each process, a file listing on each
+node, and files change. Reads only the first, middle and last sample and two of the first training batch, in a second.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from dsframe.data.source import Batch
 from dsframe.errors import DataError
 
 BUDGET_SECONDS = 1.0
-"""No further row is read after that time. The first is read whatever it takes."""
+"""No further row is read after this time, except the first."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _READINGS = 16
-"""A sample that comes flipped or not is the same in so many readings once in 65,536 runs."""
+"""A sample that is randomly flipped looks the same in this many readings once in 65,536 runs."""
 
 
 def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
-    """**Collective.** Returns digests of a few samples, by index. Raises DataError where ranks have other samples.
+    """**Collective.** Returns digests of a few samples, by index. Raises DataError if ranks have different samples.
 
-    Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
-    is returned. May draw random numbers, if the data do.
+    Samples that change with each reading have no digest: only their structure is compared, and {} is returned. May draw
+    random numbers, if the data do.
     """
     chosen = _chosen(loader)
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
@@ -64,15 +63,14 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
 
 
 def digest(row: Batch) -> str:
-    """Returns a digest of everything in ``row``: names, types, shapes and values; of an object, such as a graph, how it prints
-    and the tensors and arrays in it."""
+    """Returns a digest of names, types, shapes and values; of objects, such as graphs, repr and inner tensors."""
     hasher = xxh3_64()
     _update(hasher, row, 3)
     return hasher.hexdigest()
 
 
 def _update(hasher: xxh3_64, row: Any, depth: int, *, all_values: bool = True) -> None:
-    # A nested tensor's text has numbers that count how many there were.
+    # The repr of a nested tensor contains a running number.
     row = tree_map_only(Tensor, lambda leaf: list(leaf.unbind()) if leaf.is_nested else leaf, row)
     for path, leaf in tree_leaves_with_path(row):
         hasher.update(keystr(path).encode())
@@ -88,7 +86,6 @@ def _update(hasher: xxh3_64, row: Any, depth: int, *, all_values: bool = True) -
 
 
 def _bytes(leaf: Any) -> bytes | memoryview | None:
-    """The bytes of a tensor or an array; None of anything else."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
         data: memoryview = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         return data
@@ -96,7 +93,7 @@ def _bytes(leaf: Any) -> bytes | memoryview | None:
 
 
 def _kind(row: Batch) -> str:
-    """Returns names, types and numbers of dimensions: the sizes of what is random may be so too."""
+    """Returns names, types and numbers of dimensions, but no sizes, which may be random."""
     leaves = [
         f"{keystr(path)} {f'{leaf.dtype}, {leaf.ndim} dimensions' if isinstance(leaf, Tensor) else type(leaf).__name__}"
         for path, leaf in tree_leaves_with_path(row)

@@ -1,4 +1,4 @@
-"""Images in folders, one folder per class: ``<data_dir>/train/<class>/*.jpg`` and ``<data_dir>/val/<class>/*.jpg``."""
+"""Image folders, one folder per class: ``<data_dir>/train/<class>/*.jpg`` and ``<data_dir>/val/<class>/*.jpg``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif", ".avif"}
 )
 _JUNK = frozenset({"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"})
-"""Folders that systems make; also those whose names begin with a dot."""
+"""Folders that operating systems create; those with a leading dot are skipped too."""
 MOST_CHECKED = 100_000
-"""Images that are opened before training begins; of a larger folder it would take too long."""
+"""Images that are opened before training; more would take too long."""
 _WHOLE_BY_HEAD = ("WEBP", "AVIF")
-"""Pillow opens no file of these that is cut off."""
+"""Formats of which Pillow refuses to open truncated files."""
 _TAIL = 1 << 16
 _TEST_FOLDERS = ("val", "test", "eval")
 
 
 def class_names(data_dir: str | None) -> list[str]:
-    """The classes: the names of the folders in ``<data_dir>/train``, composed (NFC) and sorted. Raises DataError."""
+    """Returns the classes: the sorted, NFC-normalised names of the folders in ``train``. Raises DataError."""
     if not data_dir:
         raise DataError('dataset "image-folder" needs data_dir: the folder that holds train/<class>/ and val/<class>/')
     folder = Path(data_dir).expanduser() / "train"
@@ -44,10 +44,10 @@ def class_names(data_dir: str | None) -> list[str]:
 
 
 def _look(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bool) -> Any:
-    """Makes float32 ``[3, size, size]``, normalised, of an RGB image of Pillow's.
+    """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``.
 
-    With ``augment``: a random part of the image, resized, and mirrored half of the time: the usual augmentation for ImageNet. Else:
-    the shorter side resized to 8/7 of ``size``, then the centre.
+    With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise
+    the shorter side is resized to 8/7 of ``size`` and the centre cropped.
     """
     made = torchvision().transforms
     random = [made.RandomResizedCrop(size), made.RandomHorizontalFlip()]
@@ -56,7 +56,7 @@ def _look(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bo
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Decoded as they are asked for: what ``look`` makes of an image, and the class's number."""
+    """Images decoded on access: the image transformed by ``look``, and the class's number."""
 
     def __init__(self, folder: Path, classes: list[str], look: Callable[[Any], Tensor]) -> None:
         self._look = look
@@ -88,13 +88,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         try:
             with Image.open(path) as file:
                 image = rgb(file)
-        except Exception as error:  # of Pillow's readers, which raise what they like
+        except Exception as error:  # Pillow's readers may raise anything
             raise DataError(f"{path}: cannot be read as an image ({reason(error)})") from error
         return self._look(image), label
 
 
 def _folders(folder: Path) -> dict[str, Path]:
-    """The folders by name, composed (NFC): some systems write an accent as a character of its own. Raises DataError."""
+    """Returns the folders by NFC-normalised name, since some systems decompose accents. Raises DataError."""
     folders: dict[str, Path] = {}
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name not in _JUNK and not entry.name.startswith("."):
@@ -106,7 +106,7 @@ def _folders(folder: Path) -> dict[str, Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files below ``folder``, sorted, without hidden ones and what systems put there."""
+    """Returns the files below ``folder``, sorted, without hidden and system files."""
     paths = []
     for parent, folders, files in os.walk(folder, followlinks=True):
         below = [Path(parent, name) for name in folders if name not in _JUNK and not name.startswith(".")]
@@ -116,13 +116,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_above(link: Path, parent: str) -> bool:
-    """Whether a walk that follows the link never ends."""
+    """True if a walk that follows the link would never end."""
     return Path(parent).resolve().is_relative_to(link.resolve())
 
 
 def check(data_dir: str, classes: list[str], say: Say) -> None:
-    """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
-    torchvision()  # says what is not installed
+    """Opens the images of all splits. Raises DataError that lists all damaged files."""
+    torchvision()  # raises if it is not installed
     root = Path(data_dir).expanduser()
     places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
     files_of = {(place, name): _files(path) for place in places for name, path in sorted(_folders(place).items())}
@@ -147,12 +147,12 @@ def check(data_dir: str, classes: list[str], say: Say) -> None:
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a picture; "" for nothing that its head and its end show."""
+    """Returns what is wrong with an image, as far as its beginning and end show; "" if nothing."""
     from PIL import Image
 
     try:
         if path.exists() and not path.is_file():
-            return "it is no file"  # a pipe would be waited for
+            return "it is no file"  # opening a pipe would block
         with path.open("rb") as file:
             with Image.open(file) as image:
                 refuse_unshown(image)
@@ -161,28 +161,27 @@ def _damage(path: Path) -> str:
             tail = file.read()
             if image_format == "PNG":
                 return "" if b"IEND" in tail else "its end is missing"
-            # In the middle of a JPEG there may be the end of its thumbnail, and behind its own end a telephone's film.
+            # A JPEG may contain the end of its thumbnail, and after its own end a phone's video.
             if image_format not in _WHOLE_BY_HEAD and not (
                 image_format == "JPEG" and tail.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
             ):
                 file.seek(0)
                 Image.open(file).load()
-    except Exception as error:  # of Pillow's readers, which raise what they like
+    except Exception as error:  # Pillow's readers may raise anything
         return reason(error)
     return ""
 
 
 def refuse_unshown(image: Any) -> None:
-    """Raises ValueError for an image of Pillow's that has no one look: several pictures, or more than 8 bits."""
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture, with previews behind it
+    """Raises ValueError for a Pillow image without a unique 8-bit appearance: several frames, or more than 8 bits."""
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture with previews
         raise ValueError(f"it has {image.n_frames} pictures; keep one")
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"its pixels have more than 8 bits (Pillow's mode {image.mode}); scale them to 0 to 255")
 
 
 def rgb(image: Any) -> Any:
-    """An opened image of Pillow's as viewers show it: turned as its camera says, on white where it is transparent. Raises
-    ValueError as :func:`refuse_unshown`, OSError for a damaged file."""
+    """Returns a Pillow image as viewers show it: rotated by EXIF, transparency on white. Raises ValueError, OSError."""
     from PIL import Image, ImageOps
 
     refuse_unshown(image)
@@ -194,9 +193,9 @@ def rgb(image: Any) -> Any:
 
 
 def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
-    """The training or the evaluation images under ``data_dir``, with the ``size``, ``mean`` and ``std`` of ``images``.
+    """Returns the training or validation images under ``data_dir``, with ``size``, ``mean`` and ``std`` of ``images``.
 
-    ``names``: the classes by number; else their folders' in the order of the alphabet. Raises DataError.
+    ``names``: the classes by number; default: their folders in alphabetical order. Raises DataError.
     """
     root = Path(data_dir).expanduser()
     folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]

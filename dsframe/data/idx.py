@@ -1,4 +1,4 @@
-"""The idx files of MNIST and Fashion-MNIST."""
+"""Reads the idx files of MNIST and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsframe.errors import DataError
 
 
 def read_idx(path: Path) -> Tensor:
-    """An array of bytes in the idx format of MNIST (magic number, the sizes, all big endian, then the data).
+    """Returns a byte array from MNIST's idx format (magic number and sizes, big endian, then data).
 
-    Memory mapped, where the file is not compressed.
+    Memory mapped unless compressed.
     """
     content = read_bytes(path) if path.suffix == ".gz" else _first_bytes(path)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
@@ -31,7 +31,7 @@ def read_idx(path: Path) -> Tensor:
             f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {header + size:,} bytes, "
             f"but it has {bytes_read:,}; delete it and fetch it again"
         )
-    if path.suffix == ".gz":  # the copy makes the array writable, which torch asks for
+    if path.suffix == ".gz":  # copied to make it writable, as torch requires
         return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
     return mapped(path, size, header).view(shape)
 

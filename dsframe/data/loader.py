@@ -1,5 +1,4 @@
-"""Which batches one rank reads: :class:`Loader` gives its micro-batches of every step, :class:`EvaluationLoader` every sample
-exactly once."""
+""":class:`Loader` yields one rank's training micro-batches, :class:`EvaluationLoader` every sample exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from dsframe.errors import DataError
 
 
 def _order_of(source: Source, seed: int, chosen: Callable[[int, int], Tensor | None] | None) -> Order:
-    """The order of the samples. ``chosen``: the task's or the file's."""
     if isinstance(source, StreamSource):
         if chosen not in (None, sequential):
             raise DataError("StreamSource gives the order of its samples itself; remove Task.order")
@@ -34,9 +32,9 @@ class Loader:
     """The training micro-batches of one data-parallel rank.
 
     ``data``: a Source or a map-style torch Dataset of ``(input, target)`` pairs. ``workers``: processes that read a
-    torch Dataset; sources in memory are read in place, which is faster. Batches arrive on ``device``.
+    Dataset; sources in memory are read in this process, which is faster. Batches are on ``device``.
 
-    Raises DataError: no samples, fewer samples than one global batch, or data that cannot be read by index.
+    Raises DataError if there are no samples, fewer than one global batch, or unsupported data.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Loader:
         workers: int = 0,
         order: Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
-        """``order``: of the samples of an epoch, as :class:`Order` takes it."""
+        """``order``: of the samples of an epoch, as for :class:`Order`."""
         self.source = as_source(data, seed, streams=True)
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self.rank, self.ranks = rank, ranks
@@ -65,30 +63,29 @@ class Loader:
             order=_order_of(self.source, seed, order),
         )
         if isinstance(self.source, StreamSource):
-            workers = 1  # which reads ahead, and has its own random generators
+            workers = 1  # reads ahead with its own random generators
         self._fetch = Fetcher(self.source, torch.device(device), workers)
 
     def stream(self, first_step: int = 0, last_step: int | None = None) -> Iterator[Batch]:
-        """Micro-batches from step ``first_step`` on, ``accumulation_steps`` per step, in order.
+        """Yields micro-batches from ``first_step`` on, ``accumulation_steps`` per step, in order.
 
-        Ends before ``last_step``, or never. One stream for the whole run lets workers and copies run ahead
-        across steps.
+        Ends before ``last_step``, or never. With one stream for the run, workers and copies run ahead across steps.
         """
         return self._fetch(self._requests(first_step, last_step))
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
+        """Yields the micro-batches of ``step``: ``stream(step, step + 1)``."""
         return self.stream(step, step + 1)
 
     def samples_at(self, step: int, row: int) -> list[int]:
-        """The samples at ``row`` of each micro-batch of ``step``, of this rank."""
+        """Returns this rank's samples at ``row`` of each micro-batch of ``step``."""
         micro = range(self.accumulation_steps)
         parts = (self.sampler.micro_batch(step, at, self.rank, self.ranks, self.micro_batch_size) for at in micro)
         indices = (torch.cat([indices for _, indices in part]) for part in parts)
         return [int(each[row]) % len(self.source) for each in indices]
 
     def lines(self, steps: int) -> list[str]:
-        """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
+        """Returns warnings for a training of so many steps. Raises DataError if the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
         lines = []
         if self.collate_draws:
@@ -111,11 +108,11 @@ class Loader:
         return lines
 
     def rows_read(self) -> list[int]:
-        """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""
+        """Returns :meth:`StreamSource.read`; empty for other data, which are the same on all ranks."""
         return self.source.read() if isinstance(self.source, StreamSource) else []
 
     def wrong_length(self) -> str:
-        """What is to be said of a stream whose passes have had another number of rows than its ``__len__`` says; else ""."""
+        """Returns a warning if a stream's passes did not have ``__len__`` rows; else ""."""
         said = len(self.source)
         _, passes, rows = self.rows_read() or (0, 0, 0)
         if said == ENDLESS or rows == passes * said:
@@ -128,21 +125,21 @@ class Loader:
 
     @property
     def collates(self) -> bool:
-        """True where a function of the task's makes the batches: it may mix samples."""
+        """True if a function of the task builds the batches, which may mix samples."""
         collate = self.source.collate if isinstance(self.source, DatasetSource) else None
         return collate is not None and not isinstance(collate, Pad)
 
     @cached_property
     def collate_draws(self) -> bool:
-        """True where the task's ``collate`` draws random numbers: by batch, not by sample."""
+        """True if the task's ``collate`` draws random numbers per batch and not per sample."""
         return self.collates and self._fetch.collate_draws()
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU, as they look in epoch 0."""
+        """Yields batches of one sample each, on the CPU, as in epoch 0."""
         return self._fetch.rows(indices)
 
     def batches(self, samples: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """Batches of these samples, on the device, as they look in epoch 0."""
+        """Yields batches of these samples, on the device, as in epoch 0."""
         return self._fetch.batches(samples, self._fetch.device)
 
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
@@ -158,23 +155,21 @@ class Loader:
 
 
 class EvaluationBatch(NamedTuple):
-    """A batch of one rank, and which samples it is made of."""
+    """A batch of one rank and the samples in it."""
 
     batch: Batch
-    """What the data made of the samples."""
     samples: range
-    """Their numbers."""
     counts: bool
-    """False where this rank has no samples left: the batch is there for what is collective, and its result is thrown away."""
+    """False if this rank has no samples left: the batch is only for collectives; its result is discarded."""
 
 
 class EvaluationLoader:
-    """The evaluation batches of one rank; iterating gives :class:`EvaluationBatch` anew each time.
+    """The evaluation batches of one rank; each iteration yields all :class:`EvaluationBatch` again.
 
-    Over all ranks every sample is in one batch. Every rank gets the same number of batches, and at a time all ranks have equally
-    long ones: models that call a module for each row call it as often on each rank, which ranks with shards need. So the samples
-    that do not fill a batch of each rank are shared out equally; where some are left then, some ranks have one more, and the
-    others repeat the first rank's.
+    Over all ranks every sample occurs once. All ranks get equally many batches, of equal size at a time, so that a
+    model that calls a module per row calls it equally often on every rank, as sharded parameters need. Samples that do
+    not fill a batch on each rank are divided equally; if some are left, some ranks have one more, and the others repeat
+    the first rank's.
     """
 
     def __init__(
@@ -195,26 +190,26 @@ class EvaluationLoader:
             raise DataError("the evaluation data set is empty")
 
     def limit(self, samples: int) -> None:
-        """From now on it has the first ``samples`` samples, if there are more."""
+        """Restricts the loader to the first ``samples`` samples."""
         self._split = (min(len(self.source), samples), *self._split[1:])
 
     @property
     def samples(self) -> int:
-        """Number of samples of all ranks."""
+        """Number of samples over all ranks."""
         return self._split[0]
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the samples."""
+        """Number of ranks that divide the samples."""
         return self._split[2]
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of all batches but the last."""
+        """Samples of every batch except the last ones."""
         return self._split[3]
 
     def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Number of batches, equal on every rank."""
         whole, rest = divmod(self.samples, self.ranks * self.micro_batch_size)
         return whole + (rest >= self.ranks) + (rest % self.ranks > 0)
 
@@ -222,8 +217,7 @@ class EvaluationLoader:
         return self._batches(self._fetch, range(len(self)))
 
     def trial(self) -> Iterator[EvaluationBatch]:
-        """The first batch, and the last ones that are shorter. By one worker where there are any: a file that this process opened
-        all of them would share."""
+        """Yields the first batch and the shorter last ones. At most one worker, as for :meth:`Fetcher.batches`."""
         fetch = Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
         full = self.samples // (self.ranks * self.micro_batch_size)
         return self._batches(fetch, sorted({0, *range(full, len(self))}))
@@ -235,7 +229,7 @@ class EvaluationLoader:
         return map(EvaluationBatch, batches, run, map(bool, shares))
 
     def _share(self, number: int, rank: int) -> range:
-        """The samples that ``rank`` has of batch ``number`` of all ranks."""
+        """Returns the samples of ``rank`` in batch ``number``."""
         samples, _, ranks, size = self._split
         whole, rest = divmod(samples, ranks * size)
         first, each, holders = number * ranks * size, size, ranks
@@ -246,5 +240,5 @@ class EvaluationLoader:
         return range(first + rank * each, first + (rank + 1) * each) if rank < holders else range(0)
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU."""
+        """Yields batches of one sample each, on the CPU."""
         return self._fetch.rows(indices)

@@ -1,4 +1,4 @@
-"""Rows of whole documents from memory-mapped tokens: one document a row, or as many as fit, which do not see each other."""
+"""Rows of documents from memory-mapped tokens: one per row, or as many as fit, without attention between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dsframe.data.source import Batch
 from dsframe.data.tokenised import Tokenised
 
 IGNORED = -100
-"""Target of a position that the loss leaves out."""
+"""Target of a position that the loss ignores."""
 _MULTIPLE = 8
-"""Rows of one document are padded to a multiple of it."""
+"""Rows of one document are padded to a multiple of this."""
 
 
 class RowSource:
-    """Rows of ``tokenised``: inputs by name, and the token after each, or IGNORED.
+    """Rows of ``tokenised``: inputs by name, and the next token of each, or IGNORED.
 
-    With ``together`` a row holds several documents and has ``context`` positions: ``position_ids`` start anew at each document, and
-    there is no mask, by which models of transformers keep them apart. Else a row is one document, padded to the longest of the
-    micro-batch, with an ``attention_mask``.
+    With ``together`` a row holds several documents and has ``context`` positions. ``position_ids`` restart at each
+    document and there is no mask, from which transformers' models know to separate documents. Otherwise a row is one
+    document, padded to the longest of the micro-batch, with an ``attention_mask``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RowSource:
         together: bool,
         samples: int | None = None,
     ) -> None:
-        """``samples``: only so many rows."""
+        """``samples``: number of rows to use."""
         self._tokens, self._pieces, self._ends = tokenised.tokens, tokenised.pieces, tokenised.rows
         self._context, self._together = context, together
         self._length = min(len(self._ends), samples or len(self._ends))
@@ -50,7 +50,7 @@ class RowSource:
         return self._context if self._together else min(wide, self._context)
 
     def _laid(self, chosen: Any) -> tuple[Any, Any, Any]:
-        """The pieces of all rows, the row of each, and how many positions of each row are filled."""
+        """Returns the pieces of all rows, each piece's row, and each row's number of filled positions."""
         chosen = chosen % len(self)
         begins = np.where(chosen > 0, self._ends[chosen - 1], 0)
         counts = self._ends[chosen] - begins  # pieces of each row
@@ -60,11 +60,11 @@ class RowSource:
         return pieces, row, np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
 
     def gather(self, parts: list[Part]) -> Batch:
-        """The rows of all parts as one batch: padding does not end with an epoch."""
+        """Returns all rows as one batch, padded to one width across epochs."""
         chosen = np.concatenate([rows.numpy() for _, rows in parts])
         pieces, row, filled = self._laid(chosen)
         lengths, width = pieces[:, 1] - 1, self._wide(filled)
-        # Where each piece begins in its row: behind those before it.
+        # start of each piece in its row: after the pieces before it
         before = np.cumsum(lengths) - lengths
         first = before - (np.cumsum(filled) - filled)[row] + row * width
         source, position = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
@@ -85,6 +85,6 @@ class RowSource:
 
 
 def _ranges(begins: Any, counts: Any) -> Any:
-    """``begins[0], begins[0] + 1, ...`` (``counts[0]`` of them), then those of ``begins[1]``, and so on."""
+    """Returns ``begins[0], begins[0] + 1, ...`` (``counts[0]`` numbers), then those of ``begins[1]``, ..."""
     total = int(counts.sum())
     return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(total)

@@ -1,4 +1,4 @@
-"""From requests for samples to batches: read in place or by worker processes, and sent to the device."""
+"""Turns requests for samples into batches on the device, read here or by workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _pair(batch: Any, source: Source) -> Batch:
 
 
 class _Keyed(Dataset[Any]):
-    """The data set that a worker process reads: samples by ``(epoch, index)``."""
+    """The data set of a worker: samples by ``(epoch, index)``."""
 
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
@@ -50,7 +50,7 @@ class _Keyed(Dataset[Any]):
         return epoch, index, self.source.item(epoch, index)
 
     def draws(self, rows: list[Item]) -> bool:
-        """True where ``collate`` draws what belongs to no row, or makes another batch each time of the same rows."""
+        """True if ``collate`` draws numbers that belong to no row, or batches of the same rows differ."""
         batches, following = [], []
         for reading in range(READINGS):
             generators.seed(0, gpus=False)
@@ -61,13 +61,13 @@ class _Keyed(Dataset[Any]):
 
 
 class Fetcher:
-    """Turns requests into batches on a device, ahead of time where that helps."""
+    """Turns requests into batches on a device, reading ahead if useful."""
 
     def __init__(self, source: Source, device: torch.device, workers: int) -> None:
         self.source, self.device, self.workers = source, device, workers
         self._read: Callable[[Tensor, int], Any] = source.batch
         self._finish: Callable[[Batch], Batch] | None = None
-        # Images travel as uint8, and the device normalises them; but a subclass may have changed what a batch is.
+        # Images are copied as uint8 and normalised on the device, unless a subclass has its own batch().
         if device.type != "cpu" and isinstance(source, ImageSource) and type(source).batch is ImageSource.batch:
             self._read, self._finish = source.pixels, source.normalised
 
@@ -77,14 +77,14 @@ class Fetcher:
             rows, collate = _Keyed(self.source), self.source.collated
             batches: Iterator[Batch] = loaded(rows, self.workers, batch_sampler=keys, collate_fn=collate)
         else:
-            batches = (self._fetch(parts) for parts in requests)  # a map would take a StopIteration in it for its end
+            batches = (self._fetch(parts) for parts in requests)  # map() would take a StopIteration inside for its end
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self.device.type == "cpu":
             return batches
         ahead = Ahead(self.device, self._finish)
-        # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
+        # Reading a data set's items seeds the global generators and restores them, so it must stay in this thread.
         return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
@@ -107,7 +107,7 @@ class Fetcher:
         return inputs, targets
 
     def collate_draws(self) -> bool:
-        """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
+        """True if ``collate`` draws random numbers per batch and not per sample. Reads rows like :meth:`rows`."""
         source = self.source
         keys = [[(0, index) for index in range(min(READINGS, len(source)))]]
         read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
@@ -115,23 +115,22 @@ class Fetcher:
             return bool(next(loaded(read, min(self.workers, 1), batch_sampler=keys, collate_fn=read.draws)))
 
     def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
-        share."""
+        """Yields batches of these samples. At most one worker reads: several would share files that are open here."""
         fetch = Fetcher(self.source, torch.device(device), min(self.workers, 1))
         return fetch([(0, torch.tensor(list(indices)))] for indices in samples)
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU."""
+        """Yields batches of one sample each, on the CPU."""
         return self.batches([index] for index in indices)
 
 
 def loaded(rows: Dataset[Any], workers: int, **how: Any) -> Iterator[Any]:
-    """What torch's ``DataLoader`` reads of ``rows`` by worker processes or, with none, here. ``how``: its other arguments."""
+    """Reads ``rows`` with torch's ``DataLoader``. ``workers``: 0 for this process. ``how``: its other arguments."""
     loader = DataLoader(
         rows,
         num_workers=workers,
         worker_init_fn=outlive_signals,
-        generator=torch.Generator(),  # else it would draw a number from training's own generator
+        generator=torch.Generator(),  # else it would draw from training's generator
         **how,
     )
     with held():
@@ -139,12 +138,12 @@ def loaded(rows: Dataset[Any], workers: int, **how: Any) -> Iterator[Any]:
 
 
 def in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
-    """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
+    """Yields ``batches`` of workers. Reduces a worker's DataError to its message: torch adds a traceback as text."""
     try:
         yield from batches
     except DataError as error:
         raise DataError(str(error).strip().rpartition("DataError: ")[2]) from None
-    except (EOFError, ConnectionError) as error:  # of a worker that was killed in the middle of a batch
+    except (EOFError, ConnectionError) as error:  # a worker was killed while sending a batch
         if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("multiprocessing/connection.py"):
             raise
         raise DataError(

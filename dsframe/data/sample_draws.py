@@ -1,11 +1,12 @@
 """Random numbers of a forward pass that belong to a sample, not to a rank: "per_sample_randomness".
 
-Without it each rank draws dropout masks from a generator of its own, and another number of ranks is another training. Here
-every number is a pure function of (seed, step, row of the global batch, number of the draw within the pass): the counter-based
-generator of ``dsframe.data.source``. A draw without dimensions is the same for the whole step.
+Otherwise each rank draws dropout masks from its own generator, and results depend on the number of ranks. Here every
+number is a pure function of (seed, step, row of the global batch, number of the draw in the pass), by the generator of
+``dsframe.data.source``. A draw without dimensions is the same for the whole step.
 
-torch's functions are seen where Python calls them, but not inside of one another (torch 2.13, ``torch/overrides.py``). What
-draws from torch's generator all the same is found by the generator itself, which then has moved, and is an error.
+torch's functions are intercepted where Python calls them, but not inside each other (torch 2.13,
+``torch/overrides.py``). If torch's generator has changed after the pass, something else drew from it, which is an
+error.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ REMEDY = (
 
 
 _STRIDES = (0x9E3779B97F4A7C1, 0x3C6EF372FE94F82B, 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5)
-"""Odd numbers that have nothing to do with each other: a number's place among a sample's is the sum of its coordinates times these,
-in 64 bits."""
+"""Unrelated odd numbers. A number's position in a sample is the sum of its coordinates times these, in 64 bits."""
 
 
 def _generator(device: torch.device) -> Tensor:
@@ -38,11 +38,11 @@ def _generator(device: torch.device) -> Tensor:
 
 
 class DrawTrial:
-    """Looks whether the first forward pass in training moves torch's generator, and costs nothing after it."""
+    """Checks whether the first training forward pass uses torch's generator. No cost afterwards."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.moved = False
-        """True once the model has drawn."""
+        """True if the model has drawn."""
         self._before: Tensor | None = None
 
         def begin(model: nn.Module, _: Any) -> None:
@@ -64,7 +64,7 @@ class DoesNotFitError(TaskError):
 
 
 class _Draws(TorchFunctionMode):
-    """Numbers that are a function of a sample, for torch's functions that draw."""
+    """Replaces torch's random functions by functions of the sample."""
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ class _Draws(TorchFunctionMode):
         self._step = self._draw = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The draw itself where ``function`` is one; else what it gives."""
+        """Calls the replacement of ``function`` if there is one."""
         ours = _DRAWS.get(function)
         if ours is None or (kwargs or {}).get("generator") is not None:
             return function(*args, **(kwargs or {}))
         return ours(self, *args, **(kwargs or {}))
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers in [0, 1): float32 of 24 bits, float64 of 53, other types rounded from float32.
+        """Returns numbers in [0, 1): float32 with 24 bits, float64 with 53, other types rounded from float32.
 
-        Raises DoesNotFitError where the first dimension of ``shape`` is neither the micro-batch's nor a multiple of it.
+        Raises DoesNotFitError if the first dimension is not a multiple of the micro-batch size.
         """
         self._draw += 1
         if not shape:
@@ -105,23 +105,23 @@ class _Draws(TorchFunctionMode):
         return ((bits >> 40 & (1 << 24) - 1).float() * 2.0**-24).to(dtype)
 
     def _numbers(self, device: torch.device) -> Tensor:
-        """The numbers of the rows; those of a range are made on the device, which copies nothing."""
+        """Returns the row numbers; a range is created on the device, without a copy."""
         rows = self._rows
         return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, range) else rows.to(device)
 
     def normal(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers that have mean 0 and deviation 1, by Box and Muller's method."""
+        """Returns normal numbers, mean 0 and deviation 1, by the Box-Muller method."""
         exact = dtype if dtype == torch.float64 else torch.float32
         radius = (-2.0 * torch.log1p(-self.uniform(shape, exact, device))).sqrt()
         return (radius * torch.cos(2.0 * math.pi * self.uniform(shape, exact, device))).to(dtype)
 
     def like(self, tensor: Tensor, normal: bool = False) -> Tensor:
-        """Numbers of the shape, type and device of ``tensor``."""
+        """Returns numbers with the shape, type and device of ``tensor``."""
         return (self.normal if normal else self.uniform)(tensor.shape, tensor.dtype, tensor.device)
 
 
 class SampleDraws(_Draws):
-    """Gives the draws of a model's forward passes in training. One per rank."""
+    """Random numbers for a model's forward passes in training. One instance per rank."""
 
     def __init__(self, model: nn.Module, seed: int, micro_batch_size: int, device: torch.device) -> None:
         super().__init__(seed, micro_batch_size, device)
@@ -130,11 +130,11 @@ class SampleDraws(_Draws):
         model.register_forward_hook(self._end, always_call=True)
 
     def at(self, step: int, row: int) -> None:
-        """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
+        """Sets the step (from 0) of the next forward pass, and the number of its first row in the global batch."""
         self._step, self._rows = step, range(row, row + self._size)
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As without recomputation. Raises TaskError inside of a block that is computed again."""
+        """As in the base class, but raises TaskError inside a recomputed block."""
         _refuse_recomputation()
         return super().uniform(shape, dtype, device)
 
@@ -152,7 +152,7 @@ class SampleDraws(_Draws):
 
     @contextmanager
     def of_loss(self) -> Iterator[None]:
-        """Is to be entered around the loss of the micro-batch whose forward pass was the last."""
+        """Context for the loss of the last forward pass's micro-batch."""
         before = _generator(self._device)
         with self:
             yield
@@ -167,28 +167,28 @@ class SampleDraws(_Draws):
 
 
 class RowDraws(_Draws):
-    """Gives the draws of ``collate``, or of an evaluation: of the model, the loss and the metrics.
+    """Random numbers for ``collate``, or for model, loss and metrics of an evaluation.
 
-    They are the same each time. What belongs to no sample is left to torch.
+    They are the same each time. Draws that belong to no sample are left to torch.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, 1, device)
         self.drawn = False
-        """True once something was drawn."""
+        """True if anything was drawn."""
         self.left_out = False
-        """True once a draw belonged to no sample, or was of a generator of the task's own; not where each batch draws the same
-        numbers, as of a generator that is seeded anew."""
+        """True if a draw belonged to no sample or used a generator of the task, unless every batch draws the same
+        numbers, for example because the generator is seeded each time."""
         self._of_first: list[tuple[bytes, torch.Size]] | None = None
-        """The draws of the first batch that belong to no sample: the state of the generator, and the shape."""
+        """The first batch's draws that belong to no sample: generator state and shape."""
         self._of_batch: list[tuple[bytes, torch.Size]] = []
 
     def of(self, data: int, samples: range | Tensor) -> RowDraws:
-        """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
+        """Context for the batch of ``samples`` of data set number ``data``."""
         return self._at(_EVALUATION + data, samples)
 
     def collating(self, rows: Sequence[tuple[int, int]]) -> RowDraws:
-        """Is to be entered around the batch of these ``rows``, each an epoch and an index."""
+        """Context for the batch of ``rows``, each an epoch and an index."""
         bits = (draw(self._seed, epoch, index, _COLLATE) >> 1 for epoch, index in rows)
         return self._at(0, torch.tensor(list(bits)))
 
@@ -199,14 +199,14 @@ class RowDraws(_Draws):
         return self
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Only for the rows of a batch: a multiple of few rows may be something else, such as time."""
+        """Draws only one number per row: a multiple of few rows may be another dimension, such as time."""
         self.drawn = True
         if shape and shape[0] != self._size:
             raise DoesNotFitError
         return super().uniform(shape, dtype, device)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The draw itself where it belongs to samples; else what ``function`` gives."""
+        """Calls the replacement if the draw belongs to samples, else ``function``."""
         generator = (kwargs or {}).get("generator")
         if function in _DRAWS and generator is not None:
             return self._of_no_sample(generator, function, args, kwargs)
@@ -216,7 +216,7 @@ class RowDraws(_Draws):
             return self._of_no_sample(torch.default_generator, function, args, kwargs or {})
 
     def _of_no_sample(self, generator: torch.Generator, function: Any, args: Any, kwargs: Any) -> Any:
-        """What ``function`` gives. It is left out but where it gives the same numbers in each batch, whatever its rows are."""
+        """Calls ``function``. Sets ``left_out`` unless every batch draws the same numbers, independent of its rows."""
         self.drawn, state = True, generator.get_state().numpy().tobytes()
         drawn = function(*args, **kwargs)
         self._of_batch.append((state, drawn.shape))
@@ -225,14 +225,14 @@ class RowDraws(_Draws):
         return drawn
 
 
-_COLLATE = 0x636F6C6C  # a stream of draws of its own
-_EVALUATION = 0x6576616C << 32  # no training has so many steps
+_COLLATE = 0x636F6C6C  # a separate stream of draws
+_EVALUATION = 0x6576616C << 32  # more steps than any training has
 
 
 def _refuse_recomputation() -> None:
-    """Raises TaskError inside a block that the backward pass computes again, when nobody gives draws.
+    """Raises TaskError inside a block that the backward pass recomputes.
 
-    Both kinds of ``torch.utils.checkpoint`` are known by how they run a block: without gradients, or under hooks on what it saves.
+    Both kinds of ``torch.utils.checkpoint`` run a block either without gradients or with saved-tensor hooks.
     """
     if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise TaskError(
@@ -242,7 +242,7 @@ def _refuse_recomputation() -> None:
 
 
 def _dropout(leading: int | None = None) -> Callable[..., Tensor]:
-    """Dropout of single numbers, or of whole channels where a mask has but the ``leading`` dimensions."""
+    """Returns a dropout of numbers, or of channels if the mask has only the ``leading`` dimensions."""
 
     def drop(its: _Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
@@ -302,7 +302,7 @@ def _attention(
     is_causal: bool = False,
     **named: Any,
 ) -> Tensor:
-    """torch's attention, which drops weights inside a kernel: where it drops any, in the four steps of its documentation."""
+    """Replaces torch's fused attention: with dropout, runs the four steps of its documentation."""
     if dropout_p == 0.0:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **named)
     scale = named.get("scale")
@@ -344,7 +344,7 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     ),
     Tensor.exponential_: lambda its, tensor, lambd=1.0, **_: tensor.copy_(-torch.log1p(-its.like(tensor)) / lambd),
 }
-"""torch's functions that draw, each with the one that takes its place."""
+"""torch's random functions -> their replacements."""
 
 
 def _between(tensor: Tensor, numbers: Tensor, low: float = 0.0, high: float = 1.0, **named: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""Which samples make up which batch: pure functions of the seed, the epoch and the step.
+"""Assigns samples to batches by pure functions of the seed, the epoch and the step.
 
-The stream of samples is one permutation per epoch after another. It is cut into global batches first and only then
-shared among ranks and micro-batches, so that the global batch of a step holds the same samples for every number of
-processes and every accumulation. There is no state: the step number alone says where training stands.
+The stream of samples, one permutation per epoch, is split into global batches first and then over ranks and
+micro-batches. So the global batch of a step has the same samples for any number of processes and any gradient
+accumulation. The step number is the only state.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from dsframe.data.source import draws
 from dsframe.errors import DataError
 
 Part = tuple[int, Tensor]
-"""``(epoch, indices)``: int64 sample indices that belong to one epoch. The n-th copy of a sample in it (from 0) has ``n * samples``
-added, by which its draws are others."""
+"""``(epoch, indices)``: int64 sample indices within one epoch. The n-th copy of a sample (from 0) has ``n * samples``
+added, so that copies have different draws."""
 
-_PERMUTATION = 0x7065726D  # a stream of draws of its own, so that order and augmentation are independent
+_PERMUTATION = 0x7065726D  # a separate stream, so that order and augmentation are independent
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Tensor:
-    """The order of ``range(samples)`` in ``epoch``: int64 ``[samples]``.
+    """Returns the order of ``range(samples)`` in ``epoch``: int64 ``[samples]``.
 
-    The samples sorted by 64 hashed bits each, ties in index order. Integer arithmetic and a stable sort: the same on
-    every platform and version of torch, which ``torch.randperm`` and NumPy's generators do not promise.
-    Takes about 0.1 us and 24 bytes per sample, once per epoch.
+    Sorts the samples by 64 hashed bits each, ties in index order. Integer arithmetic and a stable sort give the same
+    result on every platform and version of torch, which ``torch.randperm`` and NumPy do not promise. Takes about 0.1 us
+    and 24 bytes per sample, once per epoch.
     """
     return torch.argsort(draws(seed, epoch, torch.arange(samples), _PERMUTATION), stable=True)
 
 
 def sequential(epoch: int, samples: int) -> Tensor:
-    """The samples as they lie, for :class:`Order`."""
+    """Returns the samples in stored order, for :class:`Order`."""
     return torch.arange(samples)
 
 
 class Order:
-    """The order of the samples of each epoch: no state, so that training can begin at any step. By default ``chosen``, else a
-    permutation."""
+    """The order of the samples in each epoch: ``chosen``, else a permutation. Stateless."""
 
     def __init__(self, samples: int, seed: int, chosen: Callable[[int, int], Tensor | None] | None = None) -> None:
-        """``chosen``: of (epoch, samples) gives the indices of an epoch, ``[samples]`` of them; None for a permutation."""
+        """``chosen``: (epoch, samples) -> the epoch's indices, ``[samples]``; None for a permutation."""
         self.samples, self.seed, self._chosen = samples, seed, chosen
 
     @property
     def is_own(self) -> bool:
-        """True for a permutation or the samples as they lie: a function of its arguments."""
+        """True for a permutation or the stored order."""
         return self._chosen in (None, sequential)
 
     def take(self, epoch: int, start: int, count: int) -> list[Part]:
-        """The samples at ``count`` places of ``epoch`` from ``start`` on; there are so many."""
-        if self._chosen is sequential:  # of a stream there may be more than fit into memory
+        """Returns the samples at ``count`` existing positions of ``epoch`` from ``start``."""
+        if self._chosen is sequential:  # a stream may have more than fit into memory
             return [(epoch, torch.arange(start, start + count))]
         return [(epoch, self._of(epoch)[start : start + count])]
 
     @cached_property
     def _of(self) -> Callable[[int], Tensor]:
-        return lru_cache(maxsize=2)(self._ordered)  # a batch reaches over the end of at most one epoch
+        return lru_cache(maxsize=2)(self._ordered)  # a batch touches at most two epochs
 
     def _ordered(self, epoch: int) -> Tensor:
         order = self._chosen(epoch, self.samples) if self._chosen else None
@@ -83,7 +82,7 @@ class Order:
 
 
 def _copies(order: Tensor) -> Tensor:
-    """How often each index came before in ``order``."""
+    """Returns how often each index occurred before in ``order``."""
     by_index = order.argsort(stable=True)
     places = torch.arange(len(order))
     first = torch.searchsorted(order[by_index], order[by_index])
@@ -91,7 +90,7 @@ def _copies(order: Tensor) -> Tensor:
 
 
 def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:
-    """``count`` samples from place ``start`` of ``epoch`` on, reaching into as many epochs as it takes."""
+    """Returns ``count`` samples from position ``start`` of ``epoch``, over as many epochs as needed."""
     parts = []
     while count:
         here = min(count, order.samples - start)
@@ -101,12 +100,12 @@ def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:
 
 
 class Sampler:
-    """Cuts the stream of training samples into global batches.
+    """Splits the stream of training samples into global batches.
 
     By default nothing is dropped: global batch ``k`` is ``stream[k * global_batch_size :][:global_batch_size]`` and may
-    reach over the end of an epoch. With ``drop_last`` each epoch is ``samples // global_batch_size`` whole batches.
+    cross the end of an epoch. With ``drop_last`` an epoch has ``samples // global_batch_size`` full batches.
 
-    Raises DataError when there are no samples or fewer than one global batch.
+    Raises DataError if there are fewer samples than one global batch.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Sampler:
         drop_last: bool = False,
         order: Order | Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
-        """``order``: or the function that :class:`Order` takes."""
+        """``order``: an Order, or the function that it takes."""
         if samples == 0:
             raise DataError("the training data set is empty")
         if global_batch_size > samples:
@@ -131,31 +130,31 @@ class Sampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch_steps = Fraction(samples // global_batch_size if drop_last else Fraction(samples, global_batch_size))
-        """Steps of an epoch: no whole number where its last batch takes samples of the next one."""
+        """Steps of an epoch: a fraction if its last batch takes samples of the next epoch."""
         self.order = order if isinstance(order, Order) else Order(samples, seed, order)
 
     def total_steps(self, epochs: int) -> int:
-        """Steps until every sample has been used ``epochs`` times (``drop_last``: until the last whole batch).
+        """Returns the steps that use every sample ``epochs`` times (``drop_last``: until the last full batch).
 
-        The last step may already take its last few samples from the epoch after: batches are never cut short.
+        The last step is filled up with samples of the next epoch.
         """
         return math.ceil(epochs * self.epoch_steps)
 
     def epoch(self, step: int) -> float:
-        """Returns how many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
+        """Returns the epochs seen after ``step`` steps, with fraction."""
         return float(step / self.epoch_steps)
 
     def global_batch(self, step: int) -> list[Part]:
-        """The samples of step ``step`` (from 0), in order; in two parts where an epoch ends inside the batch."""
+        """Returns the samples of ``step`` (from 0), in order; in two parts if an epoch ends inside."""
         return self._rows(step, 0, self.global_batch_size)
 
     def first(self) -> Tensor:
-        """The samples that tell orders apart: the first step's, and where a task chooses the order, those of the second epoch."""
+        """Returns samples that identify the order: the first step's, and if a task chooses it, the second epoch's."""
         second = [] if self.order.is_own else self.order.take(1, 0, self.samples)
         return torch.cat([rows for _, rows in (*self.global_batch(0), *second)])
 
     def micro_batch(self, step: int, micro: int, rank: int, ranks: int, size: int) -> list[Part]:
-        """The ``size`` samples that ``rank`` (of ``ranks``) takes as its micro-batch number ``micro`` of ``step``."""
+        """Returns the ``size`` samples of micro-batch ``micro`` of ``step`` on ``rank``."""
         return self._rows(step, (micro * ranks + rank) * size, size)
 
     def _rows(self, step: int, first: int, count: int) -> list[Part]:

@@ -1,8 +1,7 @@
-"""Where samples come from: the ``Source`` protocol, random draws that belong to a sample, and arrays in memory.
+"""The ``Source`` protocol, random numbers per sample, and sources in memory.
 
-A source hands out whole batches. What is random about a sample (its crop, its flip) is a pure function of
-``(seed, epoch, sample index)``: the sample looks the same whichever rank reads it, in whatever batch, after
-any restart.
+A source returns whole batches. The randomness of a sample (crop, flip) is a pure function of ``(seed, epoch, sample
+index)``: a sample looks the same on any rank, in any batch and after any restart.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dsframe.errors import DataError
 
 Batch: TypeAlias = tuple[Any, Any]
-"""``(inputs, targets)``: each a tensor or any nesting of tensors whose first dimension is the sample."""
+"""``(inputs, targets)``: each a tensor or a nesting of tensors whose first dimension is the sample."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples numbered from 0, fetched a batch at a time."""
+    """A data set read in batches; samples are numbered from 0."""
 
     def __len__(self) -> int:
         """Number of samples."""
         ...
 
     def batch(self, indices: Tensor, epoch: int) -> Batch:
-        """The samples ``indices`` (int64, shape ``[n]``, on the CPU) as they look in ``epoch``.
+        """Returns the samples ``indices`` (int64 ``[n]``, on the CPU) as they look in ``epoch``.
 
-        The result may depend on nothing but ``(index, epoch)`` of each row and on what the source was built with;
-        for randomness use :func:`draws`. On GPUs it is called in a thread, one batch ahead.
+        May depend only on ``(index, epoch)`` of each row and on the source's arguments; for randomness use
+        :func:`draws`. On GPUs it is called in a thread, one batch ahead.
         """
         ...
 
 
 @runtime_checkable
 class GatheringSource(Source, Protocol):
-    """A source that makes one batch of rows of several epochs itself."""
+    """A source that builds batches with rows of several epochs itself."""
 
     def gather(self, parts: list[tuple[int, Tensor]]) -> Batch:
-        """The rows of ``parts``, each an epoch and numbers of samples."""
+        """Returns the rows of ``parts``, each an epoch and sample indices, as one batch."""
         ...
 
 
 # Constants of the splitmix64 generator (Steele, Lea, Flood 2014), as signed 64-bit integers because torch has no uint64
-# arithmetic. Multiplication wraps in two's complement, which is the same bits as unsigned.
+# arithmetic. Multiplication wraps in two's complement, which gives the same bits as unsigned.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -63,7 +62,7 @@ _GOLDEN_S, _MIX_1_S, _MIX_2_S = _signed(_GOLDEN), _signed(_MIX_1), _signed(_MIX_
 
 
 def _mix(value: int) -> int:
-    """splitmix64's finaliser on a Python integer."""
+    """Applies splitmix64's finaliser to a Python integer."""
     value &= _MASK
     value = (value ^ value >> 30) * _MIX_1 & _MASK
     value = (value ^ value >> 27) * _MIX_2 & _MASK
@@ -71,14 +70,13 @@ def _mix(value: int) -> int:
 
 
 def draws(seed: int, epoch: int, indices: Tensor, stream: int = 0) -> Tensor:
-    """64 random bits for each of ``indices``: int64, same shape and device.
+    """Returns 64 random bits for each of ``indices``: int64, same shape and device.
 
-    Counter-based (splitmix64 of the index, keyed by the rest): no state, so any process can ask for any sample.
-    Another ``stream`` gives bits independent of the first. Integer arithmetic only: the same on every platform, device
-    and version.
+    Counter-based (splitmix64 of the index, keyed by the rest) and stateless, so any process can ask for any sample.
+    Streams are independent. Integer arithmetic only: the same on every platform, device and version.
     """
     bits = indices * _GOLDEN_S + _signed(_key(seed, epoch, stream))
-    # torch shifts signed integers arithmetically: mask away the copies of the sign bit.
+    # torch's shift of signed integers is arithmetic: mask away the copies of the sign bit.
     bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * _MIX_1_S
     bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * _MIX_2_S
     return bits ^ (bits >> 31 & (1 << 33) - 1)
@@ -90,7 +88,7 @@ def _key(seed: int, epoch: int, stream: int) -> int:
 
 
 def draw(seed: int, epoch: int, index: int, stream: int = 0) -> int:
-    """The bits that :func:`draws` has for one index, from 0 to 2**64 - 1; integers are faster than a tensor of one."""
+    """Returns the bits of :func:`draws` for one index, 0 to 2**64 - 1, faster than with a tensor."""
     return _mix(index * _GOLDEN + _key(seed, epoch, stream))
 
 
@@ -116,14 +114,14 @@ class TensorSource:
 
 
 class ImageSource:
-    """Images in memory as uint8, normalised and augmented a whole batch at a time.
+    """uint8 images in memory, normalised and augmented a batch at a time.
 
-    ``images``: uint8 ``[N, channels, height, width]``. ``labels``: int64 ``[N]``, each in ``[0, classes)``.
-    A batch is float32 ``[n, channels, height, width]``, ``(pixel / 255 - mean) / std`` per channel, and int64 ``[n]``.
+    ``images``: uint8 ``[N, channels, height, width]``. ``labels``: int64 ``[N]``, each in ``[0, classes)``. A batch is
+    float32 ``[n, channels, height, width]``, ``(pixel / 255 - mean) / std`` per channel, and int64 ``[n]``.
 
-    Augmentation, one draw per sample and epoch: a crop of the original size out of the image with ``padding`` pixels of
-    black (0 before normalisation) on every side, then with ``flip`` a mirror image with probability 1/2. It is what
-    torchvision's ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip()`` do, image by image.
+    Augmentation per sample and epoch: a crop of the original size from the image with ``padding`` black pixels (0
+    before normalisation) on every side, then with ``flip`` a mirror image with probability 1/2, as by torchvision's
+    ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip()``.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class ImageSource:
         check_labels(labels, classes)
         self._images = images.contiguous()
         self._labels = labels.long()
-        # One multiplication and one addition do all of the normalisation.
+        # Normalisation is one multiplication and one addition.
         self._scale = (1 / (255 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
         self._shift = (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
         self._factors = {self._scale.device: (self._scale, self._shift)}
@@ -163,7 +161,7 @@ class ImageSource:
         return self.normalised(self.pixels(indices, epoch))
 
     def pixels(self, indices: Tensor, epoch: int) -> Batch:
-        """The batch before normalisation: images uint8, a quarter of the bytes that a copy to a GPU would take after it."""
+        """Returns the batch before normalisation: uint8 images, a quarter of the bytes to copy to a GPU."""
         if self._padding or self._flip:
             images = self._augmented(indices, draws(self._seed, epoch, indices))
         else:
@@ -171,7 +169,7 @@ class ImageSource:
         return images, self._labels.index_select(0, indices % len(self))
 
     def normalised(self, batch: Batch) -> Batch:
-        """``batch``, of :meth:`pixels`, with float32 images; on any device, with the same bits."""
+        """Returns a batch of :meth:`pixels` with float32 images; the same bits on any device."""
         images, labels = batch
         if images.device not in self._factors:
             self._factors[images.device] = (self._scale.to(images.device), self._shift.to(images.device))
@@ -181,10 +179,10 @@ class ImageSource:
     def _augmented(self, indices: Tensor, bits: Tensor) -> Tensor:
         _, channels, height, width = self._images.shape
         count, padding, offsets = len(indices), self._padding, 2 * self._padding + 1
-        # 24 bits each, scaled to 0 .. offsets-1: no value is favoured by more than offsets / 2**24.
+        # 24 bits each, scaled to 0 .. offsets-1: the bias is below offsets / 2**24.
         top = (bits & 0xFFFFFF) * offsets >> 24
         left = (bits >> 24 & 0xFFFFFF) * offsets >> 24
-        order = bits.argsort()  # by the topmost bit, the sign: the images to be mirrored come first
+        order = bits.argsort()  # by the sign bit: the images to mirror come first
         mirrored = int((bits < 0).sum()) if self._flip else 0
         images = self._images.index_select(0, indices.index_select(0, order) % len(self))
         frame_height, frame_width = height + 2 * padding, width + 2 * padding
@@ -192,24 +190,24 @@ class ImageSource:
         inside = frames[..., padding : padding + height, padding : padding + width]
         inside[:mirrored] = images[:mirrored].flip(-1)
         inside[mirrored:] = images[mirrored:]
-        # A row of a crop is `width` bytes in a row of a frame: one gather of rows crops, and undoes the reordering.
+        # A row of a crop is `width` bytes of a row of a frame: one gather of rows crops and restores the order.
         frame = torch.empty_like(order)
         frame[order] = torch.arange(count)
         corner = (frame * channels * frame_height + top) * frame_width + left
         row = (torch.arange(channels)[:, None] * frame_height + torch.arange(height)) * frame_width
         starts = corner[:, None] + row.view(-1)
-        every_row = frames.as_strided((frames.numel() - width + 1, width), (1, 1))  # a view: overlapping, not copied
+        every_row = frames.as_strided((frames.numel() - width + 1, width), (1, 1))  # an overlapping view, no copy
         return every_row.index_select(0, starts.view(-1)).view(images.shape)
 
 
 def own_rows(source: Source, rows: Tensor) -> Tensor:
-    """The rows as the source numbers them: of the copies in an epoch only images in memory have draws of their own."""
+    """Returns the source's row indices. Only ImageSource has separate draws for copies of a sample within an epoch."""
     knows_copies = isinstance(source, ImageSource) and type(source).batch is ImageSource.batch
     return rows if knows_copies else rows % len(source)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """Raises DataError when a label is not in ``[0, classes)``."""
+    """Raises DataError if a label is not in ``[0, classes)``."""
     if len(labels) == 0:
         return
     low, high = int(labels.min()), int(labels.max())

@@ -1,4 +1,4 @@
-"""Text as bytes: corpora in memory-mapped files, and the windows of them that a language model trains on."""
+"""Text corpora in memory-mapped files, and windows of them for language models."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from dsframe.data.files import mapped
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
 
-_STDLIB_BYTES = 8 << 20  # enough for hours of a small model; the whole library is about twice that
+_STDLIB_BYTES = 8 << 20  # enough for hours of training a small model; half of the library
 _SYNTHETIC_BYTES = 1 << 20
-_EVALUATION_TOKENS = 1 << 16  # so that evaluation takes seconds, not a share of training
+_EVALUATION_TOKENS = 1 << 16  # so that evaluation takes seconds
 
 
 class TextSource:
-    """Windows of ``context`` tokens; the target of each token is the token after it.
+    """Windows of ``context`` tokens; the target of each token is the next one.
 
-    ``tokens``: any whole numbers, ``[tokens]``: bytes (uint8) or a tokenizer's (int32). A batch is two int64 ``[n, context]``.
-    The windows tile the text, so an epoch reads each token once; with ``shifted`` the tiles start at another one each epoch
-    (a draw of the seed and the epoch).
+    ``tokens``: integers ``[tokens]``: bytes (uint8) or a tokenizer's (int32). A batch is two int64 ``[n, context]``.
+    The windows tile the text, so an epoch reads each token once; with ``shifted`` the tiling is moved each epoch (drawn
+    from seed and epoch).
     """
 
     def __init__(self, tokens: Tensor, context: int, *, seed: int = 0, shifted: bool = False) -> None:
         self._tokens, self._context, self._seed, self._shifted = tokens, context, seed, shifted
         self._steps = torch.arange(context + 1)
-        # The last target lies one token behind the last window; a shift takes up to context - 1 tokens more.
+        # The last target is one token after the last window; a shift takes up to context - 1 more tokens.
         self._length = (len(tokens) - (context if shifted else 1)) // context
         if self._length < 1:
             unit = "bytes" if tokens.dtype == torch.uint8 else "tokens"
@@ -53,11 +53,11 @@ class TextSource:
 def sources(
     corpus: str, context: int, samples: int | None, seed: int, encode: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[TextSource, TextSource]:
-    """Training and evaluation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text files.
+    """Returns training and validation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text
+    files.
 
-    ``encode``: what makes tokens, int32 ``[tokens]``, of the text's bytes, uint8 ``[bytes]``; without it the bytes are the
-    tokens. The last twentieth, at most 65,536 tokens, is for validation. ``samples`` keeps only the first windows for training.
-    Raises DataError.
+    ``encode``: text bytes, uint8 ``[bytes]`` -> tokens, int32 ``[tokens]``; default: the bytes are the tokens. The last
+    twentieth, at most 65,536 tokens, is for validation. ``samples``: number of training windows. Raises DataError.
     """
     tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus)
     try:
@@ -74,9 +74,9 @@ def sources(
 
 
 def read_corpus(corpus: str) -> Tensor:
-    """The text's bytes, uint8 ``[bytes]``. One file is memory mapped: processes on one machine share one copy of it.
+    """Returns the text's bytes, uint8 ``[bytes]``. Raises DataError.
 
-    Several are joined in memory, in the order of their names. Raises DataError.
+    A single file is memory mapped, so processes of a node share it. Several are joined in memory, sorted by name.
     """
     files = stdlib_files() if corpus == "stdlib" else _matching(corpus)
     if len(files) == 1:
@@ -90,9 +90,10 @@ def read_corpus(corpus: str) -> Tensor:
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of Python's standard library, without its tests, in a fixed order.
+    """Returns the sources of Python's standard library, without tests, in a fixed order.
 
-    They differ between versions of Python, so all ranks of a run must have the same one."""
+    All ranks must have the same version of Python.
+    """
     root = Path(sysconfig.get_path("stdlib", vars={"base": sysconfig.get_config_var("installed_base")}))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [file for file in root.rglob("*.py") if skipped.isdisjoint(file.relative_to(root).parts)]
@@ -113,7 +114,7 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def synthetic(size: int) -> Tensor:
-    """``size`` bytes of made-up words, a few of them frequent: quick to learn, the same everywhere."""
+    """Returns ``size`` bytes of made-up words, some frequent: quick to learn, and the same everywhere."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 9, (512,), generator=generator).tolist()
     words = [bytes(torch.randint(97, 123, (n,), generator=generator).tolist()) + b" " for n in lengths]

@@ -1,11 +1,11 @@
-"""Tokens of a corpus in memory-mapped files: made once, in a folder whose name is a digest of all that they depend on.
+"""Tokenises a corpus once into memory-mapped files, in a folder named after a digest of all that they depend on.
 
-A folder is written under another name and renamed when it is complete, so a process that is killed leaves nothing that the next
-takes for whole. Memory does not depend on the size of the corpus: documents go through one after the other, and where they
-lie in the file is written as they go.
+A folder is written under a temporary name and renamed when complete, so a killed process leaves nothing that looks
+complete. Documents are written one by one, so memory does not depend on the corpus size.
 
-``tokens``: int32; a token that the loss leaves out is kept as its complement, which is negative. ``pieces``: int64 pairs, the first
-token of a piece and how many it has. ``rows``: int64, behind which piece a row ends. Windows of all tokens need neither.
+``tokens``: int32; a token that the loss ignores is stored as its complement, which is negative. ``pieces``: int64
+pairs, first token and length of a piece. ``rows``: int64, number of pieces up to the end of each row. With
+``concatenate`` the last two are empty.
 """
 
 from __future__ import annotations
@@ -33,37 +33,36 @@ from dsframe.errors import DataError
 from dsframe.text import Say
 
 FORM = 3
-"""Version of the files' form: part of the digest."""
+"""Version of the file format; part of the digest."""
 SAY_SECONDS = 5.0
 _OPEN_ROWS = 64
-"""Rows that are filled at the same time: a document goes where it leaves the least room."""
+"""Rows that are open at a time; a document goes into the one with the least sufficient room."""
 _CHARACTERS, _DOCUMENTS = 1 << 20, 1024
-"""How much is tokenised at once."""
+"""Largest batch for the tokenizer."""
 
 
 class Encoder(Protocol):
-    """Makes tokens of rows."""
+    """Converts rows to tokens."""
 
     columns: Sequence[str]
-    """Columns that it reads."""
     whole: bool
-    """True if a document is cut behind its first ``context`` tokens, False if what is behind becomes further rows."""
+    """True if a document is truncated after ``context`` tokens, False if the rest becomes more rows."""
 
     dated: bool
-    """True if tokens would depend on the day's date, which is withheld."""
+    """True if tokens would depend on the current date, which is therefore withheld."""
 
     def length(self, row: Row) -> int:
-        """Returns about how many characters the row has. Raises DataError where it is not what is needed."""
+        """Returns the approximate number of characters. Raises DataError if the row is unusable."""
         ...
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
-        """An int32 array for each of the rows; complements of the tokens that are not learned."""
+        """Yields an int32 array per row; tokens that are not learned are complements."""
         ...
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the files hold."""
+    """Everything that determines the content of the files."""
 
     sources: tuple[Path, ...]
     encoder: Encoder
@@ -71,15 +70,15 @@ class Recipe:
     """``concatenate``, ``rows`` or ``documents``."""
     context: int
     vocabulary: int
-    """Tokens are below it."""
+    """Upper bound of the tokens, exclusive."""
     digest: str
-    """Stands for the tokenizer and how it is used."""
+    """Digest of the tokenizer and its use."""
     data_dir: str | None
     name: str
-    """What it is for, in messages: ``train``, ``eval``."""
+    """``train`` or ``eval``, for messages."""
 
     def folder(self) -> Path:
-        """Returns where its files are, or will be. Reads the sources, unless it has done so before. Raises DataError."""
+        """Returns the folder of the files. Reads the sources unless their digest is cached. Raises DataError."""
         content = documents.digest(self.sources, self.data_dir)
         size = self.context if self.packing != "concatenate" or self.encoder.whole else 0
         key = f"{FORM}\0{content}\0{self.digest}\0{self.packing}\0{size}"
@@ -88,7 +87,7 @@ class Recipe:
 
 @dataclass
 class Counts:
-    """What came of the documents."""
+    """Statistics of the documents."""
 
     documents: int = 0
     empty: int = 0
@@ -99,18 +98,18 @@ class Counts:
     """Targets of the loss."""
     rows: int = 0
     positions: int = 0
-    """Tokens that go into the model in an epoch, without padding."""
+    """Tokens that the model sees in an epoch, without padding."""
     long: int = 0
     """Documents longer than a row."""
     cut: int = 0
-    """Tokens that were cut off."""
+    """Tokens that were truncated."""
     dropped: int = 0
-    """Documents without any target, left out."""
+    """Documents without a target, left out."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of each file."""
 
     def sentences(self, recipe: Recipe) -> Iterator[str]:
-        """Yields what is said at every start."""
+        """Yields the lines to print at every start."""
         rows = "" if recipe.packing == "concatenate" else f" in {self.rows:,} rows"
         yield f"{recipe.name}: {self.documents:,} documents, {self.tokens:,} tokens{rows}, {self.learned:,} of them targets"
         if self.empty:
@@ -125,7 +124,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Tokenised:
-    """The files of a recipe, memory mapped."""
+    """The memory-mapped files of a recipe."""
 
     counts: Counts
     tokens: Any
@@ -134,7 +133,7 @@ class Tokenised:
 
 
 def find_tokens(recipe: Recipe) -> Tokenised | None:
-    """Returns what has been made before; None where it is not there or not whole. Raises DataError."""
+    """Returns the files; None if missing or incomplete. Raises DataError."""
     return _opened(recipe.folder())
 
 
@@ -150,7 +149,7 @@ def _opened(folder: Path) -> Tokenised | None:
 
 
 def make(recipe: Recipe, say: Say) -> None:
-    """Makes the files where they are not there. Any number of processes may do so at once. Raises DataError."""
+    """Writes the files unless they exist. Safe for concurrent processes. Raises DataError."""
     folder = recipe.folder()
     if _opened(folder) is not None:
         return
@@ -169,7 +168,7 @@ def make(recipe: Recipe, say: Say) -> None:
                     f"{recipe.name}: a file changed while it was read; start again when nobody writes to it"
                 )
             if _opened(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)  # one that is damaged
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged one
                 with contextlib.suppress(FileExistsError):  # another process was first
                     partial.rename(folder)
                 _sync(folder)
@@ -185,11 +184,11 @@ _FILES = {"tokens": np.int32, "pieces": np.int64, "rows": np.int64}
 def _mapped(path: Path, dtype: Any) -> Any:
     if path.stat().st_size == 0:
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, mode="c")  # copy on write: torch warns of arrays that cannot be written to
+    return np.memmap(path, dtype, mode="c")  # copy on write: torch warns about read-only arrays
 
 
 def _sync(folder: Path) -> None:
-    """Has the system write the files now: after a power cut the new name must not stand for what was never written."""
+    """Syncs the files to disk, so that a power failure leaves no complete name with unwritten data."""
     for path in [*folder.iterdir(), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -199,7 +198,7 @@ def _sync(folder: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Removes what killed processes of this host have left of this folder."""
+    """Removes what killed processes of this node left of this folder."""
     for path in folder.parent.glob(f".{folder.name}.*.partial"):
         host, number = path.name[len(folder.name) + 2 : -len(".partial")].rsplit(".", 1)
         if host == socket.gethostname() and not psutil.pid_exists(int(number)):
@@ -214,7 +213,7 @@ class _Writer:
         self._counts = Counts()
         self._began = self._said = time.monotonic()
         self._out: dict[str, IO[bytes]] = {}
-        # Rooms of the rows that are open, least first, and their pieces.
+        # Open rows: room, number, pieces; sorted by room.
         self._open: list[tuple[int, int, list[tuple[int, int]]]] = []
         self._opened = 0
 
@@ -256,7 +255,7 @@ class _Writer:
                 if not len(tokens):
                     counts.empty += row.last
                     continue
-                # The first token of a document is nobody's target, unless documents are joined.
+                # The first token of a document is no target, unless documents are joined.
                 targets = tokens if recipe.packing == "concatenate" or counts.tokens > start else tokens[1:]
                 learned += int((targets >= 0).sum())
                 self._out["tokens"].write(tokens.tobytes())
@@ -275,7 +274,7 @@ class _Writer:
             )
 
     def _place(self, start: int, length: int) -> None:
-        """Says where a document lies; one that is longer than a row becomes several, in which each target is once."""
+        """Records where a document lies. A long one becomes several rows, in which each target occurs once."""
         recipe = self._recipe
         if recipe.packing == "concatenate":
             return
@@ -287,7 +286,7 @@ class _Writer:
             self._row([piece]) if recipe.packing == "rows" else self._fit(piece)
 
     def _fit(self, piece: tuple[int, int]) -> None:
-        """Puts the piece into the open row in which it leaves the least room."""
+        """Adds the piece to the open row with the least sufficient room."""
         needed = piece[1] - 1
         at = bisect.bisect_left(self._open, (needed, -1))
         if at < len(self._open):
@@ -321,7 +320,7 @@ class _Writer:
 
 
 def _batches(rows: Iterable[Row], encoder: Encoder) -> Iterator[list[Row]]:
-    """Yields as many rows as are worth a call of the tokenizer."""
+    """Yields batches of rows that are worth a call of the tokenizer."""
     batch: list[Row] = []
     size = 0
     for row in rows:

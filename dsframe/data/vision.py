@@ -1,4 +1,4 @@
-"""The image data sets that a file can name: what they are, where they lie, how they are read."""
+"""The image data sets that a file can name: their properties, locations and readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Images:
-    """Facts about a data set that a model needs before any of it is read."""
+    """Properties of a data set that a model needs before data are read."""
 
     name: str
     channels: int
@@ -36,21 +36,21 @@ class Images:
     """Mean of the training pixels, scaled to [0, 1], per channel."""
     std: tuple[float, ...]
     padding: int
-    """Largest shift of an image by augmentation, in pixels."""
+    """Largest shift by augmentation, in pixels."""
     mirrored: bool
-    """True if a mirror image still shows the same thing. A garment does, a digit does not."""
+    """True if a mirror image still shows the same class: true for garments, not for digits."""
     names: tuple[str, ...] = ()
-    """Of the classes, by number, where files have names for them."""
+    """Class names by number, if the files have names."""
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """Shapes of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""
+        """Returns meta tensors of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""
         image = torch.empty(1, self.channels, self.size, self.size, device="meta")
         return image, torch.empty(1, dtype=torch.int64, device="meta")
 
     def tried(self, model: nn.Module, what: str) -> bool:
-        """Tries a model without memory on the shape of one batch; returns whether it has BatchNorm.
+        """Runs a model on the meta device; returns True if it has BatchNorm. ``what``: the model, for messages.
 
-        ``what``: the model, for messages. Raises TaskError where it cannot take the images, or gives no score for each class.
+        Raises TaskError if it does not accept the images or return one score per class.
         """
         with torch.device("meta"):
             try:
@@ -64,7 +64,7 @@ class Images:
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-# Fashion-MNIST's garments fill their frame and are centred: they are moved by a pixel only.
+# Fashion-MNIST's garments are centred and fill the image: shift by one pixel only.
 KNOWN = {
     "fashion-mnist": Images("fashion-mnist", 1, 28, 10, (0.2860,), (0.3530,), padding=1, mirrored=True),
     "mnist": Images("mnist", 1, 28, 10, (0.1307,), (0.3081,), padding=2, mirrored=False),
@@ -80,7 +80,7 @@ KNOWN = {
 
 
 def describe(settings: ImageData) -> Images:
-    """The data set's facts; for an image folder, after a look at the names of its classes. Raises DataError."""
+    """Returns the data set's properties; reads the class names of an image folder. Raises DataError."""
     images = KNOWN[settings.dataset]
     if settings.dataset == "synthetic":
         return replace(images, size=settings.image_size or images.size, classes=settings.classes or images.classes)
@@ -91,24 +91,24 @@ def describe(settings: ImageData) -> Images:
 
 
 def prepares(settings: ImageData) -> bool:
-    """Whether :func:`prepare` has work to do."""
+    """True if :func:`prepare` has work to do."""
     return settings.dataset == "image-folder"
 
 
 def prepare(settings: ImageData, images: Images, seed: int, say: Say) -> None:
-    """Opens the files of a folder. Raises DataError, with the names of all damaged files."""
+    """Opens the files of an image folder. Raises DataError that lists all damaged files."""
     folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
 
 
 def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
-    """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError."""
+    """Returns the training or test data: a Source, or a map-style Dataset for image files. Raises DataError."""
     if settings.dataset == "image-folder":
         augment = train and settings.augment
         dataset: Any = folder.load(
             str(settings.data_dir), images, train=train, augment=augment, names=list(images.names)
         )
         if train and settings.samples is not None:
-            # A folder lists its images class by class; the same ones for every seed, as the first ones of a file are.
+            # A folder is sorted by class, so choose at random; the same images for every seed, as with files.
             chosen = permutation(len(dataset), 0, 0)[: settings.samples].sort().values
             dataset = Subset(dataset, chosen.tolist())
         return dataset
@@ -139,9 +139,9 @@ DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
 def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
-    """The four files of ``mnist`` or ``fashion-mnist``, plain or ``.gz``, by their names without ``.gz``.
+    """Returns the four files of ``mnist`` or ``fashion-mnist``, plain or ``.gz``, by their names without ``.gz``.
 
-    An explicit ``data_dir`` is the only place that is searched. Raises DataError with every place that was.
+    Searches only ``data_dir`` if given. Raises DataError that lists the searched folders.
     """
     root = data_root(data_dir)
     folders = [root, root / TORCHVISION_FOLDER[name], root / name]
@@ -156,7 +156,7 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
 
 
 def read_cifar(data_dir: str | None, *, train: bool) -> tuple[Tensor, Tensor]:
-    """CIFAR-10 by torchvision, which knows the files' MD5 sums: uint8 ``[N, 3, 32, 32]``, int64 ``[N]``."""
+    """Reads CIFAR-10 with torchvision, which checks MD5 sums: uint8 ``[N, 3, 32, 32]``, int64 ``[N]``."""
     root = data_root(data_dir)
     try:
         dataset = torchvision().datasets.CIFAR10(root, train=train)
@@ -183,7 +183,7 @@ def _read_mnist(name: str, data_dir: str | None, train: bool) -> tuple[Tensor, T
 
 
 def _synthetic(images: Images, samples: int, train: bool) -> tuple[Tensor, Tensor]:
-    """Images that can be told apart: one fixed coarse pattern per class under noise. The same on every rank."""
+    """Returns separable images: one fixed coarse pattern per class under noise. The same on every rank."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.rand(images.classes, images.channels, 4, 4, generator=generator)
     patterns = torch.nn.functional.interpolate(patterns, size=(images.size, images.size), mode="nearest")
@@ -191,7 +191,7 @@ def _synthetic(images: Images, samples: int, train: bool) -> tuple[Tensor, Tenso
     count = samples if train else max(samples // 10, 1)
     labels = torch.randint(images.classes, (count,), generator=generator)
     pixels = torch.empty(count, images.channels, images.size, images.size, dtype=torch.uint8)
-    for start in range(0, count, 1024):  # in pieces, so that the floating-point copy stays small
+    for start in range(0, count, 1024):  # in pieces, to keep the floating-point copy small
         part = patterns[labels[start : start + 1024]]
         noisy = 0.5 * part + 0.5 * torch.rand(part.shape, generator=generator)
         pixels[start : start + 1024] = (noisy * 255).to(torch.uint8)
