@@ -1,1 +1,1 @@
-"""Commands around training. The core imports none of them."""
+"""Commands other than training. The core imports none of them."""

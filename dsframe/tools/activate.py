@@ -1,7 +1,7 @@
-"""``dsframe activate``: what a shell needs so that ``deepspeed ... -m`` and ``horovodrun`` work as the README types them.
+"""``dsframe activate``: prints the shell line that makes ``deepspeed ... -m`` and ``horovodrun`` work as in the README.
 
-DeepSpeed's own launcher has no ``-m``, and neither launcher ends all of its processes after a signal. dsframe brings a program of
-each name that mends this and then runs the installed one; they work where their folder comes first on PATH.
+DeepSpeed's launcher has no ``-m``, and neither launcher ends all of its processes after a signal. dsframe has a program
+of each name that fixes this and then runs the installed one; its folder must come first on PATH.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Prints the line, and returns 0."""
+    """Prints the line and returns 0."""
     parser().parse_args(argv)
     first = [str(shipped("bin", "launch/bin")), str(Path(sys.executable).parent)]
     rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]

@@ -1,6 +1,6 @@
-"""``dsframe check``: every problem of a configuration file at once, before anything starts.
+"""``dsframe check``: reports every problem of a configuration file before anything starts.
 
-Exit codes: 0 no errors, 1 warnings under ``--strict``, 2 errors (or a command line that makes no sense).
+Exit codes: 0 no errors, 1 warnings with ``--strict``, 2 errors or wrong usage.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def parser() -> argparse.ArgumentParser:
         help="output for people, or GitHub annotations",
     )
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
-    result.set_defaults(starts=False)  # dsframe launch sets it: the run says what it inherits
+    result.set_defaults(starts=False)  # dsframe launch sets it, because the run itself prints inherited values
     return result
 
 
 def main(argv: Argv = None) -> int:
-    """Check the files that the command line names and return the exit code."""
+    """Checks the files on the command line and returns the exit code."""
     options = parser().parse_args(argv)
     if options.processes is not None and options.processes < 1:
         parser().error("--processes must be at least 1")
@@ -96,7 +96,7 @@ def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
 
 
 def judged(examined: Examined, label: str, options: argparse.Namespace) -> Examined:
-    """Adds what the engine says of a file that was examined."""
+    """Adds the engine's problems and notes to an examined file."""
     if examined.config is None:
         return examined
     if options.processes and _reads_apart(examined.config, options):
@@ -116,7 +116,7 @@ def _engine_of(config: Config, options: argparse.Namespace) -> str:
 
 
 def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
-    """True if the file shards a model among ranks and the engine does not."""
+    """True if the file splits a model over ranks but the engine does not."""
     if replica_size(config.deepspeed)[0] == 1:
         return False
     entry = engines.TABLE.get(_engine_of(config, options))
@@ -124,7 +124,7 @@ def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
 
 
 def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:
-    """Return what the engine says about the file. A file without a dsframe section is for DeepSpeed itself."""
+    """Returns the engine's problems and notes. A file without a dsframe section is for DeepSpeed itself."""
     if options.engine is None and "dsframe" not in config.written():
         return []
     name = _engine_of(config, options)
@@ -140,7 +140,7 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
 
 
 def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
-    """Prints what was found in each file."""
+    """Prints the problems of each file."""
     for label, examined in reports:
         if options.format == "github":
             for problem in examined.problems:
@@ -150,7 +150,7 @@ def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> No
 
 
 def _annotation(problem: Problem) -> str:
-    """GitHub's workflow command for one problem."""
+    """Returns GitHub's workflow command for one problem."""
     kind = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
     fields = {"file": problem.file, "line": problem.line, "col": problem.column, "title": f"dsframe {problem.code}"}
     given = ",".join(f"{key}={_escape(str(value), ',:')}" for key, value in fields.items() if value)
@@ -166,12 +166,12 @@ def _escape(text: str, also: str = "") -> str:
 
 
 _FORMATS = ("bf16.enabled", "fp16.enabled")
-"""Keys whose "auto" chooses the number format: never counted among others."""
+"""Keys whose "auto" chooses the number format; always shown separately."""
 
 
 def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> None:
     problems = examined.problems
-    # With --resolved standard output is the file that would run, and "auto" is explained in it.
+    # With --resolved, standard output is the resolved file, whose comments explain "auto".
     out = sys.stderr if options.resolved else sys.stdout
     by_auto = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
     by_auto = [problem for problem in by_auto if problem.path not in _FORMATS]
@@ -199,7 +199,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
 
 
 def of_no_task(config: Config) -> str:
-    """Returns a note where the file names no task, else nothing."""
+    """Returns a note if the file names no task, else ""."""
     if "task" in config.settings.model_fields_set:
         return ""
     what = 'no "task" in "dsframe": unless a program gives its own, this is the built-in image classifier'
@@ -215,8 +215,7 @@ def _batch_line(batch: Batch) -> str:
 
 
 def resolved(config: Config, world_size: int | None) -> str:
-    """The file that would run as JSON, with the reasons in comments below it. With a world size the
-    batch sizes are explicit."""
+    """Returns the resolved file as JSON, with reasons in comments below, and the batch sizes for a given world size."""
     file = config.shown()
     reasons = [(each.path, f"{json.dumps(each.was)}: {each.reason}") for each in config.resolved]
     for inherited in config.inherited:

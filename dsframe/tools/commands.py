@@ -1,4 +1,4 @@
-"""The table of sub-commands, which imports none of them, and what their command lines have in common."""
+"""Table of sub-commands, which imports none of them, and shared options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import argparse
 
 Argv = Sequence[str] | None
-"""Words of a command line; None: this process's."""
+"""Words of a command line; None for this process's."""
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of six beginnings"),
     "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
@@ -40,14 +40,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Returns a command's parser: ``parser`` of its module, or ``FUNCTION_parser`` where the function is not ``main``."""
+    """Returns a command's parser: its module's ``parser``, or ``FUNCTION_parser`` if the function is not ``main``."""
     module, _, function = COMMANDS[name][0].partition(":")
     make = getattr(importlib.import_module(module), "parser" if function == "main" else f"{function}_parser")
     return cast("argparse.ArgumentParser", make())
 
 
 def command(name: str, description: str, epilog: str | None = None, **more: Any) -> argparse.ArgumentParser:
-    """The parser of ``dsframe NAME``. An ``epilog`` is printed as it is written."""
+    """Returns the parser of ``dsframe NAME``. ``epilog`` is printed verbatim."""
     import argparse
 
     from dsframe.arguments import Parser
@@ -57,7 +57,7 @@ def command(name: str, description: str, epilog: str | None = None, **more: Any)
 
 
 def add_average(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--average`` and ``--no-average`` to a command that reads a checkpoint; None where neither is given."""
+    """Adds ``--average`` and ``--no-average`` to a command that reads a checkpoint; the default is None."""
     import argparse
 
     told = 'the average of the weights ("ema") instead of them (default: what the run evaluated)'
@@ -65,6 +65,6 @@ def add_average(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser, what: str = "one key") -> None:
-    """Adds ``--set KEY=VALUE``, which may be given several times: ``options.overrides``."""
+    """Adds ``--set KEY=VALUE``, which may be repeated: ``options.overrides``."""
     help_ = f"override {what}"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=help_)

@@ -1,4 +1,4 @@
-"""``dsframe compare RUN RUN ...``: finished runs in one table, and whether they are the same training."""
+"""``dsframe compare RUN RUN ...``: compares finished runs in a table, and says whether they are the same training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Whether model, data and file are the same comes first. Differences are to the fi
 whether the first steps are those of one training.
 """
 _EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
-"""Until this step the losses of one training differ by no more than this on any engine
-(docs/promise.md), in 16 bits by this."""
+"""Up to this step the same training's losses differ by at most this on any engine (docs/promise.md), and in 16 bits."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Prints the table and returns 0. Raises DataError where a run did not come to its end."""
+    """Prints the table and returns 0. Raises DataError if a run is not finished."""
     options = parser().parse_args(argv)
     with runs.understood():
         compared = _read(dict(zip(runs.names(options.runs), options.runs, strict=True)))
@@ -39,13 +38,13 @@ def main(argv: Argv = None) -> int:
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """Training loss by step, as logged. Raises DataError where there is no run."""
+    """Returns the logged training losses by step. Raises DataError if there is no run."""
     records = read_metrics(directory)
     return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
 
 
 def table(directories: Mapping[str, Path]) -> str:
-    """The comparison as text, by name. Raises DataError where a run did not come to its end."""
+    """Returns the comparison as text, by name. Raises DataError if a run is not finished."""
     return "\n".join(_lines(_read(directories)))
 
 
@@ -82,10 +81,10 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verdicts(names: Sequence[str], curves: Sequence[Mapping[float, float]], bound: float) -> list[str]:
-    """Returns a sentence for each run but the first: whether it is the same training, as far as its
-    losses tell. ``bound``: by what rounding makes losses differ.
+    """Returns a sentence for each run but the first: whether its losses show the same training. ``bound``: largest
+    difference due to rounding.
 
-    The first ``_EARLY`` steps decide: later ones differ by rounding that the training has multiplied.
+    Only the first ``_EARLY`` steps count, because training amplifies rounding later.
     """
     sentences = []
     for name, curve in zip(names[1:], curves[1:], strict=True):

@@ -1,7 +1,6 @@
-"""``dsframe doctor``: what this machine can run, what it lacks and how to get it.
+"""``dsframe doctor``: reports what this machine can run, what it lacks and how to install it.
 
-Every library is loaded in a process of its own: a build that does not fit this torch crashes there
-and is reported here.
+Each library is loaded in its own process, so that a build that does not fit this torch crashes there and is reported.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from dsframe.tools.launch.launchers import search_path
 
 PROBE_SECONDS = 120.0
 ENOUGH_SHARED_MEMORY = 2**30
-"""Bytes. Containers have 64 MiB by default; data loader workers hand batches over in it, NCCL its
-messages."""
+"""Bytes. Containers have 64 MiB by default; data loader workers pass batches through it, NCCL its messages."""
 ACTIVATE = 'eval "$(dsframe activate)"'
 PROBES = {
     "torch": """
@@ -48,7 +46,7 @@ print(json.dumps({"Gloo": bool(h.gloo_built()), "MPI": bool(h.mpi_built()),
 """,
     "torchvision": "from dsframe.data._torchvision import torchvision; torchvision(); print('{}')",
 }
-"""Library -> what loads it and prints facts about it."""
+"""Library -> program that loads it and prints facts about it."""
 INSTALL = {
     "torch": "pip install torch",
     "deepspeed": "pip install 'dsframe[deepspeed]'",
@@ -63,7 +61,7 @@ LAUNCHERS = {
     "srun": "comes with Slurm",
     "pdsh": "apt-get install pdsh; only for deepspeed on several nodes",
 }
-"""Launcher -> where it comes from."""
+"""Launcher -> how to get it."""
 SYMBOLS = {"ok": "ok", "absent": "--", "broken": "!!", "note": "  "}
 
 
@@ -112,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Prints the report. Returns 1 if an installed thing does not work."""
+    """Prints the report. Returns 1 if something installed does not work."""
     options = parser().parse_args(argv)
     chosen = list(filter(None, options.engines.split(",")))
     if unknown := [name for name in chosen if name not in TABLE]:
@@ -140,7 +138,7 @@ def main(argv: Argv = None) -> int:
 
 
 def probe(name: str) -> Library | None:
-    """Loads a library in another process. None where it is not installed."""
+    """Loads a library in another process. Returns None if it is not installed."""
     if importlib.util.find_spec(name) is None:
         return None
     try:
@@ -159,7 +157,7 @@ def probe(name: str) -> Library | None:
 
 
 def machine(torch: Library | None) -> Iterator[Finding]:
-    """Hardware and the system."""
+    """Yields findings about hardware and system."""
     memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.machine()}"
@@ -182,7 +180,7 @@ def machine(torch: Library | None) -> Iterator[Finding]:
 
 
 def engines(libraries: Mapping[str, Library | None]) -> Iterator[Finding]:
-    """The libraries that engines need: ready, or why not and what makes them so."""
+    """Yields findings about the engines' libraries."""
     for name, library in libraries.items():
         yield library.finding if library else Finding("absent", f"{name}: not installed; {INSTALL[name]}")
     horovod, torch = libraries["horovod"], libraries["torch"]
@@ -192,7 +190,7 @@ def engines(libraries: Mapping[str, Library | None]) -> Iterator[Finding]:
 
 
 def launchers() -> Iterator[Finding]:
-    """The commands that start several processes."""
+    """Yields findings about the launchers."""
     for name, remedy in LAUNCHERS.items():
         path = shutil.which(name, path=search_path())
         if path is None:

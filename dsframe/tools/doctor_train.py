@@ -1,8 +1,7 @@
 """``dsframe doctor --train``: short trainings on every engine and launcher of this machine.
 
-Every engine trains 20 steps, compared with one process, and saves; continues from another engine's
-checkpoint. One table, one verdict, and one JSON file to
-attach to a report.
+Every engine trains 20 steps and saves; its losses are compared with one process. Then each continues from another
+engine's checkpoint. Prints a table and a verdict, and writes a JSON file to attach to a report.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from dsframe.tools import compare, subprocess_runs
 from dsframe.tools.launch import launchers
 
 BOUNDS = {"cpu": 1e-5, "cuda": 1e-4}
-"""Largest difference of a loss to one process's, by device. On GPUs nobody has measured it yet:
-kernels for other sizes of a micro-batch add in another order, so there is more room."""
+"""Largest difference of a loss to one process's, by device. Not yet measured on GPUs: kernels for other micro-batch
+sizes sum in another order, so the bound is wider."""
 NORM_BOUND = 1e-3
-"""Largest relative difference of the first gradient's norm to one process's. A gradient that is wrong
-by a factor is hidden from losses by clipping and AdamW."""
+"""Largest relative difference of the first gradient's norm to one process's. Losses do not show a gradient that is
+wrong by a factor, because of clipping and AdamW."""
 FILE = "doctor.json"
 LIMIT_SECONDS = 300.0
-"""Time of one training."""
+"""Time limit of one training."""
 _TABLE = table_of(__file__)
 _FILE: Json = _TABLE["file"]
 SAVED_STEP: int = _FILE["dsframe"]["checkpoints"]["every_steps"]
 _BY_DEEPSPEED: dict[str, Json] = _TABLE["variants of DeepSpeed"]
-"""Name -> what a file says beyond the others'."""
+"""Name -> changes to the common file."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Setup:
     engine: str
     launcher: str
     more: Json = field(default_factory=dict)
-    """What its file says beyond the others'."""
+    """Changes to the common file."""
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Row:
 
     name: str
     state: str = "failed"
-    """ok, failed, or left out: not there, or the engine says that it cannot here, such as a Horovod without NCCL."""
+    """ok, failed, or left out (not installed, or refused by the engine, such as Horovod without NCCL)."""
     remark: str = ""
     launcher: str = ""
     processes: int = 0
@@ -68,18 +67,18 @@ class Row:
     difference: float | None = None
     """Largest difference of a loss to one process's."""
     peak_bytes: int | None = None
-    """Memory of the fullest rank while it trained."""
+    """Peak memory of the rank with the highest."""
 
 
 @dataclass
 class Machine:
-    """This machine, and what one process trains on it."""
+    """This machine, and the results of one process on it."""
 
     folder: Path
     gpus: Sequence[tuple[str, int]]
     """Names and bytes."""
     expected: Mapping[int, float] = field(default_factory=dict)
-    """The losses of one process, by step."""
+    """Losses of one process, by step."""
     norm: float | None = None
     """Norm of one process's first gradient."""
 
@@ -96,11 +95,10 @@ class Machine:
 
 
 def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Json) -> bool:
-    """Trains, prints table and verdict, writes ``folder/doctor.json``. Returns whether nothing failed.
+    """Trains, prints table and verdict, writes ``folder/doctor.json``. Returns True if nothing failed.
 
-    ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that
-    dsframe has. ``report``: what else the file is to hold. Raises DataError where the folder holds
-    something else than an earlier call's runs.
+    ``gpus``: names and bytes of torch's GPUs. ``engines``: engines to run; empty for all. ``report``: more content for
+    the file. Raises DataError if the folder contains anything but an earlier call's runs.
     """
     if folder.exists() and any(folder.iterdir()):
         if not (folder / FILE).is_file():
@@ -127,8 +125,8 @@ def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, r
 
 
 def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list[Row]]:
-    """Every engine by its own launcher, the first also by the launchers that no engine has; and what
-    is left out, with the reason."""
+    """Returns the setups: every engine with its own launcher, and the first with each launcher that no engine uses; and
+    rows for what is left out, with the reason."""
     names = [name for name in launchers.NAMES if name != "python"]
     reasons = {name: "not installed" for name in names if not launchers.installed(name)}
     if not os.environ.get("SLURM_JOB_ID"):
@@ -152,7 +150,7 @@ def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list
 
 
 def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") -> Row:
-    """One training, compared with one process. ``after``: the setup whose checkpoint it continues."""
+    """Runs one training and compares it with one process. ``after``: the setup whose checkpoint it continues."""
     row = Row(f"{setup.name} after {after}" if after else setup.name, launcher=setup.launcher, processes=processes)
     words = ["--launcher", setup.launcher, "--engine", setup.engine]
     words += ["--resume", str(machine.directory(after))] if after else []
@@ -172,7 +170,7 @@ def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") ->
 
 
 def _judge(machine: Machine, row: Row, directory: Path, code: int, *, first: int) -> None:
-    """Compares its losses from step ``first`` on, and its first gradient, with one process's."""
+    """Compares its losses from step ``first``, and its first gradient, with one process's."""
     if code:
         said = subprocess_runs.end_of_log(directory)
         row.state = "left out" if code == EngineError.exit_code else "failed"
@@ -197,7 +195,7 @@ def _judge(machine: Machine, row: Row, directory: Path, code: int, *, first: int
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows in columns, each with its remark at the end."""
+    """Returns the rows in columns, with remarks at the end."""
     cells = [["", "", "launcher", "ranks", "difference", "s", "peak MiB"]]
     for row in rows:
         peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
@@ -209,7 +207,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(machine: Machine, rows: Sequence[Row], seconds: float) -> str:
-    """One line."""
+    """Returns one line with the result."""
     where = f"{len(machine.gpus)} x {machine.gpus[0][0]}" if machine.gpus else "CPU"
     failed = [row.name for row in rows if row.state == "failed"]
     if failed:

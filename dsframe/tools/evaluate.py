@@ -1,7 +1,7 @@
-"""``dsframe evaluate``, ``dsframe predict``: a checkpoint on its validation data, and its predictions, on any engine.
+"""``dsframe evaluate`` and ``dsframe predict``: metrics or predictions of a checkpoint, on any engine.
 
-On several processes under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``, and ``-m
-dsframe.tools.evaluate predict CHECKPOINT --out FILE``.
+With several processes, under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``, and
+``-m dsframe.tools.evaluate predict CHECKPOINT --out FILE``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Argv = None) -> int:
-    """Prints the metrics as one line of JSON, or writes them to ``--out``, and returns 0. A mistake ends the process."""
+    """Prints the metrics as one line of JSON, also to ``--out``, and returns 0. An error ends the process."""
     return _main("evaluate", argv)
 
 
 def predict(argv: Argv = None) -> int:
-    """Writes predictions and returns 0. A mistake ends the process with its exit code."""
+    """Writes predictions and returns 0. An error ends the process with its exit code."""
     return _main("predict", argv)
 
 
@@ -130,7 +130,7 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
 
 
 def _to_predict(task: Task) -> Any:
-    """The data that predictions are made for. Raises TaskError where there are several sets."""
+    """Returns the data to predict. Raises TaskError if there are several sets."""
     from dsframe.tasks.given import given
 
     chosen = given(task, "predict_data")
@@ -140,7 +140,7 @@ def _to_predict(task: Task) -> Any:
 
 
 def _refuse_script(directory: Path) -> None:
-    """Raises TaskError where a script brought the run's task: the run's file does not know where it is."""
+    """Raises TaskError if a script gave the run its task, because the run's file does not name the script."""
     with suppress(DataError):
         module, name = "", ""
         for line in read_metrics(directory)[:1]:
@@ -154,7 +154,8 @@ def _refuse_script(directory: Path) -> None:
 
 
 def _fitting(file: Path | str, overrides: Sequence[str], world: World) -> Config:
-    """The configuration, with another batch where the file's is not possible on so many processes: it is not trained with."""
+    """Returns the configuration, with another batch if the file's does not fit the world size; it is not trained
+    with."""
     overrides = [*overrides, "dsframe.hooks=[]"]
     config = load(file, overrides=overrides)
     replicas = TABLE[choose(config, world)[0]].replicas

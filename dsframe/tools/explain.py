@@ -1,4 +1,4 @@
-"""``dsframe explain``: what the code at the end of a message, an exit code, or a key of other trainers means."""
+"""``dsframe explain``: explains a message code, an exit code, or a key of other trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Print the explanations and return 0, or 2 if there is no such code."""
+    """Prints the explanations and returns 0, or 2 if a code is unknown."""
     options = parser().parse_args(argv)
     if not options.codes:
         print("\n".join(listing()))
@@ -41,7 +41,7 @@ def main(argv: Argv = None) -> int:
 
 
 def listing() -> list[str]:
-    """One line for each code and exit code."""
+    """Returns one line for each code and exit code."""
     width = max(map(len, CODES))
     lines = ["codes of messages about a file:"]
     lines += [f"  {name:<{width}}  {_first(code.means)}" for name, code in sorted(CODES.items())]
@@ -51,7 +51,7 @@ def listing() -> list[str]:
 
 
 def explanation(name: str) -> str | None:
-    """Everything about one code or another trainer's key; None if there is none of that name."""
+    """Returns everything about a code or another trainer's key; None if it is unknown."""
     if name in CODES:
         code = CODES[name]
         parts = [name, _wrapped(code.means), _wrapped(f"Why: {code.why}"), _wrapped(f"What to write: {code.write}")]
@@ -66,7 +66,7 @@ def explanation(name: str) -> str | None:
 
 
 def _foreign(name: str) -> str | None:
-    """What another trainer's name for a setting is here; None if it is not known."""
+    """Returns the equivalent of another trainer's key; None if it is unknown."""
     target = foreign.target(name)
     words = foreign.advice(name) or (f"write {target}" if target else None)
     return f"{name}: a name of other trainers; {words}" if words else None

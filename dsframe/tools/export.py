@@ -1,7 +1,7 @@
-"""``dsframe export``: a checkpoint's weights for other programs.
+"""``dsframe export``: writes a checkpoint's weights for other programs.
 
-One file that needs no dsframe, or a folder of transformers or peft. The file holds every name of the model's
-``state_dict``: parameters, buffers, and shared parameters under each of their names.
+Writes one file that does not need dsframe, or a folder for transformers or peft. The file has every name of the model's
+``state_dict``: parameters, buffers, and shared parameters under each name.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SUFFIX = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _WINDOW_BYTES = 8 << 20
-"""Of a model that is loaded to be compared, memory holds the newest parameters up to so many bytes."""
+"""When a model is loaded for comparison, memory holds only the newest parameters up to this many bytes."""
 
 
 Weights = Callable[[Path, str, "Spill | None"], "Tensors"]
-"""Gives the weights of a checkpoint in a dtype; as :func:`read`."""
+"""Returns the weights of a checkpoint in a dtype, as :func:`read`."""
 Adapted = Callable[[Path], "tuple[nn.Module, nn.Module]"]
-"""Gives a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
+"""Returns a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
 
 
 def say_aloud(line: str) -> None:
-    """Writes a line on standard error."""
+    """Writes a line to standard error."""
     print(line, file=sys.stderr)
 
 
@@ -59,19 +59,19 @@ def export(
     weights: Weights | None = None,
     say: Say = say_aloud,
 ) -> Path:
-    """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. For "peft": :func:`export_adapter`.
+    """Writes the weights of a checkpoint, or of a run's newest complete one; returns the file. For "peft":
+    :func:`export_adapter`.
 
-    What was written is loaded again, by the library that it is for, and has its name only where it has every tensor of the
-    checkpoint.
+    The result is loaded again with the target library, and gets its name only if it has every tensor of the checkpoint.
 
-    They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
-    more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
+    Weights are streamed from the checkpoint's files. 16-bit copies are kept in temporary files, so that memory holds at
+    most the largest tensor; for ``to`` "huggingface", at most one of its files (``shard_size``).
 
-    ``weights``: gives others, such as an adapter's with the model's. None: what the run evaluated, the weights or their averages.
-    ``say`` hears of averages that nobody asked for, and what could not be taken along.
+    ``weights``: returns other weights, such as those of model and adapter. None: what the run evaluated, the weights or
+    their averages. ``say`` is told of averages that were not asked for, and of what could not be exported.
 
-    Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
-    loaded as something else; TaskError where transformers is missing.
+    Raises CheckpointError if there is no checkpoint, the file exists, cannot be written, or loads differently;
+    TaskError if transformers is missing.
     """
     from torch import Tensor
 
@@ -100,9 +100,9 @@ def export(
 
 
 def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -> Path:
-    """Writes the adapter of the newest whole checkpoint that ``path`` means as a folder of peft's; returns the folder.
+    """Writes the adapter of a checkpoint, or of a run's newest complete one, as a peft folder; returns the folder.
 
-    peft loads it again, and has it to be the same model. Raises CheckpointError as :func:`export`, and where there is no adapter.
+    peft must load it as the same model. Raises CheckpointError as :func:`export`, and if there is no adapter.
     """
     import torch
 
@@ -119,7 +119,7 @@ def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Gives a name to write to, which becomes ``target`` when all is done. Raises CheckpointError where it cannot be written."""
+    """Yields a temporary name, renamed to ``target`` at the end. Raises CheckpointError if it cannot be written."""
     from safetensors import SafetensorError
 
     _check(target)
@@ -158,7 +158,7 @@ def _write(
 
 
 def _verify(to: str, out: Path, weights: Tensors) -> None:
-    """Loads what was written as its readers do. Raises CheckpointError where a tensor is another one."""
+    """Loads the result as its readers do. Raises CheckpointError if a tensor differs."""
     import torch
     from safetensors.torch import load_file
 
@@ -181,7 +181,7 @@ def _verify(to: str, out: Path, weights: Tensors) -> None:
 
 
 def _check(target: Path) -> None:
-    """Raises CheckpointError where ``target`` cannot be written."""
+    """Raises CheckpointError if ``target`` cannot be written."""
     if target.exists():
         raise CheckpointError(f"{target} exists already")
     if not target.parent.is_dir():
@@ -189,9 +189,9 @@ def _check(target: Path) -> None:
 
 
 def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> Tensors:
-    """A checkpoint's weights as a ``state_dict``; shared parameters are one tensor. Raises CheckpointError.
+    """Returns a checkpoint's weights as a ``state_dict``; shared parameters are one tensor. Raises CheckpointError.
 
-    ``key``: among a parameter's tensors. ``spill``: where weights of another format than the checkpoint's lie, not in memory.
+    ``key``: which of a parameter's tensors. ``spill``: keeps converted weights on disk instead of in memory.
     """
     import torch
     from torch import Tensor
@@ -211,7 +211,7 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
 
 
 def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> Tensors:
-    """As :func:`read`: the averages of the weights. Raises CheckpointError where there are none."""
+    """Like :func:`read`, for the averages of the weights. Raises CheckpointError if there are none."""
     from dsframe.checkpoint.reader import Checkpoint
     from dsframe.model import ema
 
@@ -221,7 +221,7 @@ def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> 
 
 
 def main(argv: Argv = None) -> int:
-    """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
+    """Writes the file, prints its name and returns 0. Raises CheckpointError without a complete checkpoint or space."""
     options = parser().parse_args(argv)
     to = options.to
     if options.merge and to == "peft":
@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _average(path: Path, asked: bool | None, say: Say = say_aloud) -> bool:
-    """Whether to write the averages of the weights: as ``asked``, or where that is None what the run evaluated, which is said."""
+    """True if averages are to be written: as ``asked``, or if that is None as the run evaluated, which is printed."""
     from dsframe.checkpoint.reader import Checkpoint
     from dsframe.inference import evaluated_averages
 
@@ -287,14 +287,14 @@ def _average(path: Path, asked: bool | None, say: Say = say_aloud) -> bool:
 
 
 def with_base(path: Path, *, average: bool | None = None) -> tuple[nn.Module, nn.Module]:
-    """The model of a checkpoint that has an adapter alone, and the model that the adapter is for."""
+    """Returns the model of a checkpoint that has only an adapter, and the model without it."""
     from dsframe.inference import load_adapted
 
     return load_adapted(path, averages=_average(path, average))
 
 
 def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool | None = None) -> Tensors:
-    """The whole model of a checkpoint that has an adapter alone: built again, in memory. Raises CheckpointError, TaskError."""
+    """Returns the model of an adapter checkpoint, merged in memory. Raises CheckpointError, TaskError."""
     import torch
 
     from dsframe.inference import load_model

@@ -1,4 +1,4 @@
-"""``dsframe init``: a commented file, and a task where one is needed, to begin with."""
+"""``dsframe init``: writes a commented file, and a task if one is needed, to start with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGINNINGS = {
 }
 """Name -> folder in examples/, and one line of help."""
 _LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
-"""A link of a README to a page that is not copied."""
+"""A README's link to a page that is not copied."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Writes the files, prints what to do next and returns 0. Raises DsframeError where a file is there already."""
+    """Writes the files, prints the next steps and returns 0. Raises DsframeError if a file exists."""
     options = parser().parse_args(argv)
     source, folder = shipped("examples", "examples") / BEGINNINGS[options.beginning][0], options.folder
     files = [path for path in sorted(source.iterdir()) if path.is_file()]

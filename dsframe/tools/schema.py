@@ -1,4 +1,4 @@
-"""``dsframe schema``: the JSON Schema of the file, for editors. docs/schema.py makes it from the models."""
+"""``dsframe schema``: prints the JSON Schema of the file, for editors. docs/schema.py generates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that a command makes for its own purposes, each started by ``dsframe launch``."""
+"""Trainings that a command runs through ``dsframe launch``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOG = "log.txt"
 
 
 def train(file: Path, processes: int, directory: Path, words: Sequence[str], seconds: float) -> int:
-    """Trains ``file`` into ``directory``; what it says goes to ``log.txt`` there. Returns its exit code.
+    """Trains ``file`` in ``directory``, with output in its ``log.txt``. Returns the exit code.
 
-    It ends with this process, and whatever it has started ends with it (``dsframe.host.supervise``). ``words``: more
-    arguments of ``dsframe launch``. Raises TimeoutExpired after ``seconds``.
+    The training and everything it starts end with this process (``dsframe.host.supervise``). ``words``: more arguments
+    of ``dsframe launch``. Raises TimeoutExpired after ``seconds``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *words]
@@ -33,5 +33,5 @@ def train(file: Path, processes: int, directory: Path, words: Sequence[str], sec
 
 
 def end_of_log(directory: Path) -> str:
-    """The last lines of what a training said."""
+    """Returns the last lines of a training's output."""
     return "\n".join((directory / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-20:])

@@ -1,1 +1,1 @@
-"""``dsframe launch``: one command for every launcher, on one host or many, with restarts from the newest checkpoint."""
+"""``dsframe launch``: one command for every launcher, on one node or several, restarting from checkpoints."""

@@ -1,6 +1,6 @@
-"""Runs a job to its end: restarts it from the newest checkpoint, unless it would only fail again.
+"""Runs a job to its end, restarting it from the newest checkpoint unless it would only fail again.
 
-Whether a run succeeded is what its processes said (``run_dir.outcome``), not the launcher's exit code.
+Success is decided by the processes' reports (``run_dir.outcome``), not by the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsframe.text import shown
 
 LONGEST_WAIT_SECONDS = 60.0
 SILENT_REPEATS = 3
-"""Failures without a message (kills) at one step that end a run: two may be chance."""
+"""Failures without a message (kills) at the same step that end a run; two may be chance."""
 NO_CHANGE = "a restart would not change that"
 
 
@@ -33,17 +33,17 @@ class Failure:
     """The failure of an attempt."""
 
     step: int
-    """The last step that was finished, as far as anybody knows."""
+    """The last finished step, as far as known."""
     reason: str
-    """Empty where no process could say one."""
+    """Empty if no process reported one."""
     rank: int | None
     code: int
     moved: bool
-    """Steps were done before it, so that the task's code works in general."""
+    """True if the attempt finished steps, so the task's code works in general."""
 
     @classmethod
     def of(cls, ended: Outcome, code: int, newest: int | None, now: int | None) -> Failure:
-        """``code``: the launcher's. ``newest``, ``now``: the step of the newest checkpoint before the attempt, and after it."""
+        """``code``: the launcher's. ``newest``, ``now``: step of the newest checkpoint before and after the attempt."""
         step = ended.step if ended.step is not None else now or 0
         reason = ended.message
         if not reason and not code and ended.code is None:
@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """True for mistakes that a restart does not change."""
+        """True for errors that a restart does not fix."""
         if self.code == TaskError.exit_code:
             return bool(self.reason) and not self.moved
         return bool(self.reason) and self.code in (ConfigError.exit_code, EngineError.exit_code)
@@ -66,18 +66,18 @@ class Attempts:
     """The attempts of one job."""
 
     def __init__(self, directory: Path, *, restarts: int, wait_seconds: float) -> None:
-        """``wait_seconds``: before the first restart, and doubled as long as nothing new is saved."""
+        """``wait_seconds``: before the first restart; doubled while nothing new is saved."""
         self._restarts, self._first_wait = restarts, wait_seconds
         self._store = Store(directory / "checkpoints")
         self._failures: list[Failure] = []
         self.report = directory / f"outcome-{os.urandom(4).hex()}.jsonl"
-        """Where the processes say how they ended; this launch's own: another one may start meanwhile."""
+        """Where processes report how they ended; specific to this launch, since another one may start meanwhile."""
 
     def run(self, attempt: Callable[[bool, list[int]], int]) -> int:
-        """Attempts until one succeeds or none would; returns the exit code of the whole.
+        """Repeats attempts until one succeeds or a restart is useless; returns the exit code of the job.
 
-        ``attempt(resume, received)`` runs the job once, from the newest checkpoint if ``resume``, and
-        returns the launcher's exit code; it appends the signals that came meanwhile to ``received``.
+        ``attempt(resume, received)`` runs the job once, from the newest checkpoint if ``resume``, and returns the
+        launcher's exit code. It appends the signals received meanwhile to ``received``.
         """
         began = saved = False
         wait = self._first_wait
@@ -94,7 +94,7 @@ class Attempts:
             if ended.code == StoppedError.exit_code:
                 return StoppedError.exit_code
             if supervise.ENDING & {*received}:
-                if ended.code is None:  # launchers have codes of their own for workers that a signal ends
+                if ended.code is None:  # launchers have their own exit codes for signals
                     say(f"ended by {signal.Signals(received[-1]).name}")
                 return ended.code or 128 + received[-1]
             now = self._newest()
@@ -102,7 +102,7 @@ class Attempts:
             self._failures.append(failure)
             saved = saved or (began and now is not None)
             if why := self._why_no_restart(lost=saved and now is None):
-                if self._restarts or not ended.message:  # else the process has said the same
+                if self._restarts or not ended.message:  # else the process has reported the same
                     say(f"failed {why}")
                 return failure.code
             wait = self._first_wait if now != newest else wait
@@ -128,7 +128,7 @@ class Attempts:
         return step_of(checkpoints[0]) if checkpoints else None
 
     def _why_no_restart(self, *, lost: bool) -> str:
-        """``lost``: the checkpoints that it had are gone. Empty if there is another attempt."""
+        """Returns why there is no further attempt; empty if there is one. ``lost``: the checkpoints are gone."""
         last, restarts = self._failures[-1], self._restarts
         if len(self._failures) > restarts:
             used = f"; all {restarts} restarts are used" if restarts else ""
@@ -140,7 +140,7 @@ class Attempts:
         same = len({(failure.step, failure.reason) for failure in repeats}) == 1
         if enough and same and last.code != WorldError.exit_code:  # a port in use may be free next time
             return f"{len(repeats)} times in a row {last}; {NO_CHANGE}"
-        if lost:  # to start over would be noticed only when it is over
+        if lost:  # a restart from the beginning would go unnoticed until the end
             damaged = ", ".join(self._store.damaged())
             what = f"{self._store.directory} has no complete checkpoint any more"
             what += f" (damaged: {damaged})" if damaged else ""
@@ -149,7 +149,7 @@ class Attempts:
 
 
 def clean() -> None:
-    """Removes leftovers of killed runs on this host, which block the next run or fill its memory."""
+    """Removes leftovers of killed runs on this node that block the next run or fill its memory."""
     locks, buffers = stale_locks(extensions_directory()), unused_buffers()
     for path in (*locks, *buffers):
         path.unlink(missing_ok=True)
@@ -159,5 +159,5 @@ def clean() -> None:
 
 
 def say(line: str) -> None:
-    """One line of ours among those of the run."""
+    """Prints one line of dsframe launch."""
     print(shown(f"dsframe launch: {line}", sys.stderr) + "\n", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``dsframe launch``: checks a file, chooses the launcher that belongs to it, and runs the job to its end."""
+"""``dsframe launch``: checks a file, chooses its launcher, and runs the job to its end."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ _PROCESSES = frozenset(
         "--nprocs",
     }
 )
-"""What other launchers call -np."""
+"""Other launchers' names for -np."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The parsed command line."""
 
     config: Config
     engine: str
     launcher: str
     job: Job
     training: argparse.Namespace
-    """The options of dsframe.train."""
+    """Options of dsframe.train."""
     directory: Path
 
 
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Runs the job that the command line describes and returns its exit code. Raises DsframeErrors."""
+    """Runs the job and returns its exit code. Raises DsframeErrors."""
     options, rest = parser().parse_known_args(argv)
     if other := next((word for word in rest if word.partition("=")[0] in _PROCESSES), None):
         parser().error(f"unrecognized arguments: {other}; the number of processes in all is -np N")
@@ -172,7 +172,7 @@ def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) 
 
 
 def _threads(config: Config, local_processes: int, *, allocation: bool) -> int:
-    """Threads of a process. In a Slurm allocation a task has the cores of ``--cpus-per-task``, whatever this node has."""
+    """Returns the threads of a process; in a Slurm allocation those of ``--cpus-per-task``."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     share = max(1, len(os.sched_getaffinity(0)) // local_processes)
     tasks = os.environ.get("SLURM_CPUS_PER_TASK", "") if allocation else ""
@@ -181,8 +181,7 @@ def _threads(config: Config, local_processes: int, *, allocation: bool) -> int:
 
 
 def _check(request: Request) -> int:
-    """``dsframe check`` for this engine and number of processes, on standard error; with --quiet only
-    where something is wrong."""
+    """Runs ``dsframe check`` for this run, printing to standard error, with --quiet only errors."""
     label = str(request.config.path)
     options = check.parser().parse_args([label, "-np", str(request.job.processes), "--engine", request.engine])
     options.starts = True

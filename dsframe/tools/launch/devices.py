@@ -1,4 +1,4 @@
-"""The GPUs of this machine that a run may take, counted without CUDA, which is the processes' to start."""
+"""The GPUs of this machine that a run may use, counted without starting CUDA, which is left to the processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FOLDER = Path("/dev")
 
 
 def accelerators() -> bool:
-    """True if this machine has a file of any accelerator that DeepSpeed may train on. ``launch/bin/deepspeed`` asks the same."""
+    """True if there is a device file of an accelerator for DeepSpeed. ``launch/bin/deepspeed`` checks the same."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel"))
 
 
 def installed(folder: Path | None = None) -> int:
-    """Returns how many GPUs this machine has, by their files. On WSL2 they have none, and Windows' own nvidia-smi counts them."""
+    """Returns the number of GPUs by their device files. On WSL2 there are none, so Windows' nvidia-smi is asked."""
     folder = folder or FOLDER
     count = len(list(folder.glob("nvidia[0-9]*")))
     if count or not (folder / "dxg").exists():
@@ -29,9 +29,9 @@ def installed(folder: Path | None = None) -> int:
 
 
 def visible(environ: Environ, folder: Path | None = None) -> tuple[str, ...]:
-    """All, by number, or those of CUDA_VISIBLE_DEVICES up to the first that is none, as CUDA reads it.
+    """Returns all GPU numbers, or those of CUDA_VISIBLE_DEVICES up to the first invalid one, as CUDA does.
 
-    ``launch/gpus`` counts the same for the scripts beside it.
+    ``launch/gpus`` does the same for the scripts next to it.
     """
     count = installed(folder)
     given = environ.get("CUDA_VISIBLE_DEVICES")

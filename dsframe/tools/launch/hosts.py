@@ -1,7 +1,7 @@
-"""The hosts of a run and the processes of each, as whatever names them says.
+"""The hosts of a run and the processes of each.
 
-Known: ``host1:4,host2:4`` on the command line (Horovod's and Open MPI's spelling), host files (a line
-``host slots=4`` each, as DeepSpeed, Open MPI and Horovod read them), and Slurm's variables.
+Sources: ``host1:4,host2:4`` on the command line (Horovod's and Open MPI's notation), host files (lines ``host
+slots=4``, as for DeepSpeed, Open MPI and Horovod), and Slurm's variables.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Host:
     """One machine of the run."""
 
     name: str
-    """A name or an address."""
+    """Name or address."""
     slots: int
-    """Processes that may run there; GPUs, where there are any."""
+    """Largest number of processes on it; one per GPU if it has any."""
 
     @property
     def is_here(self) -> bool:
-        """True if it is this machine, by name or by an address of its own."""
+        """True if it is this machine, by name or address."""
         name = socket.gethostname()
         if self.name in ("localhost", "127.0.0.1", name, name.partition(".")[0]):
             return True
@@ -43,7 +43,7 @@ class Host:
 
 
 def parse(entries: Iterable[str], source: str) -> tuple[Host, ...]:
-    """Hosts as in ``-H`` or the lines of a file. Raises WorldError, which names their ``source``."""
+    """Parses hosts from ``-H`` or the lines of a file. Raises WorldError that names ``source``."""
     hosts: dict[str, Host] = {}
     for entry in filter(None, (entry.partition("#")[0].strip() for entry in entries)):
         match = _HOST.fullmatch(entry)
@@ -57,7 +57,7 @@ def parse(entries: Iterable[str], source: str) -> tuple[Host, ...]:
 
 
 def read_file(path: Path) -> tuple[Host, ...]:
-    """The hosts of a host file. Raises WorldError."""
+    """Returns the hosts of a host file. Raises WorldError."""
     try:
         return parse(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), str(path))
     except OSError as error:
@@ -65,7 +65,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
 
 
 def from_slurm(environ: Environ) -> tuple[Host, ...]:
-    """The hosts of this Slurm allocation with their tasks; empty outside of one."""
+    """Returns the hosts of this Slurm allocation with their tasks; empty outside of one."""
     names = slurm_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     layout = environ.get("SLURM_TASKS_PER_NODE")
     counts = slurm_tasks(layout) if layout else [1] * len(names)
@@ -73,5 +73,5 @@ def from_slurm(environ: Environ) -> tuple[Host, ...]:
 
 
 def show(hosts: tuple[Host, ...]) -> str:
-    """``host1:4,host2:4``."""
+    """Returns ``host1:4,host2:4``."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -1,4 +1,4 @@
-"""The command line of each launcher for one job. Nothing is started here: ``--print`` shows it."""
+"""Builds each launcher's command line for a job. Starts nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsframe.errors import WorldError
 from dsframe.tools.launch import devices
 from dsframe.tools.launch.hosts import Host, show
 
-# What another host cannot know by itself. The rest of its environment is its own.
+# Prefixes of variables that other hosts need. The rest of their environment is their own.
 PASSED_ON = (
     "DSFRAME", "OMP_", "GLOO_", "NCCL_", "FI_", "UCX_", "HOROVOD_", "DS_", "CUDA_LAUNCH", "TORCH", "PYTHON", "LC_", "HF_", "MKL_",
     "LD_LIBRARY_PATH", "PATH",
@@ -29,25 +29,25 @@ class Job:
 
     processes: int
     program: tuple[str, ...]
-    """Words after ``python``: ``-m dsframe.train``, or a script of the user's."""
+    """Words after ``python``: ``-m dsframe.train``, or the user's script."""
     arguments: tuple[str, ...]
     """Arguments of the program."""
     hosts: tuple[Host, ...] = ()
-    """Hosts with the slots of each; empty: this machine only."""
+    """Hosts with their slots; empty for this machine only."""
     hostfile: Path | None = None
-    """The file that names them; None: the command line does, or Slurm."""
+    """Host file; None if the hosts are from the command line or Slurm."""
     gpus: tuple[str, ...] = ()
-    """GPUs out of CUDA_VISIBLE_DEVICES for this machine's processes; empty: all that they see."""
+    """GPUs from CUDA_VISIBLE_DEVICES for this machine's processes; empty for all visible ones."""
     threads: int = 1
     """Threads of each process."""
     address: str = "127.0.0.1"
     """Address of rank 0."""
     port: int = 29500
-    """Port for torch.distributed at that address."""
+    """Port of torch.distributed on rank 0."""
     interface: str | None = None
-    """The network interface to the other hosts, by which name all of them know it."""
+    """Name of the network interface to the other hosts; the same on all."""
     allocation: bool = False
-    """True if ``hosts`` are those of the Slurm allocation that this runs in."""
+    """True if ``hosts`` are those of the surrounding Slurm allocation."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ class Launch:
     """The command that starts a job."""
 
     command: tuple[str, ...]
-    """The first word is the program."""
+    """The program and its arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to add."""
     forwards: bool = False
-    """The launcher passes USR1 on to its workers, which are not its own children."""
+    """True if the launcher forwards USR1 to its workers, which are not its children."""
 
     def __str__(self) -> str:
-        """As a person would type it, with ``***`` for secrets."""
+        """The command as typed in a shell, with ``***`` for secrets."""
         variables = (f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
         return " ".join([*variables, shlex.join(redact(self.command))])
 
 
 def plan(launcher: str, job: Job) -> Launch:
-    """The command of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
+    """Returns the command of ``launcher`` for ``job``. Raises WorldError if it cannot start such a job."""
     launch = _PLANS[launcher](job)
     return replace(launch, environment={"OMP_NUM_THREADS": str(job.threads), **launch.environment})
 
 
 def search_path() -> str:
-    """Where commands are looked for: PATH, then this environment, which need not be activated."""
+    """Returns where commands are looked up: PATH, then this Python environment, which need not be activated."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
@@ -84,7 +84,7 @@ def installed(name: str) -> bool:
 
 
 def program(name: str) -> str:
-    """Returns where a launcher is. Raises WorldError where it is not installed."""
+    """Returns the path of a launcher. Raises WorldError if it is not installed."""
     path = shutil.which(name, path=search_path())
     if path is None:
         raise WorldError(f"{name} is not installed; dsframe doctor says how to install it")
@@ -92,7 +92,7 @@ def program(name: str) -> str:
 
 
 def python() -> str:
-    """This Python, by the short name where that means the same."""
+    """Returns this Python, as ``python`` if that is the same."""
     path = shutil.which("python")
     same = path is not None and Path(path).absolute() == Path(sys.executable).absolute()
     return "python" if same else sys.executable
@@ -103,7 +103,7 @@ def _python_words(job: Job) -> tuple[str, ...]:
 
 
 def _module_words(job: Job, option: str) -> tuple[str, ...]:
-    """The program in the words of a launcher that starts Python itself."""
+    """Returns the program in the notation of a launcher that starts Python itself."""
     words = (option, *job.program[1:]) if job.program[0] == "-m" else job.program
     return (*words, *job.arguments)
 
@@ -115,7 +115,7 @@ def _python(job: Job) -> Launch:
 
 
 def _deepspeed(job: Job) -> Launch:
-    """DeepSpeed's. On several hosts it starts its processes by pdsh, as many as the file says."""
+    """Builds DeepSpeed's command. On several hosts it starts processes by pdsh, as many as the host file says."""
     words = _module_words(job, "--module")
     if job.hosts:
         if job.hostfile is None or job.processes != sum(host.slots for host in job.hosts):
@@ -123,7 +123,7 @@ def _deepspeed(job: Job) -> Launch:
             raise WorldError(f"{message}; name it with --hostfile, without -np")
         meeting = (f"--master_addr={job.address}", f"--master_port={job.port}")
         return Launch(("deepspeed", f"--hostfile={job.hostfile}", *meeting, *words))
-    # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, maybe other people's.
+    # With --num_gpus it ignores CUDA_VISIBLE_DEVICES and uses GPUs 0 to N-1, which may be in use by others.
     mask = ",".join(job.gpus)
     if devices.hidden(os.environ) or (not mask.replace(",", "0").isdecimal() and mask):
         given = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -155,7 +155,7 @@ def _horovodrun(job: Job) -> Launch:
 
 
 def _mpirun(job: Job) -> Launch:
-    """Open MPI's. Binding is left out: it would put both threads of two ranks on one core."""
+    """Builds Open MPI's command. No binding, which would put both threads of two ranks on one core."""
     environment = {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
     exported = ["OMP_NUM_THREADS", *environment]
     hosts: tuple[str, ...] = ("--oversubscribe",)
@@ -172,14 +172,14 @@ def _mpirun(job: Job) -> Launch:
 
 
 def _srun(job: Job) -> Launch:
-    """Inside an allocation, or asking for one. A task that fails ends all."""
+    """Builds srun's command, inside an allocation or requesting one. A failing task ends all."""
     options = [f"--ntasks={job.processes}"]
     if job.hosts:
         options.append(f"--nodes={len(job.hosts)}")
     if job.hosts and not job.allocation:
         options.append("--nodelist=" + ",".join(host.name for host in job.hosts))
     cpus = os.environ.get("SLURM_CPUS_PER_TASK") if job.allocation else None
-    if cpus:  # since Slurm 22.05 srun no longer inherits it from sbatch: each task would have one CPU
+    if cpus:  # since Slurm 22.05 srun does not inherit it from sbatch, and each task would have one CPU
         options.append(f"--cpus-per-task={cpus}")
     command = ("srun", *options, "--kill-on-bad-exit=1", *_python_words(job))
     return Launch(command, {"MASTER_PORT": str(job.port)}, forwards=True)
@@ -197,11 +197,10 @@ NAMES = tuple(_PLANS)
 
 
 def natural(engine: str, job: Job) -> str:
-    """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation,
-    python for one process.
+    """Returns an engine's launcher: Horovod's, DeepSpeed's or torch's; srun in an allocation, python for one process.
 
-    On several hosts DeepSpeed's needs pdsh and a host file, and torch's starts the processes of one
-    host only: without, mpirun.
+    On several hosts, where DeepSpeed's needs pdsh and a host file and torchrun starts only one host's processes,
+    mpirun.
     """
     if job.allocation:
         return "srun"
@@ -215,22 +214,23 @@ def natural(engine: str, job: Job) -> str:
 
 
 def quietly(launch: Launch) -> Launch:
-    """The launch without the launcher's own words: DeepSpeed's log of 18 lines, torchrun's 30 and mpirun's 12 after a failure."""
+    """Returns the launch without the launcher's output: DeepSpeed's 18 lines, torchrun's 30 and mpirun's 12 after a
+    failure."""
     name, *words = launch.command
     if name == "torchrun":
         return replace(launch, command=(sys.executable, "-m", "dsframe.tools.launch.torchrun", *words))
     if name == "mpirun":
         return replace(launch, command=(name, "--quiet", *words))
-    if name == "horovodrun":  # which starts mpirun, where Horovod was built with MPI
+    if name == "horovodrun":  # starts mpirun if Horovod was built with MPI
         return replace(launch, command=(name, "--mpi-args=--quiet", *words))
     if name != "deepspeed":
         return launch
     known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
-    processor = {} if known else {"DS_ACCELERATOR": "cpu"}  # it says three times that it found none
+    processor = {} if known else {"DS_ACCELERATOR": "cpu"}  # it prints three times that it found no accelerator
     environment = {**processor, **launch.environment}
     return replace(launch, command=(name, "--quiet", *words), environment=environment)
 
 
 def with_arguments(job: Job, *arguments: str) -> Job:
-    """The job with more arguments for its program."""
+    """Returns the job with more arguments for its program."""
     return replace(job, arguments=(*job.arguments, *arguments))

@@ -1,4 +1,4 @@
-"""``torchrun`` without its words about a process that failed: that process has said what is wrong."""
+"""``torchrun`` without its output about a failed process, which has reported the error itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 
 def main() -> int:
-    """Runs torchrun on the command line's words; the exit code is the first process's that failed."""
+    """Runs torchrun with the command line's arguments; returns the exit code of the first failed process."""
     try:
         return _run()
-    except KeyboardInterrupt:  # while torch is imported; later, it is one of the signals below
+    except KeyboardInterrupt:  # while torch is imported; later it is a SignalException
         return 128 + signal.SIGINT
 
 

@@ -1,1 +1,1 @@
-"""``dsframe plan``: memory and communication of each rank before a run starts, and what else would fit."""
+"""``dsframe plan``: memory of each rank before a run starts, and alternatives that fit."""

@@ -1,8 +1,7 @@
-"""Which strategies there are for a model on so many processes, each as a file, and which is best.
+"""Lists the strategies for a model on a number of processes, each as a file, the best first.
 
-All are the same training: the global batch stays, and what changes is where state lies. Of those that fit
-the simplest is best: one device as it is, replicas, ZeRO, offload. Pipelines and tensor parallelism are
-predicted where the file has them.
+All keep the global batch, so they train the same; only the location of state differs. The best is the simplest that
+fits: one device, replicas, ZeRO, offload. Pipeline and tensor parallelism are predicted only if the file has them.
 """
 
 from __future__ import annotations
@@ -21,52 +20,51 @@ from dsframe.tools.plan.footprint import Prediction, predict
 from dsframe.tools.plan.model import Model
 
 Patch = Json
-"""Sections of a file that are replaced; None: removed."""
+"""Sections of a file to replace; None removes one."""
 _REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
-"""Engines that take no sections of DeepSpeed's, as the plan calls them."""
+"""Engines that use no sections of DeepSpeed -> their names in the plan."""
 _STAGES = ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all"))
-"""ZeRO stages and what is offloaded, from simple to involved."""
+"""ZeRO stages and what is offloaded, from simple to complex."""
 _OFFLOADED = {"": "", "optimizer": ", optimizer on the CPU", "all": ", all on the CPU"}
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A file that could run, and what it would take."""
+    """A file that could run, and its predicted memory."""
 
     name: str
     file: Json
-    """The whole file, ready to be written."""
     prediction: Prediction
     recomputes: bool = False
-    """Blocks are computed twice, which the file as it is written does not ask for."""
+    """True if blocks are recomputed, although the original file does not ask for it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is possible on one number of processes."""
+    """The possibilities on one number of processes."""
 
     world_size: int
     as_written: Strategy
     strategies: Sequence[Strategy]
-    """Those that fit first, the simplest of them first."""
+    """Those that fit first, simplest first."""
     refused: Mapping[str, str]
-    """What this file cannot be turned into: name of a strategy -> why."""
+    """Name of a strategy that is not possible with this file -> why."""
 
     @property
     def fits(self) -> bool:
-        """True if the file fits as it is written."""
+        """True if the original file fits."""
         return self.as_written.prediction.fits
 
 
 def _given(config: Config) -> Json:
-    """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
+    """Returns a deep copy of the user's file, with overrides and unresolved ``"auto"``."""
     raw: Json = copy.deepcopy(config.findings.document.root)
     overrides.apply(raw, config.overrides, config.findings.empty_copy())
     return raw
 
 
 def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
-    """Raises ConfigError where the file as it is cannot run on so many processes."""
+    """Returns the plan. Raises ConfigError if the original file cannot run on so many processes."""
     engine = engines.named(config.settings.engine)
     problems, _ = engines.examine(config, engine)
     if problems:
@@ -93,7 +91,6 @@ def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
 
 
 def _recomputing(config: Config) -> Json:
-    """The file with every block recomputed in the backward pass."""
     file = _given(config)
     section = file.setdefault("dsframe", {})
     section["model"] = section.get("model", {}) | {"activation_checkpointing": True}
@@ -101,7 +98,7 @@ def _recomputing(config: Config) -> Json:
 
 
 def _best(name: str, config: Config, engine: str, patch: Patch, run: tuple[Model, Device, int]) -> Strategy:
-    """The patched file with the largest micro-batch that fits. Raises ConfigError."""
+    """Returns the patched file with the largest micro-batch that fits. Raises ConfigError."""
     model, device, world_size = run
     recomputes = config.settings.model.activation_checkpointing is True
     other, batches = _micro_batches(config, engine, patch, world_size)
@@ -114,14 +111,14 @@ def _best(name: str, config: Config, engine: str, patch: Patch, run: tuple[Model
         }
         options.append(Strategy(name, _given(other) | sizes, prediction, recomputes))
     best = min(options, key=_order)
-    load(best.file, facts=other.facts)  # some micro-batches are refused
+    load(best.file, facts=other.facts)  # raises for micro-batches that are refused
     return best
 
 
 def _order(strategy: Strategy) -> tuple[bool, bool, float]:
-    """Sorts what fits before what fits only just, then by what it costs in time: recomputation less
-    than the optimizer on the CPU, and that less than parameters there. Equals keep their order, the
-    simplest first. Of what does not fit, what lacks least comes first."""
+    """Sort key: what fits with room, what fits tightly, then the rest by how much is missing. What fits is ordered
+    by cost in time: recomputation, optimizer on the CPU, parameters on the CPU. Equals keep their order, simplest
+    first."""
     prediction = strategy.prediction
     if not prediction.fits:
         return True, True, prediction.fullness
@@ -131,7 +128,7 @@ def _order(strategy: Strategy) -> tuple[bool, bool, float]:
 
 
 def _candidates(config: Config, world_size: int) -> Iterator[tuple[str, str, Patch]]:
-    """Name, engine and changes to the file, from simple to involved."""
+    """Yields name, engine and changes to the file, from simple to complex."""
     replicas = {"single": "one process"} if world_size == 1 else _REPLICAS
     for engine, name in replicas.items():
         yield name, engine, {"zero_optimization": None}
@@ -141,7 +138,7 @@ def _candidates(config: Config, world_size: int) -> Iterator[tuple[str, str, Pat
 
 
 def _zero(config: Config, stage: int, offload: str) -> Patch:
-    """The file's own section with another stage."""
+    """Returns the file's section with another stage and offload."""
     section = dict(_given(config).get("zero_optimization", {})) | {"stage": stage}
     for key, wanted in (("offload_optimizer", offload), ("offload_param", offload == "all")):
         section.pop(key, None)
@@ -151,8 +148,8 @@ def _zero(config: Config, stage: int, offload: str) -> Patch:
 
 
 def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -> tuple[Config, list[Batch]]:
-    """The patched file with a micro-batch of one sample, and every size that makes the same global batch, the largest
-    first. Raises ConfigError where dsframe does not accept it."""
+    """Returns the patched file with a micro-batch of one sample, and every batch with the same global batch, largest
+    micro-batch first. Raises ConfigError if dsframe does not accept it."""
     as_written = engines.TABLE[engines.named(config.settings.engine)].replicas
     samples = config.batch(world_size, replicas=as_written).train_batch_size
     file = {key: value for key, value in _given(config).items() if key not in patch}
@@ -171,7 +168,7 @@ def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -
         problems = [*problems, other.error(("train_batch_size",), message, remedy, code="batch")]
     if problems:
         raise ConfigError(problems)
-    sizes = reversed(_divisors(share))  # of equal ones, that with the fewest passes
+    sizes = reversed(_divisors(share))  # among equals, fewest passes first
     return other, [
         replace(batch, train_batch_size=samples, micro_batch_size=size, accumulation_steps=share // size)
         for size in sizes
@@ -179,7 +176,7 @@ def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -
 
 
 def _divisors(number: int) -> list[int]:
-    """Powers of two that divide ``number``, at most six; with itself where that is small."""
+    """Returns at most six powers of two that divide ``number``, and ``number`` itself if it is small."""
     powers = [2**power for power in range(number.bit_length()) if number % 2**power == 0]
     if number <= 64:
         powers = sorted({*powers, number})

@@ -1,4 +1,4 @@
-"""``dsframe plan``: the memory of a file's run on any number of processes, and which strategies fit."""
+"""``dsframe plan``: predicts a run's memory on any number of processes, and lists strategies that fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsframe.tools.plan.model import Model
 
 _SHOWN = 10
-"""Strategies that are printed without --all."""
+"""Strategies printed without --all."""
 _COLUMNS = "fits,a rank,its host"
 EPILOG = """\
 The model runs on torch's meta device, so nothing is allocated. --format json has
@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def number(text: str) -> float:
-    """Returns 7e9 for ``7B``. Raises ValueError for what is no number."""
+    """Returns 7e9 for ``7B``. Raises ValueError if it is not a number."""
     unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
     return float(text[:-1]) * unit if unit else float(text)
 
 
 def main(argv: Argv = None) -> int:
-    """Prints the plan; 0 where the file fits as it is on every number of processes, else 1."""
+    """Prints the plan; returns 0 if the original file fits on every number of processes, else 1."""
     options = parser().parse_args(argv)
     try:
         counts = [int(text) for text in options.processes.split(",")]
@@ -123,7 +123,6 @@ def _text(plan: Plan, device: Device, *, every: bool) -> Iterator[str]:
 
 
 def _row(strategy: Strategy) -> list[str]:
-    """The strategy with its engine and its batch, whether it fits, and sizes in GB."""
     p = strategy.prediction
     name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
     fits = "tight" if p.tight else "yes" if p.fits else "NO"
@@ -131,7 +130,6 @@ def _row(strategy: Strategy) -> list[str]:
 
 
 def _lack(plan: Plan) -> str:
-    """Why nothing fits, by what comes closest."""
     closest = min((plan.as_written, *plan.strategies), key=lambda each: each.prediction.fullness)
     text = (
         f"nothing fits: {closest.name} comes closest, and needs {closest.prediction.fullness:.1f} times what there is"

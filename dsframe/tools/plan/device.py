@@ -1,11 +1,11 @@
-"""The memory of one device: this machine's, or that of GPUs of a given size."""
+"""The memory of one device: of this machine, or of GPUs of a given size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 GPU_BASE_BYTES = 0.6e9
-"""What CUDA's context and NCCL's buffers take of a GPU that is not here: an assumption."""
+"""Assumed size of CUDA's context and NCCL's buffers on a GPU that is not here."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class Device:
 
     name: str
     memory_bytes: float
-    """Of the device: of a GPU, or of one process's part of the CPU's memory."""
+    """Memory of the GPU, or one process's part of the CPU's."""
     host_memory_bytes: float = float("inf")
-    """One process's part of the host's memory. Infinite where the host is not known."""
+    """One process's part of host memory; infinite if unknown."""
     base_bytes: float = 0.0
-    """What a process takes whatever its model."""
+    """Memory of a process without a model."""
     on_cpu: bool = False
-    """True if processes compute on CPUs: memory that nothing was written to takes none."""
+    """True if processes compute on CPUs, where memory that is never written takes no space."""
     measured: bool = False
 
     def __str__(self) -> str:
@@ -32,12 +32,13 @@ class Device:
 
 
 def gpu(memory_bytes: float) -> Device:
-    """A GPU of this size, somewhere."""
+    """Returns a GPU of this size that is not in this machine."""
     return Device("GPU", memory_bytes, base_bytes=GPU_BASE_BYTES)
 
 
 def this_machine(processes: int) -> Device:
-    """This machine with so many processes. Each takes what this one takes; of a GPU, what is in use when CUDA has started."""
+    """Returns this machine with so many processes. Base: this process's memory; of a GPU, what is used after CUDA's
+    start."""
     import psutil
     import torch
 
@@ -46,5 +47,5 @@ def this_machine(processes: int) -> Device:
         free, total = torch.cuda.mem_get_info()
         host = memory / min(processes, torch.cuda.device_count())
         return Device("this machine", total, host, total - free, measured=True)
-    base = psutil.Process().memory_info().rss  # of this process, which has imported torch
+    base = psutil.Process().memory_info().rss  # this process has imported torch
     return Device("this machine", memory / processes, base_bytes=base, on_cpu=True, measured=True)

@@ -1,4 +1,4 @@
-"""Models on torch's meta device: shapes without memory and without numbers."""
+"""Models on torch's meta device, which have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Attention(TorchFunctionMode):
-    """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
+    """Runs attention by a kernel without a matrix of scores, as CPUs and GPUs do; the meta device's would keep one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,14 +36,14 @@ class Attention(TorchFunctionMode):
 
 
 class Loss(nn.Module):
-    """A task's loss as a last layer; outputs in fp32, as every engine hands them on."""
+    """A task's loss as a last layer; outputs are converted to fp32, as on every engine."""
 
     def __init__(self, task: Task, targets: Any) -> None:
         super().__init__()
         self._task, self._targets = task, targets
 
     def forward(self, outputs: Any) -> Tensor:
-        """The loss of ``outputs``."""
+        """Returns the loss of ``outputs``."""
         loss: Tensor = loss_and_terms(
             self._task.loss(map_floats(outputs, lambda tensor: tensor.float()), self._targets)
         )[0]
@@ -51,9 +51,9 @@ class Loss(nn.Module):
 
 
 def model_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> nn.Module:
-    """The model with parameters of ``dtype``, adapted and frozen as ``config`` says.
+    """Returns the model with parameters of ``dtype``, with adapter and frozen parameters as in ``config``.
 
-    Raises TaskError where the task has several models, ConfigError and TaskError as ``groups.settle_groups``.
+    Raises TaskError if the task has several models, ConfigError and TaskError as ``groups.settle_groups``.
     """
     if task.models():
         raise TaskError(

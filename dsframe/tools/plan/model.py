@@ -1,8 +1,7 @@
-"""What one step of a model computes and keeps, by running it on torch's meta device: shapes without
-memory.
+"""Measures what a step of a model computes and keeps, by running it on torch's meta device.
 
-Bytes are affine in the number of samples of a micro-batch (weights are there once, activations once a
-sample), so two runs, of 2 and of 4 samples, give every size, with and without blocks that are recomputed.
+Bytes are affine in the number of samples of a micro-batch (weights are constant, activations proportional), so two
+runs, with 2 and 4 samples, give every size, with and without recomputed blocks.
 """
 
 from __future__ import annotations
@@ -41,52 +40,52 @@ class Affine:
     each: float = 0.0
 
     def at(self, samples: int) -> float:
-        """For so many samples."""
+        """Returns the value for so many samples."""
         return max(0.0, self.fixed + self.each * samples)
 
     def plus(self, other: Affine) -> Affine:
-        """The sum of both."""
+        """Returns the sum of both."""
         return Affine(self.fixed + other.fixed, self.each + other.each)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A task's model as the plan sees it. Sizes are bytes, but for elements of parameters."""
+    """A task's model as the plan sees it. Sizes in bytes, parameters in elements."""
 
     parameters: int
-    """Elements that are trained."""
+    """Trained elements."""
     bytes_each: int
-    """Of a parameter in the model's own number format."""
+    """Bytes of a parameter in the model's dtype."""
     frozen: int = 0
-    """Elements that are not."""
+    """Frozen elements."""
     largest: int = 0
-    """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
+    """Elements of the module with the most parameters of its own: what ZeRO-3 gathers at a time."""
     block: int = 0
-    """Elements of the largest block; of the model where it has none."""
+    """Elements of the largest block; of the model if it has none."""
     buffer_bytes: int = 0
     saved: Affine = field(default_factory=Affine)
-    """Kept for the backward pass, parameters left out."""
+    """Kept for the backward pass, without parameters."""
     saved_wide: Affine = field(default_factory=Affine)
-    """Those whose last dimension is the hidden size: tensor parallelism does not shard them."""
+    """Kept tensors whose last dimension is the hidden size, which tensor parallelism does not shard."""
     transient: Affine = field(default_factory=Affine)
-    """What one recomputed part keeps while its turn in the backward pass comes."""
+    """Kept by one recomputed block during its backward pass."""
     scratch: Affine = field(default_factory=Affine)
     """The largest operation's results."""
     inputs: Affine = field(default_factory=Affine)
     """A micro-batch."""
     recomputed: Model | None = None
-    """The same with blocks that are computed twice: those that the file names, else all. None: it has no blocks."""
+    """The same model with recomputed blocks: those in the file, else all. None if it has no blocks."""
 
 
 def traced(config: Config, task: Task) -> Model:
-    """The model in the number formats of a file. Raises TaskError as :func:`trace`."""
+    """Returns the model in the file's number formats. Raises TaskError as :func:`trace`."""
     dtype = precision.parameter_dtype(config)
     if not config.deepspeed.torch_autocast.enabled:
         return trace(task, dtype, config)
     model = trace(task, torch.bfloat16, config)
 
     def mixed(model: Model) -> Model:
-        """Fp32 parameters, with activations in 16 bits and 16-bit copies of the weights."""
+        """Converts to fp32 parameters, with activations and weight copies in 16 bits."""
         saved = replace(model.saved, fixed=model.saved.fixed + 2.0 * model.parameters)
         return replace(model, saved=saved, bytes_each=dtype.itemsize)
 
@@ -94,9 +93,9 @@ def traced(config: Config, task: Task) -> Model:
 
 
 def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model:
-    """The model of ``task`` with parameters of ``dtype``, frozen as ``config`` says.
+    """Returns the model of ``task`` with parameters of ``dtype``, frozen as in ``config``.
 
-    Raises TaskError where the model needs numbers, as data-dependent branches do.
+    Raises TaskError if the model needs values, for example for data-dependent branches.
     """
     inputs, targets = example(task)
     with meta_device():
@@ -112,7 +111,6 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
 
 
 def _blocks(module: nn.Module, config: Config | None) -> list[str]:
-    """Names of the modules that the file has recomputed, or could have."""
     if config is not None and config.settings.model.recomputation is not None:
         return switches.recomputed(module, config)
     try:
@@ -122,7 +120,7 @@ def _blocks(module: nn.Module, config: Config | None) -> list[str]:
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the largest result that is no view."""
+    """Records the bytes of the largest result that is not a view."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,7 +135,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, blocks: Sequence[str]) -> dict[str, float]:
-    """One forward and one backward pass. ``blocks``: parts of the module to be told apart."""
+    """Runs one forward and one backward pass, and returns sizes in bytes. ``blocks``: modules to count separately."""
     inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
     weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     kept: dict[int, tuple[Any, int, bool, bool]] = {}

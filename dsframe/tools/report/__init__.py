@@ -1,1 +1,1 @@
-"""``dsframe report``: reads the directories of runs and makes a page of them."""
+"""``dsframe report``: writes a page about the runs in given directories."""

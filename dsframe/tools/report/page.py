@@ -1,4 +1,4 @@
-"""``dsframe report RUN``: a run, or several overlaid, as one HTML file that needs nothing but itself."""
+"""``dsframe report RUN``: writes one or several runs as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Argv = None) -> int:
-    """Writes the page, prints its path, returns 0. Raises DataError."""
+    """Writes the page, prints its path and returns 0. Raises DataError."""
     options = parser().parse_args(argv)
     target = options.output or options.runs[0] / "report.html"
     with understood():
@@ -62,7 +62,7 @@ def main(argv: Argv = None) -> int:
         text = page(runs).encode("utf-8", errors="replace")
     if options.output:
         target.write_bytes(text)
-    else:  # a directory that may be another's: a link there is not followed
+    else:  # the directory may be someone else's: do not follow a link there
         with replacing(target) as file:
             file.write(text)
     print(printable(str(target)))
@@ -70,7 +70,7 @@ def main(argv: Argv = None) -> int:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML text."""
+    """Returns the HTML text."""
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     pictures = "".join(f"<figure>{inline(chart)}</figure>" for chart in charts(runs)) if available() else ""
     parts = [
@@ -86,7 +86,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """The curves that have been recorded."""
+    """Returns the charts of recorded curves."""
     recorded = (record.get("evaluation", {}) for run in runs for record in run.records)
     metrics = sorted({name for evaluation in recorded for name in evaluation})
     validation = [name for name in metrics if name.rpartition("/")[2] == "loss"]
@@ -98,12 +98,12 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     for title, key, label, log in wanted:
         lines = [Line(run.name, run.curve(key), index) for index, run in enumerate(runs)]
         panels.append(Chart(title, label, lines, log))
-    # One point is in the table.
+    # A single point is in the table.
     return [panel for panel in panels if any(len(line.points) > 1 for line in panel.lines)]
 
 
 def _losses(runs: Sequence[Run], validation: Sequence[str]) -> Chart:
-    """Training and validation loss in one chart; the latter dashed, in the run's colour where there are several runs."""
+    """Returns training and validation (dashed) loss in one chart; of several runs in the run's colour."""
     alone = len(runs) == 1
     lines = [Line("training" if alone else run.name, run.curve("loss"), index) for index, run in enumerate(runs)]
     for number, name in enumerate(validation, 1):
@@ -125,7 +125,7 @@ def _table(runs: Sequence[Run], cells: Sequence[Sequence[str]]) -> str:
 
 
 def _origin(run: Run) -> str:
-    """Where the numbers come from, and the file that ran."""
+    """Returns HTML with the run's origin and its config file."""
     origin = dict(run.origin)
     origin["command"] = shlex.join(origin.get("command", []))
     cells = "".join(

@@ -1,7 +1,6 @@
-"""Charts by matplotlib, as SVG inside a page.
+"""Charts by matplotlib, as inline SVG.
 
-Colours are those of Okabe and Ito (2008), which people with any colour vision tell apart; every line
-has a marker of its own too.
+The colours, by Okabe and Ito (2008), are distinct for any colour vision; every line also has its own marker.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 MISSING = 'no pictures, because matplotlib is not installed: pip install "dsframe[plots]"'
 _BLACK = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", _BLACK, "#E69F00", "#56B4E9", "#8C6D31")
-"""The last is a brown in place of their yellow, which cannot be seen on white."""
+"""The last is a brown instead of their yellow, which is invisible on white."""
 _MARKERS = "os^vDPX*"
 _GRID = "#dddddd"
 _SETTINGS: Any = {"font.size": 9.0, "svg.fonttype": "none", "svg.hashsalt": "dsframe"}
-"""Text stays text, which can be searched; the same picture twice is the same file."""
+"""Text stays searchable text; the same picture always gives the same file."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +32,29 @@ class Line:
     points: Sequence[tuple[float, float]]
     """Finite numbers."""
     series: int
-    """Chooses colour and marker."""
+    """Selects colour and marker."""
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis."""
+    """Lines in one coordinate system."""
 
     title: str
     label: str
-    """What the lines count, with its unit."""
+    """What the lines show, with its unit."""
     lines: Sequence[Line]
     log: bool = False
     across: str = "optimizer step"
 
 
 def available() -> bool:
-    """True if there can be pictures."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def inline(chart: Chart) -> str:
-    """An ``<svg>`` element for a page: black is the page's ink, and its paper is seen through it."""
+    """Returns an ``<svg>`` element with the page's text colour for black, and a transparent background."""
     text = io.StringIO()
     figure(chart).savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     head = f'<svg role="img" aria-label="{escape(chart.title, quote=True)}" '
@@ -64,12 +63,12 @@ def inline(chart: Chart) -> str:
 
 
 def ink(series: int) -> str:
-    """A line's colour in a page's style."""
+    """Returns a line's colour for the page's style."""
     return COLOURS[series % len(COLOURS)].replace(_BLACK, "currentColor")
 
 
 def figure(chart: Chart) -> Any:
-    """A figure of matplotlib's."""
+    """Returns a matplotlib figure."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -89,13 +88,13 @@ def figure(chart: Chart) -> Any:
             marker=_MARKERS[line.series % len(_MARKERS)],
             markersize=5,
             markevery=max(1, len(across) // 12),
-            # Earlier lines are wider: where two are the same, both are seen.
+            # Earlier lines are wider, so that equal curves are both visible.
             linewidth=1.3 if line.dashed else 1.3 + 3.2 * (1 - (index + 1) / len(chart.lines)),
         )
     if chart.log:
         axes.set_yscale("log")
     if chart.across == Chart.across:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # no fractional steps
     axes.set_xlabel(chart.across)
     axes.set_ylabel("\n".join(textwrap.wrap(chart.label, 36)))
     axes.grid(color=_GRID, linewidth=0.6)

@@ -1,4 +1,4 @@
-"""What runs' directories hold, and the numbers that pages and tables show of it."""
+"""Reads runs' directories, and the numbers that pages and tables show."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Value = float | str | None
 
 
 def printable(text: str) -> str:
-    """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
+    """Returns ``text`` with control characters replaced, so that names from files cannot move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's directory holds."""
+    """Content of a run's directory."""
 
     name: str
     records: Sequence[Json]
     summary: Json
-    """Empty while it runs, and after a failure."""
+    """Empty until the run has finished successfully."""
     origin: Json
     config: Json
 
     def curve(self, key: str) -> list[tuple[float, float]]:
-        """``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
+        """Returns ``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
         outer, _, inner = key.partition(".")
         points = []
         for record in self.records:
@@ -44,12 +44,12 @@ class Run:
 
     @property
     def about(self) -> Json:
-        """What the run said of itself: engine, model, data."""
+        """The run's own description: engine, model, data."""
         return self.summary or self.records[0].get("run", {})
 
     @property
     def unit(self) -> str:
-        """What is counted: samples or tokens."""
+        """Counted unit: samples or tokens."""
         return str(self.summary.get("unit", "units"))
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Around what takes records for dsframe's own. Raises DataError where they are not."""
+    """Context for code that expects dsframe's records. Raises DataError if they are not."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def understood() -> Iterator[None]:
 
 
 def read_run(directory: Path, name: str | None = None) -> Run:
-    """A run by its directory. Raises DataError where there is none."""
+    """Reads a run's directory. Raises DataError if there is no run."""
     records = read_metrics(directory)
     try:
         summary = read_summary(directory)
@@ -81,7 +81,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Returns the shortest distinct ends of the paths."""
     for depth in range(1, max(len(run.resolve().parts) for run in runs) + 1):
         short = ["/".join(run.resolve().parts[-depth:]) for run in runs]
         if len(set(short)) == len(runs):
@@ -90,14 +90,13 @@ def names(runs: Sequence[Path]) -> list[str]:
 
 
 def differences(run: Run, other: Run) -> list[tuple[float, float]]:
-    """Absolute difference of the training losses, by the steps that both have logged."""
+    """Returns absolute differences of the training losses at the steps that both have logged."""
     others = dict(other.curve("loss"))
     return [(step, abs(loss - others[step])) for step, loss in run.curve("loss") if step in others]
 
 
 def numbers(run: Run, first: Run) -> dict[str, Value]:
-    """What is known of ``run``, unrounded, with the unit in the name; losses are compared with those
-    of ``first``."""
+    """Returns unrounded values about ``run``, with units in the names, and losses compared with those of ``first``."""
     about = run.about
     losses = run.curve("loss")
     peaks = [size / 2**20 for size in run.summary.get("peak_memory_bytes", ())]
@@ -122,7 +121,7 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
 
 
 def sameness(runs: Sequence[Run]) -> list[list[str]]:
-    """Whether the runs have the same model, data and file: a row for each, as far as all of them have recorded it."""
+    """Returns whether the runs have the same model, data and file, as far as all have recorded it: a row for each."""
     differing = len(file_differences(runs))
     file = f"{differing} key{'s differ' if differing > 1 else ' differs'}" if differing else "the same"
     return [
@@ -141,12 +140,12 @@ def _same(recorded: Sequence[Mapping[str, str]]) -> str:
 
 
 def _identity(key: str, values: Sequence[str]) -> str:
-    """Digests tell a reader nothing."""
+    """Omits digests, which tell a reader nothing."""
     return key if key.startswith(("code of ", "sample ")) else f"{key} {' / '.join(values)}"
 
 
 def file_differences(runs: Sequence[Run]) -> list[list[str]]:
-    """The keys that differ between the files that ran, with each run's value."""
+    """Returns the keys that differ between the runs' files, with each run's value."""
     files = [keys(run.config) for run in runs]
     names = dict.fromkeys(key for file in files for key in file if key != "dsframe.run_dir")
     table = [[key, *(file.get(key, "") for file in files)] for key in names]
@@ -154,7 +153,7 @@ def file_differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """The :func:`numbers` of runs as a table, without what no run has."""
+    """Returns :func:`numbers` of the runs as a table, without empty rows."""
     of_runs = [numbers(run, runs[0]) for run in runs]
     keys = dict.fromkeys(key for values in of_runs for key in values)
     kept = [key for key in keys if any(values.get(key) is not None for values in of_runs)]
