@@ -1,1 +1,1 @@
-"""The run's directory: lock, record, progress, loggers, how the run ended."""
+"""A run's directory: lock, record, progress, loggers, and how the run ended."""

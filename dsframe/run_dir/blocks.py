@@ -1,4 +1,4 @@
-"""The two blocks of labelled lines that a person reads first and last: what is going to be trained, and what it came to."""
+"""The blocks of labelled lines at the start and end of a run: what will be trained, and the results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 _WIDTH, _MOST_MODULES = 10, 10
 _SHOWN = ("lr", "betas", "momentum", "weight_decay")
-"""Values of an optimizer that every reader asks for."""
 
 
 def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
-    """Returns a line for each row of a label and its value; the label is dim where the terminal has colours."""
+    """Returns a line for each (label, value); labels are dim if the terminal has colours."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     return [f"  {dim}{label:<{_WIDTH}}{plain}  {value}" for label, value in rows if value]
 
@@ -36,8 +35,8 @@ def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
 def header(
     plan: Plan, engine: Engine, *, samples: int, held_out: int, steps: int | None, threads: int
 ) -> list[tuple[str, str]]:
-    """Returns what is going to be trained, or with ``steps`` None evaluated. ``samples``, ``held_out``: of the data; ``threads``:
-    of each process."""
+    """Returns rows about the training, or with ``steps`` None the evaluation. ``samples``, ``held_out``: sizes of
+    training and validation data; ``threads``: per process."""
     world, batch, task = plan.world, plan.batch, plan.task
     sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
     rows = [
@@ -63,7 +62,7 @@ def header(
 def model_table(parts: Sequence[Part]) -> list[str]:
     """Returns a line for each part of a model: name, class, parameters, and how many are trained if not all are.
 
-    Parts that repeat are one line; a model of a single part has no table.
+    Equal parts in a row share one line; a model of one part has no table.
     """
     rows = [list(alike) for _, alike in groupby(parts, key=lambda part: (part.kind, part.parameters, part.trained))]
     if len(rows) < 2:
@@ -104,7 +103,7 @@ def _precision(config: Config, device: torch.device) -> str:
 
 
 def _optimizer(plan: Plan) -> str:
-    """The optimizer, and the clipping: both as they are, whether the file says so or not."""
+    """Returns optimizer and clipping as they are, whether or not the file sets them."""
     spec, clipping = plan.optimizer, plan.config.deepspeed.gradient_clipping
     values = {**spec.arguments, "lr": spec.learning_rate}
     said = [f"{key} {values[key]:g}" for key in _SHOWN if isinstance(values.get(key), int | float)]
@@ -125,7 +124,7 @@ def _of_file(scheduler: Scheduler | None) -> str:
         return "constant rate"
     params = dict(scheduler.params)
     if scheduler.type == "WarmupDecayLR":
-        params.setdefault("warmup_max_lr", 1e-3)  # DeepSpeed's default, whatever the optimizer's rate is
+        params.setdefault("warmup_max_lr", 1e-3)  # DeepSpeed's default, independent of the optimizer's rate
     counts = {key: value for key, value in params.items() if isinstance(value, int) and key.endswith(_COUNTS)}
     rates = {key: value for key, value in params.items() if isinstance(value, float) and key.endswith("_lr")}
     said = [f"{key} {value:g}" for key, value in rates.items()] + [f"{key} {value:,}" for key, value in counts.items()]
@@ -136,7 +135,7 @@ _COUNTS = ("_steps", "_iters", "T_max", "step_size")
 
 
 def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | None) -> list[tuple[str, str]]:
-    """Returns what the training came to. ``best``: metric, value and step of the best evaluation."""
+    """Returns rows with the results. ``best``: metric, value and step of the best evaluation."""
     peak = max(summary.peak_memory_bytes) / 2**20
     speed = f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.rate:,.0f} {summary.unit}/s"
     folder = directory / "checkpoints"
@@ -155,10 +154,9 @@ def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | Non
 
 
 def best_of(records: Sequence[Json], wanted: str | None) -> tuple[str, float, int] | None:
-    """Returns metric, value and step of the best evaluation; None where there is none, or a single one.
+    """Returns metric, value and step of the best evaluation; None if there are fewer than two.
 
-    ``wanted``: ``NAME:min`` or ``NAME:max``, as the file says what is better. None: the smallest loss, of the first set that has
-    one.
+    ``wanted``: ``NAME:min`` or ``NAME:max``. None: the smallest loss, of the first data set that has one.
     """
     evaluations = {int(record["step"]): record["evaluation"] for record in records if record.get("evaluation")}
     names = dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation)

@@ -1,7 +1,7 @@
-"""Only one run uses a directory at a time: rank 0 holds a lock on a file in it, which ends with its process.
+"""Ensures that only one run uses a directory: rank 0 locks a file in it, until its process ends.
 
-A record lock (``lockf``) and not ``flock``: it is the process's own, so workers that it has forked and that outlive it for a
-moment do not hold it. No other part of dsframe may open the file: a process that closes it anywhere has let the lock go.
+Uses a record lock (``lockf``), which forked workers do not inherit, unlike ``flock``; so workers that outlive rank 0 do
+not hold it. No other part of dsframe may open the file: closing any descriptor of it releases the lock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dsframe.errors import CheckpointError, ConfigError, DsframeError, Problem, 
 from dsframe.text import Say
 
 PATIENCE_SECONDS = 10.0
-"""How long a run that was killed may take until its process is gone."""
+"""How long a killed run's process may take to end."""
 _LOCK = ".lock"
-"""Who holds it: host, process, and Slurm's job where there is one; empty when nobody does, unless a run was killed."""
+"""Contains host, process and Slurm job of the holder; empty if nobody holds it, unless a run was killed."""
 
 
 class RunLock:
-    """This process's hold on a run's directory; a context manager, which releases the lock at its end."""
+    """This process's lock on a run's directory; a context manager that releases it."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -36,7 +36,7 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """False on ranks other than 0, and where the file system knows no locks."""
+        """False on ranks other than 0, and if the file system does not support locks."""
         return self._descriptor is not None
 
     def __enter__(self) -> RunLock:
@@ -46,9 +46,9 @@ class RunLock:
         self.release()
 
     def take(self, directory: Path, world: World, say: Say) -> None:
-        """Rank 0 makes the directory and claims it, before anything is set up; a former rank 0 releases the lock.
+        """Creates and locks the directory on rank 0, before setup; a former rank 0 releases its lock.
 
-        Raises ConfigError if the directory cannot be written to, WorldError if another run uses it.
+        Raises ConfigError if the directory is not writable, WorldError if another run uses it.
         """
         if self.held and world.is_main:
             return
@@ -78,16 +78,16 @@ class RunLock:
         self._descriptor = descriptor
         self._directory = directory, _identity(directory)
         self._take_again = lambda: self.take(directory, world, say)
-        with contextlib.suppress(OSError):  # a full disk: it is held all the same
+        with contextlib.suppress(OSError):  # a full disk does not affect the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(
                 descriptor, f"{socket.gethostname()} {os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}\n".encode(), 0
             )
 
     def renew(self, say: Say) -> None:
-        """Looks whether the directory's name still leads to the one that this process holds, and else claims the new one.
+        """Checks that the directory is still the one that this process has locked, and otherwise locks the new one.
 
-        Raises CheckpointError where another run is there.
+        Raises CheckpointError if another run uses it.
         """
         directory, held = self._directory
         if self._descriptor is None or held is None or _identity(directory) == held:
@@ -104,7 +104,7 @@ class RunLock:
         os.close(earlier)
 
     def release(self) -> None:
-        """For the next run, also of this process."""
+        """Releases the lock for the next run, including one of this process."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
@@ -113,7 +113,6 @@ class RunLock:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Device and inode; None where nothing can be found out."""
     try:
         status = directory.stat()
     except OSError:
@@ -122,19 +121,19 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 
 
 def _holder(descriptor: int) -> tuple[str, str, str]:
-    """Host, process and Slurm job of who holds it; empty where that is not known."""
+    """Returns host, process and Slurm job of the holder; empty if unknown."""
     host, process, job = (*os.pread(descriptor, 512, 0).decode(errors="replace").split(), "", "", "")[:3]
     return host, process, job
 
 
 def _requeued(descriptor: int) -> bool:
-    """Whether Slurm started this job again: it has ended who held it, whose host may be down and its lock (NFS) still there."""
+    """True if Slurm has restarted this job, which ended the holder; its lock (NFS) may remain if its node is down."""
     job = os.environ.get("SLURM_JOB_ID")
     return bool(job) and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and _holder(descriptor)[2] == job
 
 
 def _lock(descriptor: int, directory: Path, say: Say) -> bool:
-    """False where the file system knows no locks. Raises WorldError where another process has it, and keeps it."""
+    """Locks the file. Returns False on file systems without locks. Raises WorldError if another process keeps it."""
     deadline, announced = time.monotonic() + PATIENCE_SECONDS, False
     while True:
         try:

@@ -1,10 +1,10 @@
-"""TensorBoard and Weights & Biases, as DeepSpeed's own sections ask for them, the same on every engine.
+"""TensorBoard and Weights & Biases as in DeepSpeed's sections, the same on every engine.
 
-DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
-before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, ``train/loss`` and ``eval/accuracy``, over optimizer
-steps, as other tools do; ``train/samples`` counts the samples.
+DeepSpeed 0.19.8 logs only the learning rate if the program itself calls backward. So the sections are removed before
+DeepSpeed reads the file, and rank 0 logs the content of ``metrics.jsonl``, such as ``train/loss`` and
+``eval/accuracy``, by optimizer step; ``train/samples`` counts the samples.
 
-None of them ends a training: one that fails is said once, with the reason, and gets nothing more.
+A logger never ends a training: if it fails, the reason is printed once and it gets no more metrics.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dsframe.run_dir.names import LOGGER_ID, TENSORBOARD
 from dsframe.text import Json, reason
 
 _TRAINING, _EVALUATION = "train/", "eval/"
-"""What the names of metrics begin with."""
+"""Prefixes of metric names."""
 
 
 def missing(config: Config) -> list[Problem]:
-    """What the file asks for without its package."""
+    """Returns problems for loggers whose package is missing."""
     problems = []
     for path, package in needed_packages(config.deepspeed, config.settings):
         if importlib.util.find_spec(package) is None:
@@ -46,22 +46,22 @@ def missing(config: Config) -> list[Problem]:
 
 
 class Logger(ABC):
-    """One destination of metrics. Only rank 0 has one."""
+    """One destination of metrics, on rank 0 only."""
 
     @abstractmethod
     def write(self, metrics: Metrics, step: int) -> None:
-        """``metrics``: finite numbers, by DeepSpeed's names."""
+        """Writes finite numbers by name."""
 
     @abstractmethod
     def close(self, *, finished: bool) -> None:
-        """Sends what is still held. ``finished``: the training was not stopped, and has not failed."""
+        """Flushes pending metrics. ``finished``: the training was not stopped and has not failed."""
 
 
 class Loggers:
-    """All that a file asks for."""
+    """All loggers of a file."""
 
     def __init__(self, config: Config, about: Json, directory: Path, train_batch_size: int, done_steps: int) -> None:
-        """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose metrics stay."""
+        """``about``: description of the run. ``done_steps``: steps of an earlier run, whose metrics stay."""
         file = config.deepspeed
         self._batch = train_batch_size
         known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
@@ -79,7 +79,7 @@ class Loggers:
                     self._all[name] = make()
 
     def write(self, record: Json) -> None:
-        """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
+        """Writes a record of ``metrics.jsonl``, without non-finite and non-numeric values."""
         if not self._all or "step" not in record:
             return
         others = {name: value for name, value in record.items() if name not in ("step", "evaluation")}
@@ -90,13 +90,14 @@ class Loggers:
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
         metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         for name in [name for name in self._all if name not in self._failed]:
-            self._failed.add(name)  # stays there where it fails
+            self._failed.add(name)  # until the write succeeds
             with _survived(name):
                 self._all[name].write(metrics, record["step"])
                 self._failed.remove(name)
 
     def close(self, *, finished: bool = True) -> None:
-        """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
+        """Flushes pending metrics. Failed loggers are closed silently: they may still be able to mark the run as
+        ended."""
         for name, logger in self._all.items():
             with contextlib.suppress(Exception) if name in self._failed else _survived(name):
                 logger.close(finished=finished)
@@ -104,22 +105,22 @@ class Loggers:
 
 @contextlib.contextmanager
 def _survived(name: str) -> Iterator[None]:
-    """Around what a logger does: says what fails, without the accounts that addresses in it may name."""
+    """Context for a logger's code: prints failures, without credentials in URLs."""
     try:
         yield
-    except Exception as error:  # a package's own, of any kind
+    except Exception as error:  # packages may raise anything
         why = anonymous(reason(error))[:400]
         what = f"{name} failed and gets no more metrics; the training continues, and metrics.jsonl has them all"
         print(f"dsframe: {what} ({why})", file=sys.stderr, flush=True)
 
 
 def _folder(section: Any, default: Path) -> Path:
-    """The section's ``output_path/job_name``, as DeepSpeed has it, or ``default`` where it names no path."""
+    """Returns ``output_path/job_name``, as DeepSpeed does, or ``default`` without ``output_path``."""
     return Path(str(section.output_path), str(section.job_name)) if section.output_path else default
 
 
 def _run_id(directory: Path) -> str:
-    """What tells this run's files from other runs' in a folder that they share. A run that starts again keeps its own."""
+    """Returns an id that identifies this run's files in a shared folder. A resumed run keeps it."""
     note = directory / LOGGER_ID
     if not note.exists():
         note.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
@@ -127,7 +128,7 @@ def _run_id(directory: Path) -> str:
 
 
 class _TensorBoard(Logger):
-    """Of the files in its folder only those that this run has written are ever removed: when it begins again."""
+    """Deletes only files of this run from its folder, and only when the run starts over."""
 
     def __init__(self, folder: Path, directory: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -148,7 +149,7 @@ class _TensorBoard(Logger):
 
 @contextlib.contextmanager
 def _without_secrets() -> Iterator[None]:
-    """While wandb writes down the command."""
+    """Context that hides secrets in sys.argv, while wandb records the command."""
     words, sys.argv = sys.argv, redact(sys.argv)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Names in a run's directory that several files use. Imports nothing: torch waits until the number of threads is settled."""
+"""Names in a run's directory. Imports nothing: torch must be imported after the number of threads is set."""
 
 TENSORBOARD, LOGGER_ID = "tensorboard", "logger-id"
-"""What loggers leave there, unless the file names other folders."""
+"""Default names of the loggers' files."""

@@ -1,7 +1,7 @@
-"""How a run ended, in the words of its processes: one line of JSON each, in a file that ``dsframe launch`` reads.
+"""How a run ended, reported by its processes as JSON lines in a file that ``dsframe launch`` reads.
 
-Exit codes are not enough: DeepSpeed's launcher can return 0 after a kill, torchrun and horovodrun make every failure 1, and a
-process at times ends in SIGABRT after a training that went well. Where ``--report`` gives no file, nothing is written.
+Exit codes are not enough: DeepSpeed's launcher may return 0 after a kill, torchrun and horovodrun turn every failure
+into 1, and a process sometimes ends in SIGABRT after a successful training. Without ``--report`` nothing is written.
 """
 
 from __future__ import annotations
@@ -15,51 +15,50 @@ from pathlib import Path
 from typing import Any
 
 LOST_A_PEER = "another process of this run has ended"
-"""The message of a process that failed only because another one did."""
+"""Message of a process that failed only because another one did."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the processes of one attempt said."""
+    """Combined reports of one attempt's processes."""
 
     began: bool = False
-    """Training began: earlier checkpoints are out of the way, or were gone on from."""
+    """Training began: earlier checkpoints were archived or resumed from."""
     done: bool = False
-    """Rank 0 came to the end, with everything saved."""
+    """Rank 0 finished and saved everything."""
     code: int | None = None
-    """Exit code of the process that failed first of its own; of one that lost a peer where nobody else said anything."""
+    """Exit code of the first process with an error of its own; if there is none, of one that lost a peer."""
     rank: int | None = None
-    """The process that said so."""
+    """Rank of that process."""
     step: int | None = None
-    """The last step that any of the failed processes had finished."""
+    """Last step finished by any of the failed processes."""
     message: str = ""
-    """The first line of what was wrong; empty where no process could say it (a kill)."""
+    """First line of the error; empty if no process could report one (a kill)."""
 
 
 class Reporter:
-    """Writes one process's part."""
+    """Writes one process's reports."""
 
     def __init__(self, path: str | None, rank: int) -> None:
-        """``path``: None writes nothing."""
+        """``path``: None disables writing."""
         self._path = path
         self.rank = rank
-        """Who it is."""
         self.step = 0
         """Steps that this process has finished."""
 
     def say(self, **record: object) -> None:
-        """Appends one line; a disk that does not let it is no reason to fail."""
+        """Appends one line. Ignores write errors."""
         if self._path is None:
             return
         line = json.dumps({"rank": self.rank, "step": self.step, **record}) + "\n"
         with contextlib.suppress(OSError):
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            os.write(descriptor, line.encode())  # one write: other ranks' lines stay whole
+            os.write(descriptor, line.encode())  # one write, so that lines of ranks do not mix
             os.close(descriptor)
 
     def failed(self, code: int, message: str) -> None:
-        """This process is about to leave with ``code``."""
+        """Reports that this process is about to exit with ``code``."""
         self.say(code=code, message=message.strip().partition("\n")[0])
 
 
@@ -67,19 +66,19 @@ _current = Reporter(None, 0)
 
 
 def start(path: str | None, rank: int) -> Reporter:
-    """This process's reporter from now on."""
+    """Sets and returns this process's reporter."""
     global _current
     _current = Reporter(path, rank)
     return _current
 
 
 def reporter() -> Reporter:
-    """This process's reporter."""
+    """Returns this process's reporter."""
     return _current
 
 
 def _record(line: bytes) -> Mapping[str, Any] | None:
-    """What a line says; None where several hosts wrote it: on NFS they append at the same place."""
+    """Parses a line; None if several nodes wrote it, as on NFS, where they append at the same offset."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -89,7 +88,7 @@ def _record(line: bytes) -> Mapping[str, Any] | None:
 
 
 def read(path: Path) -> Outcome:
-    """What was said in ``path``; nothing where there is no file."""
+    """Combines the reports in ``path``; an empty Outcome if there is no file."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError:

@@ -1,6 +1,6 @@
-"""What ranks other than 0 print: marked with their rank, so that nobody has to guess who said it.
+"""Prefixes the output of ranks other than 0 with the rank.
 
-Launchers differ: horovodrun marks every line (``[1]<stderr>:``), torchrun, deepspeed, mpirun and srun mark none unless asked to.
+horovodrun prefixes every line itself (``[1]<stderr>:``); torchrun, deepspeed, mpirun and srun do not by default.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class PrefixedStream:
-    """A stream that puts ``mark`` before each line, and writes lines whole, so that those of other ranks do not get into them."""
+    """A stream that puts ``mark`` before each line and writes only complete lines, so that ranks' lines do not mix."""
 
     def __init__(self, stream: TextIO, mark: str) -> None:
         self._stream, self._mark, self._part = stream, mark, ""
 
     def write(self, text: str) -> int:
-        """Holds back what is not a line yet. Of what carriage returns write over, the last stays: a bar that moves is one line."""
+        """Buffers incomplete lines. After carriage returns only the last text is written: a progress bar is one
+        line."""
         *lines, part = (self._part + text).split("\n")
         self._part = _last(part) + "\r" * part.endswith("\r")
         if lines:
@@ -35,11 +36,11 @@ class PrefixedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Prefixed too: the stream's own would write past the mark."""
+        """Prefixes lines too; the stream's own method would not."""
         self.write("".join(lines))
 
     def close_line(self) -> None:
-        """Writes what is held back."""
+        """Writes the buffered part."""
         if self._part:
             self.write("\n")
 
@@ -56,7 +57,7 @@ def _last(line: str) -> str:
 
 @contextmanager
 def marked(world: World) -> Iterator[None]:
-    """Around what this process prints. Rank 0's goes where it always went."""
+    """Context that prefixes this process's output. Rank 0's output is unchanged."""
     if world.is_main or world.launcher == "horovodrun":
         yield
         return
@@ -72,16 +73,16 @@ def marked(world: World) -> Iterator[None]:
 
 
 def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
-    """Before torch is imported: where another rank has ended it prints 20 lines of C++ frames, and its profiler says when it begins
-    and ends. ``quiet``: wandb says nothing either."""
+    """Silences libraries; call before torch is imported. When another rank has ended, torch prints 20 lines of C++
+    frames, and its profiler prints when it begins and ends. ``quiet`` silences wandb too."""
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if profile is not None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # more than any message has; measured, torch 2.13
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above every message's level; measured, torch 2.13
 
 
 def directory_of(config: Config, engine: str, task: str) -> Path:
-    """Where the run's results are: as the file says, else named after the file, or after the ``task`` where there is none."""
+    """Returns the run's directory: the file's, else named after the file, or after ``task`` if there is no file."""
     return Path(config.settings.run_dir or f"runs/{config.path.stem if config.path else task}-{engine}")

@@ -1,4 +1,4 @@
-"""What a person sees during a run: lines that stay, and in a terminal a moving line below them."""
+"""A run's terminal output: permanent lines, and in a terminal a progress bar below them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsframe.text import clock, has_colours, mebibytes, shown
 
 
 class Progress:
-    """Rank 0's voice. On other ranks, and with ``quiet``, it says nothing."""
+    """Terminal output of rank 0. Prints nothing on other ranks or with ``quiet``."""
 
     def __init__(
         self, total_steps: int, *, speaks: bool, unit: str, units_per_step: int, home: Path | None = None
     ) -> None:
-        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: how many make one global batch; ``home``: the
-        folder that paths in it are relative to."""
+        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: units in a global batch; ``home``: the
+        folder that printed paths are relative to."""
         self._prefix = f"{home}{os.sep}" if home else ""
         self._speaks = speaks
         self._unit = unit
@@ -37,17 +37,17 @@ class Progress:
             self._bar = _line(total_steps, "step", self._stream)
 
     def say(self, line: str) -> None:
-        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training continues."""
+        """Prints a permanent line. Training continues if it cannot be written (closed pipe, full disk)."""
         if not self._speaks:
             return
         if self._prefix:
             line = line.replace(self._prefix, "")
         with self._cleared(), contextlib.suppress(OSError):
-            # One write: launchers put a prefix before each.
+            # One write, because launchers prefix each.
             print(shown(line, sys.stderr) + "\n", end="", file=sys.stderr, flush=True)
 
     def _cleared(self) -> contextlib.AbstractContextManager[Any]:
-        """Without any moving line on the terminal, for a line that stays."""
+        """Context without progress bars on the terminal, for a permanent line."""
         if self._bar is None:
             return contextlib.nullcontext()
         from tqdm import tqdm
@@ -56,25 +56,25 @@ class Progress:
         return mode
 
     def block(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A title and labelled lines below it, which stay."""
+        """Prints a title and labelled lines below it."""
         for line in (title, *blocks.lines(rows, colour=has_colours(sys.stderr))):
             self.say(line)
 
     def begin(self, step: int) -> None:
-        """Rates and the moving line start from ``step`` and from now."""
+        """Starts rates and the progress bar at ``step`` and now."""
         self._mark = (step, time.perf_counter())
         if self._bar is not None:
             self._bar.n = step
             self._bar.refresh()
 
     def advance(self) -> None:
-        """One step done; costs nothing where there is no terminal."""
+        """Counts one step. Free without a terminal."""
         if self._bar is not None:
             self._bar.update()
 
     @contextlib.contextmanager
     def evaluation(self, batches: int) -> Iterator[None]:
-        """Around an evaluation of so many batches a rank: a moving line of its own, with the time that is left."""
+        """Context for an evaluation of so many batches per rank, with its own progress bar."""
         if self._bar is None:
             yield
             return
@@ -86,12 +86,12 @@ class Progress:
             self._evaluation = None
 
     def evaluated(self) -> None:
-        """One more batch of an evaluation."""
+        """Counts one batch of an evaluation."""
         if self._evaluation is not None:
             self._evaluation.update()
 
     def rate(self, step: int) -> float:
-        """Units a second since the last call, which was at an earlier step."""
+        """Returns units per second since the last call, which was at an earlier step."""
         before, then = self._mark
         now = time.perf_counter()
         self._mark = (step, now)
@@ -99,14 +99,14 @@ class Progress:
         return self._units_per_step / self._pace
 
     def pause(self, seconds: float) -> None:
-        """Takes time that was spent on something else (evaluation) out of the rate."""
+        """Excludes time spent on something else (evaluation) from the rate."""
         step, then = self._mark
         self._mark = (step, then + seconds)
 
     def log(self, step: int, values: Mapping[str, float], rate: float, memory: int) -> None:
-        """The state of training at ``step``: a line that stays. The moving line, where there is one, has the time that is left.
+        """Prints the state of training at ``step``. Without a progress bar the line includes the remaining time.
 
-        ``rate``: 0 where it is not known yet, after the first step. ``memory``: bytes.
+        ``rate``: 0 if unknown, after the first step. ``memory``: bytes.
         """
         if not self._speaks:
             return
@@ -119,7 +119,7 @@ class Progress:
         self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {'  '.join(parts)}")
 
     def close(self) -> None:
-        """Removes the moving line."""
+        """Removes the progress bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,8 +1,8 @@
-"""A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
-``summary.json`` when the run has succeeded.
+"""A run's directory: ``run.json`` and ``config.json`` describe the run, ``metrics.jsonl`` is written during it, and
+``summary.json`` after success.
 
-Only rank 0 keeps a record. The files hold plain JSON and can be read while the run continues. A disk that is full ends no training:
-lines wait until they can be written, and a file that replaces another is whole before it does.
+Written only by rank 0. The files are plain JSON and can be read during the run. A full disk does not end training:
+lines are kept until they can be written, and files are replaced only when complete.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ _SUMMARY = "summary.json"
 _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
-"""The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
+"""The resolved file with overrides: ``--config RUN/config.json`` repeats the training."""
 
 
 class Loggers(Protocol):
-    """Where metrics go beside the run's directory (``run_dir.loggers``)."""
+    """Destinations of metrics besides the run's directory (``run_dir.loggers``)."""
 
     def write(self, record: Json) -> None:
-        """A record of ``metrics.jsonl``."""
+        """Writes a record of ``metrics.jsonl``."""
 
     def close(self, *, finished: bool = True) -> None:
-        """Sends what is still held."""
+        """Flushes pending metrics."""
 
 
 MakeLoggers = Callable[["Config", Json, Path, int, int], Loggers]
-"""Of the file, what the record says of the run, its directory, the global batch, and steps of an earlier run."""
+"""Arguments: file, the record's description of the run, directory, global batch size, steps of an earlier run."""
 
 
 def provenance() -> Json:
-    """Where a run's metrics come from: plain values, as JSON has them.
+    """Returns the origin of a run's metrics as JSON values.
 
-    Versions are those that are installed, whether the run uses them or not.
+    Includes the versions of all installed packages, used or not.
     """
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -86,7 +86,7 @@ def provenance() -> Json:
 
 
 def _program() -> list[str]:
-    """How Python was told what to run: a module's file name says no more than ``-m`` and its name would."""
+    """Returns how Python was started; with ``-m`` the module's name, not its file."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return ["python", "-m", spec.name] if spec is not None else ["python", sys.argv[0]]
 
@@ -99,7 +99,7 @@ def _version(name: str) -> str | None:
 
 
 def git(directory: Path) -> Json | None:
-    """The commit that ``directory`` is at, and whether files differ from it; None where it is under no git."""
+    """Returns the commit of ``directory``, and whether files differ from it; None without git."""
 
     commit = processes.output_of(["git", "rev-parse", "HEAD"], 10, folder=directory)
     if commit is None:
@@ -119,7 +119,7 @@ def _cpu() -> str:
 
 
 class Record:
-    """What rank 0 writes down. The record of an earlier run in the same directory is moved into ``earlier.1`` (2, ...)."""
+    """Rank 0's record of a run. Moves an earlier run's record in the same directory to ``earlier.1`` (2, ...)."""
 
     def __init__(
         self,
@@ -130,7 +130,8 @@ class Record:
         loggers: MakeLoggers,
         say: Say,
     ) -> None:
-        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
+        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue
+        from."""
         directory = plan.directory
         self._directory, self._say, self._warned = directory, say, False
         with self.surviving():
@@ -147,13 +148,13 @@ class Record:
             **about,
         }
         with self.surviving():
-            # Secrets are hidden, but what a command line holds is open.
+            # Secrets are removed, but a command line may contain other private data.
             _write(directory / _ORIGIN, provenance(), mode=0o600)
             _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None
         self._partial, self._begun = directory / f"{_METRICS}.partial", False
-        """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
+        """Name of ``metrics.jsonl`` until it contains an earlier run's lines."""
         self._waiting = "".join(before).encode()
         self._loggers = loggers(
             plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
@@ -161,13 +162,13 @@ class Record:
         self.write({"run": self._about})
 
     def write(self, record: Json) -> None:
-        """One line of ``metrics.jsonl``."""
+        """Writes one line of ``metrics.jsonl``."""
         clean = _clean(record)
         self._add(clean)
         self._loggers.write(clean)
 
     def started(self, phases: Mapping[str, float]) -> None:
-        """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
+        """Records the end of the first step. ``phases``: seconds since the process's start, by activity."""
         self._about["startup_seconds"] = dict(phases)
         self._add({"startup_seconds": dict(phases), "at": time.time()})
 
@@ -177,7 +178,7 @@ class Record:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes what waits, after the last byte that is there: half a line is made whole. Raises OSError."""
+        """Writes pending lines after the last written byte, completing a partial line. Raises OSError."""
         if self._file is None:
             self._file = self._partial.open("wb", buffering=0)
         while self._waiting:
@@ -188,8 +189,8 @@ class Record:
         self._warned = False
 
     def close(self, *, finished: bool) -> None:
-        """The run ends; what was written stays."""
-        self._warned = False  # what does not get there now never does
+        """Ends the record; written files stay."""
+        self._warned = False  # last chance to write: warn again
         with self.surviving():
             self._flush()
         if self._file:
@@ -199,7 +200,7 @@ class Record:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """Around what writes into the run's directory: a disk that does not let it is named once, and ends no training."""
+        """Context for writing into the run's directory: a write error is printed once and does not end training."""
         try:
             yield
         except (OSError, DataError) as error:
@@ -211,16 +212,16 @@ class Record:
             self._warned = True
 
     def finish(self, summary: Summary) -> None:
-        """Writes ``summary.json``; its presence says that the run came to its end."""
+        """Writes ``summary.json``, whose presence means that the run has finished."""
         self.close(finished=True)
         content = {**self._about, **asdict(summary)}
-        del content["directory"]  # which may be moved
+        del content["directory"]  # it may be moved
         with self.surviving():
             _write(self._directory / _SUMMARY, content)
 
 
 def _set_aside(directory: Path) -> Path | None:
-    """Moves the record of a run that has trained, with its loggers' files. Returns where to; None where there is none."""
+    """Moves the record of a run that has trained. Returns the new folder; None if there is no record."""
     metrics = directory / _METRICS
     if not any(_step(line) > 0 for line in _lines_until(metrics, math.inf)):
         return None
@@ -233,13 +234,13 @@ def _set_aside(directory: Path) -> Path | None:
 
 
 def _write(path: Path, content: Json, mode: int = 0o666) -> None:
-    """Raises OSError."""
+    """Writes JSON. Raises OSError."""
     with replacing(path, mode) as file:
         file.write((json.dumps(_clean(content), indent=2) + "\n").encode())
 
 
 def _clean(value: Any) -> Any:
-    """``value`` with null for every number that is not finite: JSON has none of those."""
+    """Returns ``value`` with null for non-finite numbers, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -248,15 +249,15 @@ def _clean(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: float) -> list[str]:
-    """What was recorded up to ``step``: the steps after it are trained again."""
-    if not path.is_file():  # a pipe would wait
+    """Returns the recorded lines up to ``step``; later steps are trained again."""
+    if not path.is_file():  # opening a pipe would block
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n") and _step(line) <= step]
 
 
 def _step(line: str) -> float:
-    """Of a line of ``metrics.jsonl``; infinite where a disk has damaged it."""
+    """Returns the step of a line of ``metrics.jsonl``; infinite if the line is damaged."""
     try:
         return float(json.loads(line).get("step", 0))
     except (ValueError, AttributeError, TypeError):
@@ -264,7 +265,7 @@ def _step(line: str) -> float:
 
 
 def read_metrics(directory: Path) -> list[Json]:
-    """The records of a run, in order; a last line that a crash cut off is left out. Raises DataError where there are none."""
+    """Returns the records of a run, in order, without an incomplete last line. Raises DataError if there are none."""
     path = directory / _METRICS
     try:
         text = _text(path)
@@ -274,7 +275,7 @@ def read_metrics(directory: Path) -> list[Json]:
 
 
 def read_summary(directory: Path) -> Json:
-    """What a finished run came to. Raises DataError where the run did not come to its end."""
+    """Returns the results of a finished run. Raises DataError if the run has not finished."""
     path = directory / _SUMMARY
     try:
         return _object(path, _text(path))
@@ -286,7 +287,7 @@ _LARGEST_BYTES = 1 << 30
 
 
 def _text(path: Path) -> str:
-    """A regular file's text: a directory may come from somebody else, with pipes and devices in it. Raises OSError."""
+    """Returns a regular file's text: the directory may be someone else's, with pipes or devices. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -296,7 +297,7 @@ def _text(path: Path) -> str:
 
 
 def _object(path: Path, text: str) -> Json:
-    """Raises DataError where ``text`` is no JSON object."""
+    """Parses a JSON object. Raises DataError if ``text`` is not one."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -307,20 +308,20 @@ def _object(path: Path, text: str) -> Json:
 
 
 def finished(directory: Path, steps: int) -> bool:
-    """Whether a run of so many steps has come to its end there."""
+    """True if a run of so many steps has finished in this directory."""
     try:
         return bool(read_summary(directory)["steps"] == steps)
-    except (DataError, ValueError):  # cut off by a full disk
+    except (DataError, ValueError):  # truncated by a full disk
         return False
 
 
 def read_origin(directory: Path) -> Json:
-    """Where a run's metrics come from; empty for a directory without it."""
+    """Returns the origin of a run's metrics; empty if it is not recorded."""
     return _read(directory / _ORIGIN)
 
 
 def read_config(directory: Path) -> Json:
-    """The file that ran; empty for a directory without it."""
+    """Returns the file of the run; empty if it is not recorded."""
     return _read(directory / CONFIG)
 
 
