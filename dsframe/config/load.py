@@ -87,10 +87,10 @@ def find(name: str | Path) -> Path:
     for path in (folder / spelling for folder in folders for spelling in names):
         if path.is_file():
             return path
-    known = sorted(
+    stems = sorted(
         {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
     )
-    files = [f"{other}.json" for other in known]
+    files = [f"{other}.json" for other in stems]
     choose = did_you_mean(f"{Path(stem).name}.json", files, otherwise=f"choose from {', '.join(files)}")
     remedy = near_path(Path(name)).removeprefix("; ") or choose
     problem = Problem("error", "", "no such file, here or in ds_configs/", remedy, str(name), code="missing-file")

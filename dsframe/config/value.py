@@ -77,14 +77,14 @@ class Config:
 
         Checked again only if values or rules depend on new facts. Raises ConfigError if the facts contradict the file.
         """
-        known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
-        if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
-            return self.examine(known).accepted
+        all_facts = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
+        if self.is_unresolved or all_facts.engine != self.facts.engine or self.facts.world_size is not None:
+            return self.examine(all_facts).accepted
         findings = self.findings.empty_copy()
         findings.problems.extend(self.problems)
-        check_facts(self.deepspeed, self.settings, known, findings)
+        check_facts(self.deepspeed, self.settings, all_facts, findings)
         problems = findings.sorted()
-        return Examined(problems, replace(self, facts=known, problems=problems)).accepted
+        return Examined(problems, replace(self, facts=all_facts, problems=problems)).accepted
 
     def examine(self, facts: Facts) -> Examined:
         """Checks the same file with these facts, without parsing it again."""
@@ -105,8 +105,8 @@ class Config:
             ConfigError: the sizes disagree, or the world size is not divisible.
         """
         findings = self.findings.empty_copy()
-        whole = bool(self.facts.replicas) if replicas is None else replicas
-        result = batch.solve(self.deepspeed, world_size, findings, whole)
+        full_replicas = bool(self.facts.replicas) if replicas is None else replicas
+        result = batch.solve(self.deepspeed, world_size, findings, full_replicas)
         if result is None:
             raise ConfigError(findings.sorted())
         return result

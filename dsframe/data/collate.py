@@ -33,15 +33,15 @@ def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None
     rows = [row for _, row in numbered]
     if collate is None:
         return _by_default(numbered, rows)
-    whose = getattr(collate, "__qualname__", type(collate).__qualname__)
+    collate_name = getattr(collate, "__qualname__", type(collate).__qualname__)
     try:
         batch = collate(rows)
     except Exception as error:  # any library's collator
         numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
-        raise DataError(f"{whose} makes no batch of rows {numbers}: {reason(error, 400)} ({where})") from error
-    return _split(batch, f"{whose} returned {_kind(batch)}")
+        raise DataError(f"{collate_name} makes no batch of rows {numbers}: {reason(error, 400)} ({where})") from error
+    return _split(batch, f"{collate_name} returned {_type_of(batch)}")
 
 
 def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
@@ -49,7 +49,7 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
     for number, row in numbered:
         if not (as_dicts or (isinstance(row, (tuple, list)) and len(row) == 2)):
             raise DataError(
-                f"a data set must give (input, target) pairs, or dicts with labels; got {_kind(row)} for row {number}; where a "
+                f"a data set must give (input, target) pairs, or dicts with labels; got {_type_of(row)} for row {number}; where a "
                 "model takes several inputs, give them as one: ((first, second), target), which reach it as model(first, "
                 "second), or write collate(rows) in the task"
             )
@@ -59,8 +59,8 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
     try:
         batch = default_collate(rows)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:  # ValueError: integers that are too large
-        what = _misfit([number for number, _ in numbered], rows) or error
-        raise DataError(f"the rows of a batch do not fit each other: {what}") from error
+        mismatch = _misfit([number for number, _ in numbered], rows) or error
+        raise DataError(f"the rows of a batch do not fit each other: {mismatch}") from error
     return _split(batch, f"a data set gave dicts with {', '.join(map(repr, batch))}" if as_dicts else "")
 
 
@@ -73,13 +73,13 @@ def _refuse_other_names(numbered: Sequence[tuple[Any, Mapping[str, Any]]]) -> No
             )
 
 
-def _split(batch: Any, what: str) -> Batch:
+def _split(batch: Any, text: str) -> Batch:
     """Returns inputs and targets. ``what`` describes the batch, for messages."""
     if isinstance(batch, Mapping):
         names = [name for name in LABELS if name in batch]
         if not names:
             raise DataError(
-                f"{what}: a dict without labels has no target; name one of them labels, or return (inputs, targets) from the "
+                f"{text}: a dict without labels has no target; name one of them labels, or return (inputs, targets) from the "
                 "task's collate(rows)"
             )
         if len(names) == 2:
@@ -87,7 +87,7 @@ def _split(batch: Any, what: str) -> Batch:
         return {name: value for name, value in batch.items() if name not in LABELS}, batch[names[0]]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    raise DataError(f"{what}, not (inputs, targets) or a dict with labels")
+    raise DataError(f"{text}, not (inputs, targets) or a dict with labels")
 
 
 def _tensor(value: Any) -> Any:
@@ -100,7 +100,7 @@ def _tensor(value: Any) -> Any:
     return value
 
 
-def _kind(row: Any) -> str:
+def _type_of(row: Any) -> str:
     if isinstance(row, (tuple, list)):
         return f"a {type(row).__name__} of {len(row)}"
     return type(row).__name__
@@ -119,10 +119,10 @@ def _misfit(numbers: list[int], rows: list[Any]) -> str:
     first = describe(rows[0])
     for number, row in zip(numbers[1:], rows[1:], strict=True):
         if (other := describe(row)) != first:
-            mine = [leaf for leaf in first if leaf not in other] or first
-            theirs = [leaf for leaf in other if leaf not in first] or other
+            only_first = [leaf for leaf in first if leaf not in other] or first
+            only_other = [leaf for leaf in other if leaf not in first] or other
             return (
-                f"row {numbers[0]} has {', '.join(mine)}, but row {number} has {', '.join(theirs)}; pad them to one size "
+                f"row {numbers[0]} has {', '.join(only_first)}, but row {number} has {', '.join(only_other)}; pad them to one size "
                 "(collate = dsframe.data.Pad() in the task), or cut them"
             )
     return ""
@@ -148,12 +148,12 @@ class Pad:
     def __call__(self, rows: list[Mapping[str, Any]]) -> Tensors:
         """Returns one tensor for each name, ``[rows, longest, ...]``. Raises DataError if a row is too long."""
         batch: Tensors = {}
-        _refuse_other_names([(f"{place} of these", row) for place, row in enumerate(rows, start=1)])
+        _refuse_other_names([(f"{number} of these", row) for number, row in enumerate(rows, start=1)])
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
             tensors = [torch.as_tensor(row[name]) for row in rows]
-            if kinds := {tensor.dtype for tensor in tensors if tensor.numel()}:  # an empty list would be float32
-                tensors = [tensor if tensor.numel() else tensor.to(next(iter(kinds))) for tensor in tensors]
+            if dtypes := {tensor.dtype for tensor in tensors if tensor.numel()}:  # an empty list would be float32
+                tensors = [tensor if tensor.numel() else tensor.to(next(iter(dtypes))) for tensor in tensors]
             if tensors[0].ndim == 0:
                 batch[name] = torch.stack(tensors)
                 continue

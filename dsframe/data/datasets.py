@@ -24,7 +24,7 @@ from dsframe.host import generators
 Item = tuple[int, int, Any]
 """Epoch, index and row."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the generators before dataset[i]
-_TOLD = "_told_by_dsframe"
+_LAST_EPOCH = "_told_by_dsframe"
 """Attribute of a data set that holds the epoch last passed to ``set_epoch``."""
 READINGS = 5
 """Number of rows that are collated ``READINGS - 1`` times, to see whether the batches are equal."""
@@ -65,7 +65,7 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
 
 def _of_datasets(data: Any) -> bool:
     """True for a data set of the library ``datasets``, whose ``batch`` is another method."""
-    return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
+    return any(base.__module__ == "datasets.arrow_dataset" for base in type(data).__mro__)
 
 
 class DatasetSource:
@@ -74,7 +74,7 @@ class DatasetSource:
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self._draws = RowDraws(seed, torch.device("cpu"))
-        self._listens = _who_listen(dataset)
+        self._epoch_listeners = _with_set_epoch(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
@@ -91,18 +91,18 @@ class DatasetSource:
     def item(self, epoch: int, index: int) -> Any:
         """Returns sample ``index`` in ``epoch``. Leaves the global random generators seeded from both."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
-        _tell_epoch(self._listens, epoch)
+        _set_epoch(self._epoch_listeners, epoch)
         generators.seed(bits, gpus=False)
-        place = index % len(self)
-        many = getattr(self.dataset, "__getitems__", None)
+        position = index % len(self)
+        read_rows = getattr(self.dataset, "__getitems__", None)
         try:
-            if many is None or _of_datasets(self.dataset):
-                return self.dataset[place]
-            rows = many([place])  # as torch's DataLoader does
+            if read_rows is None or _of_datasets(self.dataset):
+                return self.dataset[position]
+            rows = read_rows([position])  # as torch's DataLoader does
         except StopIteration as error:  # would be taken for the end of the data
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise DataError(
-                f"{type(self.dataset).__name__} raised StopIteration for row {place}: a next() found nothing; give it a default "
+                f"{type(self.dataset).__name__} raised StopIteration for row {position}: a next() found nothing; give it a default "
                 f"({last.filename}:{last.lineno})"
             ) from error
         if isinstance(rows, (list, tuple)) and len(rows) == 1:
@@ -117,16 +117,16 @@ class DatasetSource:
             items = [(0, index, self.item(0, index)) for index in range(count)]
             ways = [self.collated(copy.deepcopy(way)) for way in (items, items[::-1], items[1:])] if count > 1 else []
         leaves = (tree_leaves(way, is_leaf=lambda part: isinstance(part, PackedSequence)) for way in ways)
-        for there, back, fewer in zip(*leaves, strict=False):
-            if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (there, back, fewer)):
+        for forward, backward, without_first in zip(*leaves, strict=False):
+            if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in (forward, backward, without_first)):
                 continue
-            if (len(there), len(back), len(fewer)) != (count, count, count - 1):  # not one entry per row
+            if (len(forward), len(backward), len(without_first)) != (count, count, count - 1):  # not one entry per row
                 continue
-            rows, others = there.tolist(), back.tolist()
+            rows, others = forward.tolist(), backward.tolist()
             if rows != others[::-1] and sorted(map(str, rows)) == sorted(map(str, others)):
-                whose = getattr(self.collate, "__qualname__", type(self.collate).__qualname__)
+                collate_name = getattr(self.collate, "__qualname__", type(self.collate).__qualname__)
                 raise DataError(
-                    f"{whose} gives the rows of a batch in another order, so predictions would be of other "
+                    f"{collate_name} gives the rows of a batch in another order, so predictions would be of other "
                     "samples; leave the order as it is (pack_padded_sequence takes "
                     "enforce_sorted=False), or write eval_collate"
                 )
@@ -140,22 +140,24 @@ class DatasetSource:
             return collated(numbered, self.collate)
 
 
-def _who_listen(dataset: Any) -> list[Any]:
+def _with_set_epoch(dataset: Any) -> list[Any]:
     """Returns the data sets with ``set_epoch``: this one, or those inside a ``Subset`` or ``ConcatDataset``."""
     if callable(getattr(dataset, "set_epoch", None)):
         return [dataset]
-    several = getattr(dataset, "datasets", ())
-    several = several.values() if isinstance(several, dict) else several if isinstance(several, (list, tuple)) else ()
-    inside = [part for part in (getattr(dataset, "dataset", None), *several) if part is not None]
-    return [listener for part in inside for listener in _who_listen(part)]
+    datasets = getattr(dataset, "datasets", ())
+    datasets = (
+        datasets.values() if isinstance(datasets, dict) else datasets if isinstance(datasets, (list, tuple)) else ()
+    )
+    inside = [part for part in (getattr(dataset, "dataset", None), *datasets) if part is not None]
+    return [listener for part in inside for listener in _with_set_epoch(part)]
 
 
-def _tell_epoch(datasets: list[Any], epoch: int) -> None:
+def _set_epoch(datasets: list[Any], epoch: int) -> None:
     """Calls ``set_epoch`` unless this epoch was passed last. Data for both training and evaluation get both in turn."""
     for dataset in datasets:
-        if getattr(dataset, _TOLD, None) != epoch:
+        if getattr(dataset, _LAST_EPOCH, None) != epoch:
             dataset.set_epoch(epoch)
-            setattr(dataset, _TOLD, epoch)
+            setattr(dataset, _LAST_EPOCH, epoch)
 
 
 class StreamSource(DatasetSource):

@@ -145,17 +145,17 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """Yields the file in pieces that end with a line, or at least with a character."""
-    rest, done = b"", 0
+    remainder, done = b"", 0
     with path.open("rb") as file:
         while len(block := file.read(PIECE)) == PIECE:
-            content = rest + block
+            content = remainder + block
             end = content.rfind(b"\n") + 1 or len(content) - 3
             while 0 < end < len(content) and content[end] & 0xC0 == 0x80:  # inside a character
                 end -= 1
-            text, rest = content[:end], content[end:]
+            text, remainder = content[:end], content[end:]
             yield Row(str(path), _decoded(text, path, done), last=False)
             done += len(text)
-    yield Row(str(path), _decoded(rest + block, path, done))
+    yield Row(str(path), _decoded(remainder + block, path, done))
 
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
@@ -176,13 +176,15 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            there = [name for name in file.schema_arrow.names if name in columns]
-            if len({*there}) < len(there):
-                raise DataError(f"{path}: a column is there twice, and one of them would be lost: {', '.join(there)}")
-            if not there:
+            available = [name for name in file.schema_arrow.names if name in columns]
+            if len({*available}) < len(available):
+                raise DataError(
+                    f"{path}: a column is there twice, and one of them would be lost: {', '.join(available)}"
+                )
+            if not available:
                 raise DataError(missing(str(path), columns, file.schema_arrow.names))
             number = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=there):
+            for batch in file.iter_batches(batch_size=_ROWS, columns=available):
                 for value in batch.to_pylist():
                     yield Row(f"{path}, row {number}", _without_nulls(value))
                     number += 1
@@ -190,11 +192,11 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({one_line(error)})") from None
 
 
-def _datasets(what: Path | str) -> Any:
+def _datasets(source: Path | str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f'{what}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+        raise DataError(f'{source}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
     return datasets
 
 
@@ -251,10 +253,10 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
+def missing(source: str, wanted: Sequence[str], available: Sequence[str]) -> str:
     """Returns the message for missing columns."""
     named = " or ".join(f'"{name}"' for name in wanted)
-    has = ", ".join(map(repr, there)) or "none"
+    has = ", ".join(map(repr, available)) or "none"
     return f'{source}: no column {named}, or it is null; it has {has}; name the column of the text in "field"'
 
 
@@ -277,8 +279,8 @@ def digest(paths: Sequence[Path], data_dir: str | None) -> str:
         newest = max(newest, status.st_mtime_ns, status.st_ctime_ns)
     kept = data_root(data_dir) / "tokens" / "sources" / key.hexdigest()
     began = time.time_ns()
-    if kept.is_file() and len(known := kept.read_text()) == 32:
-        return known
+    if kept.is_file() and len(cached_digest := kept.read_text()) == 32:
+        return cached_digest
     content = xxh3_128()
     for file in files:
         content.update(f"{file.suffix}\0{_stat(file).st_size}\0".encode())

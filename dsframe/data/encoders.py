@@ -75,7 +75,7 @@ class ConversationEncoder:
         """True if the template writes the date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def length(self, row: Row) -> int:
         return 4096  # unknown before the template is applied
@@ -92,18 +92,18 @@ class ConversationEncoder:
             elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
                 tokens, learned = self._completion(row)
             else:
-                there = [name for name, value in row.value.items() if value is not None]
+                present = [name for name, value in row.value.items() if value is not None]
                 raise DataError(
-                    missing(row.place, ["messages", "prompt and completion"], there).partition("; name the")[0]
+                    missing(row.place, ["messages", "prompt and completion"], present).partition("; name the")[0]
                 )
             ids = np.asarray(tokens, np.int32)
             yield np.where(np.asarray(learned, bool), ids, ~ids)
 
-    def _warn(self, row: Row, what: str, names: Iterable[Any]) -> None:
+    def _warn(self, row: Row, description: str, names: Iterable[Any]) -> None:
         """Warns about ignored parts of the data, once for each name."""
-        if new := sorted({str(name) for name in names} - self._said):
-            self._said |= {*new}
-            print(f"dsframe: warning: {row.place}: {what}: {', '.join(new)}", file=sys.stderr, flush=True)
+        if new := sorted({str(name) for name in names} - self._warned):
+            self._warned |= {*new}
+            print(f"dsframe: warning: {row.place}: {description}: {', '.join(new)}", file=sys.stderr, flush=True)
 
     def _choose_template(self, row: Row) -> None:
         """Chooses among named templates as transformers does: that for tools if there are any, else the default."""
@@ -149,21 +149,21 @@ class ConversationEncoder:
                 "cannot be told which one has the weight 0"
             )
         parts = [text[begin:end] for first, last in spans for begin, end in ((0, first), (0, last), (first, last))]
-        whole, *of_parts = tokens_of(self._tokenizer, [text, *parts], [row] * (1 + len(parts)))
-        if list(whole) != list(tokens):
+        text_tokens, *part_tokens = tokens_of(self._tokenizer, [text, *parts], [row] * (1 + len(parts)))
+        if list(text_tokens) != list(tokens):
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
         learned = [0] * len(tokens)
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
-            before, behind, answer = of_parts[3 * number : 3 * number + 3]
-            begin, end = _common(before, whole), _common(behind, whole)
+            before, behind, answer = part_tokens[3 * number : 3 * number + 3]
+            begin, end = _common(before, text_tokens), _common(behind, text_tokens)
             # The answer's last character may share a token with what follows.
             end += bool(answer) and end < min(len(behind), len(tokens))
-            self._prove(tokens[begin:end], answer, row)
+            self._check_answer(tokens[begin:end], answer, row)
             if counted:
                 learned[begin:end] = [1] * (end - begin)
         return tokens, learned
 
-    def _prove(self, learned: list[int], answer: list[int], row: Row) -> None:
+    def _check_answer(self, learned: list[int], answer: list[int], row: Row) -> None:
         """Raises DataError if ``learned`` does not decode to ``answer``, except where outer tokens are shared."""
 
         def text(tokens: list[int]) -> str:
@@ -192,16 +192,18 @@ class ConversationEncoder:
 
     def _variables(self, row: Row) -> dict[str, Any]:
         """Returns the template's variables besides the messages."""
-        more = row.value.get("chat_template_kwargs") or {}
-        if not isinstance(more, Mapping):
-            raise DataError(f'{row.place}: "chat_template_kwargs" is {type(more).__name__} in place of an object')
+        template_kwargs = row.value.get("chat_template_kwargs") or {}
+        if not isinstance(template_kwargs, Mapping):
+            raise DataError(
+                f'{row.place}: "chat_template_kwargs" is {type(template_kwargs).__name__} in place of an object'
+            )
         tools = row.value.get("tools") or None
         if isinstance(tools, str):  # parquet stores it as text, to avoid too many keys
             try:
                 tools = json.loads(tools)
             except ValueError as error:
                 raise DataError(f'{row.place}: "tools" is a text that is not JSON ({error})') from None
-        return {**more, "tools": tools}
+        return {**template_kwargs, "tools": tools}
 
     def _completion(self, row: Row) -> tuple[list[int], list[int]]:
         prompt, completion = row.value["prompt"], row.value["completion"]
@@ -321,7 +323,7 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
         return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     except Exception as error:  # of the tokenizer, such as for half a surrogate pair
         whys = {row.place: _reason(error, row) for row in rows}
-        named = next((place for place, why in whys.items() if "half of a character" in why), None)
+        named = next((location for location, why in whys.items() if "half of a character" in why), None)
         where = named or f"{rows[0].place}, or up to {rows[-1].place}"
         raise DataError(f"{where}: the tokenizer fails: {whys[named or rows[0].place]}") from None
 
@@ -374,6 +376,6 @@ def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
         return {}
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"})
-        raise DataError(f"{row.place}: a message has parts of type {', '.join(kinds)}; texts are read")
+        types = sorted({str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"})
+        raise DataError(f"{row.place}: a message has parts of type {', '.join(types)}; texts are read")
     return {"content": "".join(texts)}

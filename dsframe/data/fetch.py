@@ -43,12 +43,12 @@ def fetch(name: str, to: str | None = None, report: Say = print) -> Path:
         raise DataError(f"{root}: cannot be written to ({error.strerror}); choose another folder with --to") from error
     tried = []
     with scratch:
-        for way in (_present, *_WAYS[name]):
+        for method in (_present, *_METHODS[name]):
             try:
-                origin = way(name, root, Path(scratch.name))
+                origin = method(name, root, Path(scratch.name))
                 _check(name, str(root))
             except (DsframeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-                tried.append(f"{way.__name__.strip('_')}: {_reason(error)}")
+                tried.append(f"{method.__name__.strip('_')}: {_reason(error)}")
                 continue
             report(f"{name}: {origin} in {root}")
             return root
@@ -145,7 +145,7 @@ def _store(files: dict[str, Path], name: str, root: Path) -> None:
             out.write(read_bytes(path))
 
 
-_WAYS: dict[str, list[Callable[[str, Path, Path], str]]] = {
+_METHODS: dict[str, list[Callable[[str, Path, Path], str]]] = {
     "fashion-mnist": [_local, _debian, _download],
     "mnist": [_local, _download],
     "cifar10": [_download],

@@ -47,17 +47,17 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     if index is None:
         return {} if any(moves_there for _, moves_there in answers) else {index: digests[index] for index in common}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
-    again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])}
+    again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _structure(rows[0])}
     readings = all_gather_json(ranks, again)
-    kinds = [reading["kind"] for reading in readings]
-    if any(reading["random"] for reading in readings) and len(set(kinds)) == 1:
+    structures = [reading["kind"] for reading in readings]
+    if any(reading["random"] for reading in readings) and len(set(structures)) == 1:
         return {}
     others = [rank for rank, digests_there in enumerate(of_ranks) if digests_there[index] != of_ranks[0][index]]
-    what = f": {by_value(kinds)}" if len(set(kinds)) > 1 else ""
-    which = "training" if isinstance(loader, Loader) else "evaluation"
+    detail = f": {by_value(structures)}" if len(set(structures)) > 1 else ""
+    data_name = "training" if isinstance(loader, Loader) else "evaluation"
     raise DataError(
-        f"the {which} data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
-        f"rank 0{what}. Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of "
+        f"the {data_name} data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
+        f"rank 0{detail}. Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of "
         "files, seed what is drawn, and give every host the same files"
     )
 
@@ -92,7 +92,7 @@ def _bytes(leaf: Any) -> bytes | memoryview | None:
     return leaf.tobytes() if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject else None
 
 
-def _kind(row: Batch) -> str:
+def _structure(row: Batch) -> str:
     """Returns names, types and numbers of dimensions, but no sizes, which may be random."""
     leaves = [
         f"{keystr(path)} {f'{leaf.dtype}, {leaf.ndim} dimensions' if isinstance(leaf, Tensor) else type(leaf).__name__}"

@@ -43,7 +43,7 @@ def class_names(data_dir: str | None) -> list[str]:
     return names
 
 
-def _look(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bool) -> Any:
+def _transform(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bool) -> Any:
     """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``.
 
     With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise
@@ -58,8 +58,8 @@ def _look(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bo
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Images decoded on access: the image transformed by ``look``, and the class's number."""
 
-    def __init__(self, folder: Path, classes: list[str], look: Callable[[Any], Tensor]) -> None:
-        self._look = look
+    def __init__(self, folder: Path, classes: list[str], transform: Callable[[Any], Tensor]) -> None:
+        self._transform = transform
         folders = _folders(folder)
         unknown = sorted(folders.keys() - set(classes))
         if unknown:
@@ -71,8 +71,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             for path in paths_of[name]
             if path.suffix.lower() in SUFFIXES
         ]
-        there = {label for _, label in self.samples}
-        empty = [name for number, name in enumerate(classes) if number not in there]
+        present_labels = {label for _, label in self.samples}
+        empty = [name for number, name in enumerate(classes) if number not in present_labels]
         if empty and self.samples and folder.name == "train":
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
@@ -90,7 +90,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 image = rgb(file)
         except Exception as error:  # Pillow's readers may raise anything
             raise DataError(f"{path}: cannot be read as an image ({reason(error)})") from error
-        return self._look(image), label
+        return self._transform(image), label
 
 
 def _folders(folder: Path) -> dict[str, Path]:
@@ -124,15 +124,15 @@ def check(data_dir: str, classes: list[str], say: Say) -> None:
     """Opens the images of all splits. Raises DataError that lists all damaged files."""
     torchvision()  # raises if it is not installed
     root = Path(data_dir).expanduser()
-    places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
-    files_of = {(place, name): _files(path) for place in places for name, path in sorted(_folders(place).items())}
+    splits = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
+    files_of = {(split, name): _files(path) for split in splits for name, path in sorted(_folders(split).items())}
     files = [file for (_, name), inside in files_of.items() if name in classes for file in inside]
     paths = [file for file in files if file.suffix.lower() in SUFFIXES]
     pictures = {*paths}
     filled = {key for key, inside in files_of.items() if not pictures.isdisjoint(inside)}
-    for place in places[1:]:
-        if lacking := [name for name in classes if (place, name) not in filled]:
-            say(f"no images of {', '.join(lacking)} in {place}")
+    for split in splits[1:]:
+        if lacking := [name for name in classes if (split, name) not in filled]:
+            say(f"no images of {', '.join(lacking)} in {split}")
     if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
         counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
         say(f"files in {root} that are not read as images: {counts}")
@@ -201,5 +201,5 @@ def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[
     folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]
     if not folders:
         raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
-    look = _look(images.size, images.mean, images.std, augment=augment)
-    return ImageFolder(folders[0], names or class_names(data_dir), look)
+    transform = _transform(images.size, images.mean, images.std, augment=augment)
+    return ImageFolder(folders[0], names or class_names(data_dir), transform)

@@ -113,13 +113,13 @@ class Loader:
 
     def wrong_length(self) -> str:
         """Returns a warning if a stream's passes did not have ``__len__`` rows; else ""."""
-        said = len(self.source)
+        stated = len(self.source)
         _, passes, rows = self.rows_read() or (0, 0, 0)
-        if said == ENDLESS or rows == passes * said:
+        if stated == ENDLESS or rows == passes * stated:
             return ""
         name = type(self.source.dataset).__name__ if isinstance(self.source, StreamSource) else ""
         return (
-            f"{name}.__len__ says {said:,}, and {passes} pass(es) had {rows:,} rows: epochs, and the steps of a training that is "
+            f"{name}.__len__ says {stated:,}, and {passes} pass(es) had {rows:,} rows: epochs, and the steps of a training that is "
             "so many, are counted by __len__; correct it, or leave it out and write steps"
         )
 
@@ -210,8 +210,8 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         """Number of batches, equal on every rank."""
-        whole, rest = divmod(self.samples, self.ranks * self.micro_batch_size)
-        return whole + (rest >= self.ranks) + (rest % self.ranks > 0)
+        full_batches, remainder = divmod(self.samples, self.ranks * self.micro_batch_size)
+        return full_batches + (remainder >= self.ranks) + (remainder % self.ranks > 0)
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
         return self._batches(self._fetch, range(len(self)))
@@ -231,12 +231,12 @@ class EvaluationLoader:
     def _share(self, number: int, rank: int) -> range:
         """Returns the samples of ``rank`` in batch ``number``."""
         samples, _, ranks, size = self._split
-        whole, rest = divmod(samples, ranks * size)
+        full_batches, remainder = divmod(samples, ranks * size)
         first, each, holders = number * ranks * size, size, ranks
-        if number >= whole:
-            first, each = whole * ranks * size, rest // ranks
-            if number > whole or not each:
-                first, each, holders = first + each * ranks, 1, rest % ranks
+        if number >= full_batches:
+            first, each = full_batches * ranks * size, remainder // ranks
+            if number > full_batches or not each:
+                first, each, holders = first + each * ranks, 1, remainder % ranks
         return range(first + rank * each, first + (rank + 1) * each) if rank < holders else range(0)
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:

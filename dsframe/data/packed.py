@@ -49,7 +49,7 @@ class RowSource:
         wide = -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
         return self._context if self._together else min(wide, self._context)
 
-    def _laid(self, chosen: Any) -> tuple[Any, Any, Any]:
+    def _layout(self, chosen: Any) -> tuple[Any, Any, Any]:
         """Returns the pieces of all rows, each piece's row, and each row's number of filled positions."""
         chosen = chosen % len(self)
         begins = np.where(chosen > 0, self._ends[chosen - 1], 0)
@@ -62,7 +62,7 @@ class RowSource:
     def gather(self, parts: list[Part]) -> Batch:
         """Returns all rows as one batch, padded to one width across epochs."""
         chosen = np.concatenate([rows.numpy() for _, rows in parts])
-        pieces, row, filled = self._laid(chosen)
+        pieces, row, filled = self._layout(chosen)
         lengths, width = pieces[:, 1] - 1, self._wide(filled)
         # start of each piece in its row: after the pieces before it
         before = np.cumsum(lengths) - lengths
@@ -70,17 +70,17 @@ class RowSource:
         source, position = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
         tokens, after = self._tokens[source], self._tokens[source + 1]
 
-        def laid(values: Any, fill: int) -> Tensor:
+        def to_table(values: Any, fill: int) -> Tensor:
             table = np.full(len(chosen) * width, fill, np.int64)
             table[position] = values
             return torch.from_numpy(table.reshape(len(chosen), width))
 
-        inputs = {"input_ids": laid(np.maximum(tokens, ~tokens), 0)}
-        targets = laid(np.where(after < 0, IGNORED, after), IGNORED)
+        inputs = {"input_ids": to_table(np.maximum(tokens, ~tokens), 0)}
+        targets = to_table(np.where(after < 0, IGNORED, after), IGNORED)
         if self._together:
-            inputs["position_ids"] = laid(_ranges(np.zeros_like(lengths), lengths), 0)
+            inputs["position_ids"] = to_table(_ranges(np.zeros_like(lengths), lengths), 0)
         else:
-            inputs["attention_mask"] = laid(1, 0)
+            inputs["attention_mask"] = to_table(1, 0)
         return inputs, targets
 
 

@@ -96,10 +96,10 @@ class _Draws(TorchFunctionMode):
                 f"per_sample_randomness: the model draws numbers of shape {list(shape)}, whose first dimension is not that of "
                 f"the micro-batch ({self._size}), so that they belong to no sample; {REMEDY}"
             )
-        places = draws(self._seed, self._step, first, self._draw)
+        positions = draws(self._seed, self._step, first, self._draw)
         for dimension, size in enumerate(sample):  # by coordinates, so that padding to another length changes no number
-            places = places[..., None] + torch.arange(size, device=device) * _STRIDES[dimension % len(_STRIDES)]
-        bits = draws(self._seed, 0, places, self._draw).reshape(shape)
+            positions = positions[..., None] + torch.arange(size, device=device) * _STRIDES[dimension % len(_STRIDES)]
+        bits = draws(self._seed, 0, positions, self._draw).reshape(shape)
         if dtype == torch.float64:
             return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
         return ((bits >> 40 & (1 << 24) - 1).float() * 2.0**-24).to(dtype)
@@ -158,10 +158,10 @@ class SampleDraws(_Draws):
             yield
         self._refuse_moved(before, "loss", "torch.randperm or torch.multinomial")
 
-    def _refuse_moved(self, before: Tensor, who: str, such_as: str) -> None:
+    def _refuse_moved(self, before: Tensor, part: str, such_as: str) -> None:
         if not torch.equal(before, _generator(self._device)):
             raise TaskError(
-                f"per_sample_randomness: the {who} draws random numbers inside a function of torch's that dsframe cannot give "
+                f"per_sample_randomness: the {part} draws random numbers inside a function of torch's that dsframe cannot give "
                 f"to samples, such as {such_as}; {REMEDY}"
             )
 

@@ -66,16 +66,16 @@ class Order:
         order = self._chosen(epoch, self.samples) if self._chosen else None
         if order is None:
             return permutation(self.samples, self.seed, epoch)
-        what = ""
+        got = ""
         if not isinstance(order, Tensor) or order.dtype != torch.int64 or order.device.type != "cpu":
-            what = f"{order.dtype} on {order.device}" if isinstance(order, Tensor) else type(order).__name__
+            got = f"{order.dtype} on {order.device}" if isinstance(order, Tensor) else type(order).__name__
         elif order.shape != (self.samples,):
-            what = f"shape {list(order.shape)}"
+            got = f"shape {list(order.shape)}"
         elif order.min() < 0 or order.max() >= self.samples:
-            what = f"indices from {int(order.min())} to {int(order.max())}"
-        if what:
+            got = f"indices from {int(order.min())} to {int(order.max())}"
+        if got:
             raise DataError(
-                f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
+                f"the order of epoch {epoch} has {got}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
                 "on the CPU"
             )
         return order + self.samples * _copies(order)
@@ -84,18 +84,18 @@ class Order:
 def _copies(order: Tensor) -> Tensor:
     """Returns how often each index occurred before in ``order``."""
     by_index = order.argsort(stable=True)
-    places = torch.arange(len(order))
+    positions = torch.arange(len(order))
     first = torch.searchsorted(order[by_index], order[by_index])
-    return torch.empty_like(order).index_copy_(0, by_index, places - first)
+    return torch.empty_like(order).index_copy_(0, by_index, positions - first)
 
 
 def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:
     """Returns ``count`` samples from position ``start`` of ``epoch``, over as many epochs as needed."""
     parts = []
     while count:
-        here = min(count, order.samples - start)
-        parts += order.take(epoch, start, here)
-        epoch, start, count = epoch + 1, 0, count - here
+        in_epoch = min(count, order.samples - start)
+        parts += order.take(epoch, start, in_epoch)
+        epoch, start, count = epoch + 1, 0, count - in_epoch
     return parts
 
 

@@ -237,11 +237,11 @@ class _Writer:
             counts.sizes = {name: out.tell() for name, out in self._out.items()}
         return counts
 
-    def _source(self, source: Path, which: str) -> None:
+    def _source(self, source: Path, label: str) -> None:
         recipe, counts = self._recipe, self._counts
         start, learned = counts.tokens, 0
         for batch in _batches(documents.rows(source, recipe.encoder.columns), recipe.encoder):
-            self._progress(which)
+            self._progress(label)
             for row, encoded in zip(batch, recipe.encoder.encode(batch), strict=True):
                 tokens = encoded
                 self._check(row, tokens)
@@ -263,7 +263,7 @@ class _Writer:
                 if row.last:
                     counts.documents += 1
                     counts.learned += learned
-                    self._place(start, counts.tokens - start)
+                    self._add_document(start, counts.tokens - start)
                     start, learned = counts.tokens, 0
 
     def _check(self, row: Row, tokens: Any) -> None:
@@ -273,7 +273,7 @@ class _Writer:
                 "choose the tokenizer of this model, or raise vocab_size"
             )
 
-    def _place(self, start: int, length: int) -> None:
+    def _add_document(self, start: int, length: int) -> None:
         """Records where a document lies. A long one becomes several rows, in which each target occurs once."""
         recipe = self._recipe
         if recipe.packing == "concatenate":
@@ -309,13 +309,13 @@ class _Writer:
         self._counts.rows += 1
         self._counts.positions += sum(length - 1 for _, length in pieces)
 
-    def _progress(self, which: str) -> None:
+    def _progress(self, label: str) -> None:
         now = time.monotonic()
         if now - self._said > SAY_SECONDS:
             self._said, counts = now, self._counts
             rate = counts.tokens / (now - self._began)
             self._say(
-                f"tokenising {self._recipe.name}, {which}: {counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s"
+                f"tokenising {self._recipe.name}, {label}: {counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s"
             )
 
 

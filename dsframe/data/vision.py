@@ -47,7 +47,7 @@ class Images:
         image = torch.empty(1, self.channels, self.size, self.size, device="meta")
         return image, torch.empty(1, dtype=torch.int64, device="meta")
 
-    def tried(self, model: nn.Module, what: str) -> bool:
+    def tried(self, model: nn.Module, model_name: str) -> bool:
         """Runs a model on the meta device; returns True if it has BatchNorm. ``what``: the model, for messages.
 
         Raises TaskError if it does not accept the images or return one score per class.
@@ -57,10 +57,12 @@ class Images:
                 outputs: Any = model.eval()(torch.empty(2, self.channels, self.size, self.size))
             except (RuntimeError, ValueError, AssertionError) as error:
                 shape = f"{self.channels} x {self.size} x {self.size} (channels, height, width)"
-                raise TaskError(f"{what} cannot take images of {shape}: {one_line(error)}") from error
+                raise TaskError(f"{model_name} cannot take images of {shape}: {one_line(error)}") from error
         scores = getattr(outputs, "logits", outputs)
         if scores.shape != (2, self.classes):
-            raise TaskError(f"{what} gives {list(scores.shape)}, not one score for each of {self.classes} classes")
+            raise TaskError(
+                f"{model_name} gives {list(scores.shape)}, not one score for each of {self.classes} classes"
+            )
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
@@ -148,8 +150,8 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
     if not data_dir:
         folders = folders[1:] + ([DEBIAN_FASHION_MNIST] if name == "fashion-mnist" else [])
     for candidate in folders:
-        found = {file: [candidate / f"{file}.gz", candidate / file] for file in MNIST_FILES}
-        paths = {file: path for file, places in found.items() for path in places if path.is_file()}
+        candidates = {file: [candidate / f"{file}.gz", candidate / file] for file in MNIST_FILES}
+        paths = {file: path for file, spellings in candidates.items() for path in spellings if path.is_file()}
         if len(paths) == len(MNIST_FILES):
             return paths
     raise _not_found(name, data_dir, folders)

@@ -69,8 +69,8 @@ def model_table(parts: Sequence[Part]) -> list[str]:
         return []
     partly = any(part.parameters != part.trained for part in parts)
     table = [_module(alike, partly=partly) for alike in rows[:_MOST_MODULES]]
-    more = len(rows) - _MOST_MODULES
-    return [*columns(table, left=2), *([f"and {more} more"] if more > 0 else [])]
+    hidden_rows = len(rows) - _MOST_MODULES
+    return [*columns(table, left=2), *([f"and {hidden_rows} more"] if hidden_rows > 0 else [])]
 
 
 def _module(alike: Sequence[Part], *, partly: bool) -> list[str]:
@@ -78,8 +78,8 @@ def _module(alike: Sequence[Part], *, partly: bool) -> list[str]:
     cells = [first.name, first.kind]
     if count > 1:
         cells = [f"{first.name} to {alike[-1].name}", f"{count} x {first.kind}"]
-    said = f"{count * first.trained:,} trained" if first.trained else "frozen"
-    return [*cells, f"{count * first.parameters:,}", *([said] if partly else [])]
+    trained_text = f"{count * first.trained:,} trained" if first.trained else "frozen"
+    return [*cells, f"{count * first.parameters:,}", *([trained_text] if partly else [])]
 
 
 def _parameters(parts: Sequence[Part]) -> list[str]:
@@ -106,20 +106,20 @@ def _optimizer(plan: Plan) -> str:
     """Returns optimizer and clipping as they are, whether or not the file sets them."""
     spec, clipping = plan.optimizer, plan.config.deepspeed.gradient_clipping
     values = {**spec.arguments, "lr": spec.learning_rate}
-    said = [f"{key} {values[key]:g}" for key in _SHOWN if isinstance(values.get(key), int | float)]
+    hyperparameters = [f"{key} {values[key]:g}" for key in _SHOWN if isinstance(values.get(key), int | float)]
     inherited = any(resolved.path == ("gradient_clipping",) for resolved in plan.config.inherited)
     clipped = f"gradients clipped to {clipping:g}" if clipping else "gradients not clipped"
-    return f"{', '.join([spec.name, *said])}; {clipped}{' (inherited)' if inherited else ''}"
+    return f"{', '.join([spec.name, *hyperparameters])}; {clipped}{' (inherited)' if inherited else ''}"
 
 
 def _schedule(config: Config, task: Task) -> str:
     scheduler = config.deepspeed.scheduler
-    whose = type(task).__name__
-    decay = f", weight decay by {whose}.weight_decay" if task.weight_decay(0) is not None else ""
-    return (_of_file(scheduler) if task.schedule(0) is None else f"rate by {whose}.schedule") + decay
+    task_name = type(task).__name__
+    decay = f", weight decay by {task_name}.weight_decay" if task.weight_decay(0) is not None else ""
+    return (_schedule_of_file(scheduler) if task.schedule(0) is None else f"rate by {task_name}.schedule") + decay
 
 
-def _of_file(scheduler: Scheduler | None) -> str:
+def _schedule_of_file(scheduler: Scheduler | None) -> str:
     if scheduler is None:
         return "constant rate"
     params = dict(scheduler.params)
@@ -127,8 +127,10 @@ def _of_file(scheduler: Scheduler | None) -> str:
         params.setdefault("warmup_max_lr", 1e-3)  # DeepSpeed's default, independent of the optimizer's rate
     counts = {key: value for key, value in params.items() if isinstance(value, int) and key.endswith(_COUNTS)}
     rates = {key: value for key, value in params.items() if isinstance(value, float) and key.endswith("_lr")}
-    said = [f"{key} {value:g}" for key, value in rates.items()] + [f"{key} {value:,}" for key, value in counts.items()]
-    return ", ".join([scheduler.type, *said])
+    details = [f"{key} {value:g}" for key, value in rates.items()] + [
+        f"{key} {value:,}" for key, value in counts.items()
+    ]
+    return ", ".join([scheduler.type, *details])
 
 
 _COUNTS = ("_steps", "_iters", "T_max", "step_size")

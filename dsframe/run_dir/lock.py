@@ -143,12 +143,12 @@ def _lock(descriptor: int, directory: Path, say: Say) -> bool:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 return False
         host, process, _ = _holder(descriptor)
-        who = f"another run (process {process} on {host})" if process else "another run"
+        holder_text = f"another run (process {process} on {host})" if process else "another run"
         if time.monotonic() > deadline:
-            here = host == socket.gethostname()
-            gone = "" if here else f"; if {host or 'its host'} is down, remove {directory / _LOCK}"
-            raise WorldError(f"{directory} is in use by {who}; stop it, or choose another with --run-dir{gone}")
+            is_this_host = host == socket.gethostname()
+            gone = "" if is_this_host else f"; if {host or 'its host'} is down, remove {directory / _LOCK}"
+            raise WorldError(f"{directory} is in use by {holder_text}; stop it, or choose another with --run-dir{gone}")
         if not announced:
-            say(f"{directory} is in use by {who}; waiting {PATIENCE_SECONDS:.0f} s for its end")
+            say(f"{directory} is in use by {holder_text}; waiting {PATIENCE_SECONDS:.0f} s for its end")
             announced = True
         time.sleep(0.1)

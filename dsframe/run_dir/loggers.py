@@ -64,7 +64,7 @@ class Loggers:
         """``about``: description of the run. ``done_steps``: steps of an earlier run, whose metrics stay."""
         file = config.deepspeed
         self._batch = train_batch_size
-        known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
+        factories: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
             "tensorboard": (
                 file.tensorboard,
                 lambda: _TensorBoard(_folder(file.tensorboard, directory / TENSORBOARD), directory, done_steps),
@@ -73,7 +73,7 @@ class Loggers:
         }
         self._all: dict[str, Logger] = {}
         self._failed: set[str] = set()
-        for name, (section, make) in known.items():
+        for name, (section, make) in factories.items():
             if section.enabled:
                 with _survived(name):
                     self._all[name] = make()
@@ -110,8 +110,8 @@ def _survived(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # packages may raise anything
         why = anonymous(reason(error))[:400]
-        what = f"{name} failed and gets no more metrics; the training continues, and metrics.jsonl has them all"
-        print(f"dsframe: {what} ({why})", file=sys.stderr, flush=True)
+        message = f"{name} failed and gets no more metrics; the training continues, and metrics.jsonl has them all"
+        print(f"dsframe: {message} ({why})", file=sys.stderr, flush=True)
 
 
 def _folder(section: Any, default: Path) -> Path:
@@ -150,11 +150,11 @@ class _TensorBoard(Logger):
 @contextlib.contextmanager
 def _without_secrets() -> Iterator[None]:
     """Context that hides secrets in sys.argv, while wandb records the command."""
-    words, sys.argv = sys.argv, redact(sys.argv)
+    arguments, sys.argv = sys.argv, redact(sys.argv)
     try:
         yield
     finally:
-        sys.argv = words
+        sys.argv = arguments
 
 
 class _Wandb(Logger):
@@ -162,7 +162,7 @@ class _Wandb(Logger):
         import wandb
 
         note = directory / "wandb-run-id"
-        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
+        run_id = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
         with _without_secrets():
             self._run: Any = wandb.init(
                 project=section.project,
@@ -170,8 +170,8 @@ class _Wandb(Logger):
                 entity=section.team,
                 config=dict(about),
                 dir=str(directory),
-                id=known,
-                resume="allow" if known else None,
+                id=run_id,
+                resume="allow" if run_id else None,
             )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 

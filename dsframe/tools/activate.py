@@ -33,8 +33,8 @@ def main(argv: Argv = None) -> int:
     """Prints the line and returns 0."""
     parser().parse_args(argv)
     first = [str(shipped("bin", "launch/bin")), str(Path(sys.executable).parent)]
-    rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]
-    print(f"export PATH={shlex.quote(os.pathsep.join([*first, *rest]))}; hash -r 2>/dev/null || true")
+    others = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]
+    print(f"export PATH={shlex.quote(os.pathsep.join([*first, *others]))}; hash -r 2>/dev/null || true")
     if sys.stdout.isatty():
         print('dsframe: nothing is set yet; write: eval "$(dsframe activate)"', file=sys.stderr)
     return 0

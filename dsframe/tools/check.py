@@ -65,7 +65,7 @@ def main(argv: Argv = None) -> int:
     reports = []
     for name in options.files:
         text, problem, label = _text(name)
-        examined = Examined((problem,), None) if problem is not None else _judge(text, label, options)
+        examined = Examined((problem,), None) if problem is not None else _examine(text, label, options)
         severities = {finding.severity for finding in examined.problems}
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
@@ -89,7 +89,7 @@ def _text(name: str) -> tuple[str, Problem | None, str]:
     return text, problem, str(path)
 
 
-def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
+def _examine(text: str, label: str, options: argparse.Namespace) -> Examined:
     facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
     return judged(examine(text, label, options.overrides, facts, path), label, options)
@@ -99,23 +99,23 @@ def judged(examined: Examined, label: str, options: argparse.Namespace) -> Exami
     """Adds the engine's problems and notes to an examined file."""
     if examined.config is None:
         return examined
-    if options.processes and _reads_apart(examined.config, options):
+    if options.processes and _ignores_splits(examined.config, options):
         facts = Facts(world_size=options.processes, engine=options.engine, replicas=True)
         examined = examined.config.examine(facts)
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
-    more: list[Problem] = []
+    engine_problems: list[Problem] = []
     if clean:
-        more += _engine(config, options, label)
-    return replace(examined, problems=examined.problems + tuple(more))
+        engine_problems += _engine(config, options, label)
+    return replace(examined, problems=examined.problems + tuple(engine_problems))
 
 
 def _engine_of(config: Config, options: argparse.Namespace) -> str:
     return engines.named(options.engine or config.settings.engine)
 
 
-def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
+def _ignores_splits(config: Config, options: argparse.Namespace) -> bool:
     """True if the file splits a model over ranks but the engine does not."""
     if replica_size(config.deepspeed)[0] == 1:
         return False
@@ -134,8 +134,8 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
         remedy = did_you_mean(name, engines.TABLE, 3, f"choose from {', '.join(engines.TABLE)}")
         return [Problem("error", "", f'no engine "{name}"', remedy, "--engine", code="value")]
     problems, lines = engines.examine(config, name, options.processes)
-    place = config.position(("dsframe", "engine"))
-    notes = [Problem("note", "dsframe.engine", text, "", label, *place, code="engine") for text in lines]
+    position = config.position(("dsframe", "engine"))
+    notes = [Problem("note", "dsframe.engine", text, "", label, *position, code="engine") for text in lines]
     return [replace(problem, file=label) for problem in problems] + notes
 
 
@@ -151,11 +151,11 @@ def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> No
 
 def _annotation(problem: Problem) -> str:
     """Returns GitHub's workflow command for one problem."""
-    kind = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
+    workflow_command = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
     fields = {"file": problem.file, "line": problem.line, "col": problem.column, "title": f"dsframe {problem.code}"}
     given = ",".join(f"{key}={_escape(str(value), ',:')}" for key, value in fields.items() if value)
     text = ": ".join(part for part in (problem.path, problem.message) if part)
-    return f"::{kind} {given}::{_escape(f'{text}; {problem.remedy}' if problem.remedy else text)}"
+    return f"::{workflow_command} {given}::{_escape(f'{text}; {problem.remedy}' if problem.remedy else text)}"
 
 
 def _escape(text: str, also: str = "") -> str:
@@ -190,9 +190,9 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
             print(resolved(config, options.processes))
         else:
             print(shown(f"{label}: {_batch_line(config.batch(options.processes))}", out))
-    said = inherit.sentence(config.inherited) if config is not None and not options.starts else ""
-    if said and not options.resolved and not count["error"]:
-        print(shown(f"{label}: {said}", out))
+    inherited_line = inherit.sentence(config.inherited) if config is not None and not options.starts else ""
+    if inherited_line and not options.resolved and not count["error"]:
+        print(shown(f"{label}: {inherited_line}", out))
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
@@ -202,8 +202,8 @@ def of_no_task(config: Config) -> str:
     """Returns a note if the file names no task, else ""."""
     if "task" in config.settings.model_fields_set:
         return ""
-    what = 'no "task" in "dsframe": unless a program gives its own, this is the built-in image classifier'
-    return f'note: {what}; write "task": {{"name": "module:Class"}}'
+    problem = 'no "task" in "dsframe": unless a program gives its own, this is the built-in image classifier'
+    return f'note: {problem}; write "task": {{"name": "module:Class"}}'
 
 
 def _batch_line(batch: Batch) -> str:

@@ -60,8 +60,8 @@ def add_average(parser: argparse.ArgumentParser) -> None:
     """Adds ``--average`` and ``--no-average`` to a command that reads a checkpoint; the default is None."""
     import argparse
 
-    told = 'the average of the weights ("ema") instead of them (default: what the run evaluated)'
-    parser.add_argument("--average", action=argparse.BooleanOptionalAction, help=told)
+    help_text = 'the average of the weights ("ema") instead of them (default: what the run evaluated)'
+    parser.add_argument("--average", action=argparse.BooleanOptionalAction, help=help_text)
 
 
 def add_overrides(parser: argparse.ArgumentParser, what: str = "one key") -> None:

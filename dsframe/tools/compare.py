@@ -68,10 +68,10 @@ def _lines(compared: Sequence[Run]) -> list[str]:
         rows.append([f"loss at step {step:,.0f}", f"{first:.6f}", *others])
     differing = runs.file_differences(compared)
     bound = _ROUNDING_16 if any(run.in_16_bits for run in compared) else _ROUNDING
-    said = verdicts([run.name for run in compared], curves, bound)
+    sentences = verdicts([run.name for run in compared], curves, bound)
     same = columns([[printable(cell) for cell in row] for row in runs.sameness(compared)], left=2)
     tables = [_table([names, *table]) for table in (differing, rows) if table]
-    blocks = [same, *tables, [*map(printable, said)]] if len(compared) > 1 else tables
+    blocks = [same, *tables, [*map(printable, sentences)]] if len(compared) > 1 else tables
     return [line for block in blocks if block for line in ("", *block)][1:]
 
 
@@ -97,10 +97,10 @@ def verdicts(names: Sequence[str], curves: Sequence[Mapping[float, float]], boun
         different = [step for step in steps if apart[step] > bound]
         if different:
             step = different[0]
-            what = f"not the same training as {names[0]}: at step {step:,.0f} the losses differ by"
-            what += f" {apart[step]:.1e}, which is more than rounding"
+            verdict = f"not the same training as {names[0]}: at step {step:,.0f} the losses differ by"
+            verdict += f" {apart[step]:.1e}, which is more than rounding"
         else:
-            what = f"the same training as {names[0]}: up to step {steps[-1]:,.0f} the losses differ by"
-            what += f" {max(apart.values()):.1e}, as rounding does"
-        sentences.append(f"{name}: {what} (up to {bound:.0e})")
+            verdict = f"the same training as {names[0]}: up to step {steps[-1]:,.0f} the losses differ by"
+            verdict += f" {max(apart.values()):.1e}, as rounding does"
+        sentences.append(f"{name}: {verdict} (up to {bound:.0e})")
     return sentences

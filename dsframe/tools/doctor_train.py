@@ -152,13 +152,13 @@ def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list
 def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") -> Row:
     """Runs one training and compares it with one process. ``after``: the setup whose checkpoint it continues."""
     row = Row(f"{setup.name} after {after}" if after else setup.name, launcher=setup.launcher, processes=processes)
-    words = ["--launcher", setup.launcher, "--engine", setup.engine]
-    words += ["--resume", str(machine.directory(after))] if after else []
+    arguments = ["--launcher", setup.launcher, "--engine", setup.engine]
+    arguments += ["--resume", str(machine.directory(after))] if after else []
     directory, began = machine.directory(row.name), time.monotonic()
     path = directory.with_suffix(".json")
     path.write_text(json.dumps({**_FILE, **setup.more}), encoding="utf-8")
     try:
-        code = subprocess_runs.train(path, processes, directory, words, LIMIT_SECONDS)
+        code = subprocess_runs.train(path, processes, directory, arguments, LIMIT_SECONDS)
         _judge(machine, row, directory, code, first=SAVED_STEP + 1 if after else 1)
     except subprocess.TimeoutExpired:
         row.remark = f"not done after {LIMIT_SECONDS:.0f} s"
@@ -172,9 +172,9 @@ def train(machine: Machine, setup: Setup, processes: int, *, after: str = "") ->
 def _judge(machine: Machine, row: Row, directory: Path, code: int, *, first: int) -> None:
     """Compares its losses from step ``first``, and its first gradient, with one process's."""
     if code:
-        said = subprocess_runs.end_of_log(directory)
+        log_end = subprocess_runs.end_of_log(directory)
         row.state = "left out" if code == EngineError.exit_code else "failed"
-        row.remark = next((line for line in said.splitlines() if "error:" in line), said)
+        row.remark = next((line for line in log_end.splitlines() if "error:" in line), log_end)
         return
     row.peak_bytes = max(read_summary(directory)["peak_memory_bytes"])
     losses = compare.losses(directory)

@@ -53,12 +53,12 @@ def predict_parser() -> argparse.ArgumentParser:
     return _parser("predict")
 
 
-def _parser(what: str) -> argparse.ArgumentParser:
-    known = {
+def _parser(name: str) -> argparse.ArgumentParser:
+    descriptions = {
         "evaluate": "Evaluate a checkpoint.",
         "predict": "Write a checkpoint's predictions, in the order of the samples.",
     }
-    parser = command(what, known[what])
+    parser = command(name, descriptions[name])
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
@@ -70,8 +70,8 @@ def _parser(what: str) -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
-        required=what == "predict",
-        help=needed if what == "predict" else "JSON file for the metrics",
+        required=name == "predict",
+        help=needed if name == "predict" else "JSON file for the metrics",
     )
     add("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     add("--quiet", action="store_true", help="say nothing but the result")
@@ -79,21 +79,21 @@ def _parser(what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _options(what: str, argv: Argv) -> argparse.Namespace:
-    options = _parser(what).parse_args(argv)
+def _options(name: str, argv: Argv) -> argparse.Namespace:
+    options = _parser(name).parse_args(argv)
     if options.engine:
         options.overrides.append(f"dsframe.engine={options.engine}")
     return options
 
 
-def _main(what: str, argv: Argv) -> int:
-    options = _options(what, argv)
+def _main(name: str, argv: Argv) -> int:
+    options = _options(name, argv)
     world = World()
     try:
         world = worlds.here()
         if world.launcher != "python":
             supervise.die_with_parent()
-        _run(what, options, world)
+        _run(name, options, world)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:
@@ -103,7 +103,7 @@ def _main(what: str, argv: Argv) -> int:
     return 0
 
 
-def _run(what: str, options: argparse.Namespace, world: World) -> None:
+def _run(name: str, options: argparse.Namespace, world: World) -> None:
     from dsframe.checkpoint import store
 
     file = options.config or store.config_of(store.locate(options.checkpoint, best=options.best)[0])
@@ -114,7 +114,7 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
         from dsframe import inference
 
         path = store.complete(options.checkpoint, best=options.best)
-        if what == "predict":
+        if name == "predict":
             read, task = run.data, run.task
             run = replace(run, data=cache(lambda: (read()[0], _to_predict(task))))
             rows = inference.predict(run, world, path, options.out, averages=options.average)
@@ -146,10 +146,10 @@ def _refuse_script(directory: Path) -> None:
         for line in read_metrics(directory)[:1]:
             module, _, name = (line.get("run", {}).get("script_task") or "").partition(":")
         if module:
-            place = "SCRIPT" if module == "__main__" else module
+            module_name = "SCRIPT" if module == "__main__" else module
             raise TaskError(
                 f"the task of this run, {name}, came from a script, which the run's file does not name; write "
-                f"--set dsframe.task.name={place}:{name} (SCRIPT: the script's name without .py)"
+                f"--set dsframe.task.name={module_name}:{name} (SCRIPT: the script's name without .py)"
             )
 
 

@@ -68,8 +68,8 @@ def explanation(name: str) -> str | None:
 def _foreign(name: str) -> str | None:
     """Returns the equivalent of another trainer's key; None if it is unknown."""
     target = foreign.target(name)
-    words = foreign.advice(name) or (f"write {target}" if target else None)
-    return f"{name}: a name of other trainers; {words}" if words else None
+    advice = foreign.advice(name) or (f"write {target}" if target else None)
+    return f"{name}: a name of other trainers; {advice}" if advice else None
 
 
 def _unknown(name: str) -> str:

@@ -86,7 +86,7 @@ def export(
     target = out or checkpoint.with_name(checkpoint.name + SUFFIX[to])
     spill = on_disk(target.parent)
     try:
-        with _whole(target) as unfinished:
+        with _replacing(target) as unfinished:
             weights = weights or (averages if _average(checkpoint, None, say) else read)
             tensors = weights(checkpoint, dtype, spill)
             if to != "torch" and (others := [name for name, value in tensors.items() if not isinstance(value, Tensor)]):
@@ -112,13 +112,13 @@ def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -
     if "adapter" not in store.read_manifest(checkpoint):
         raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
     target = out or checkpoint.with_name(checkpoint.name + SUFFIX["peft"])
-    with _whole(target) as unfinished:
+    with _replacing(target) as unfinished:
         adapter_export.write(*adapted(checkpoint), getattr(torch, dtype), unfinished)
     return target
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _replacing(target: Path) -> Iterator[Path]:
     """Yields a temporary name, renamed to ``target`` at the end. Raises CheckpointError if it cannot be written."""
     from safetensors import SafetensorError
 

@@ -40,9 +40,9 @@ def main(argv: Argv = None) -> int:
     options = parser().parse_args(argv)
     source, folder = shipped("examples", "examples") / BEGINNINGS[options.beginning][0], options.folder
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
-    there = [path.name for path in files if (folder / path.name).exists()]
-    if there:
-        raise DsframeError(f"{folder} has {', '.join(there)} already; name another folder")
+    existing = [path.name for path in files if (folder / path.name).exists()]
+    if existing:
+        raise DsframeError(f"{folder} has {', '.join(existing)} already; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:

@@ -12,14 +12,14 @@ from dsframe.host import supervise
 LOG = "log.txt"
 
 
-def train(file: Path, processes: int, directory: Path, words: Sequence[str], seconds: float) -> int:
+def train(file: Path, processes: int, directory: Path, arguments: Sequence[str], seconds: float) -> int:
     """Trains ``file`` in ``directory``, with output in its ``log.txt``. Returns the exit code.
 
     The training and everything it starts end with this process (``dsframe.host.supervise``). ``words``: more arguments
     of ``dsframe launch``. Raises TimeoutExpired after ``seconds``.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *words]
+    command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *arguments]
     command += ["--run-dir", str(directory)]
     with (
         (directory / LOG).open("wb") as output,

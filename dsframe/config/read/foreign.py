@@ -32,8 +32,8 @@ def target(name: str) -> str | None:
 
 def advice(name: str) -> str | None:
     """Returns what to write instead of ``name`` if its value has another form here; None for unknown names."""
-    word: str | None = table()["words"].get(name)
-    return word
+    text: str | None = table()["words"].get(name)
+    return text
 
 
 def answers(name: str) -> bool:

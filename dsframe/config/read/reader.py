@@ -149,12 +149,14 @@ class _Reader:
                     message = f"expected ':' after the key, found {self.snippet(colon)}"
                     raise ReadError(message, colon, "check quotes and commas")
                 start = self.skip(colon + 1)
-            here = (*path, key)
+            member_path = (*path, key)
             if key in result:
-                self.duplicates.append((here, offset, self.spans[here].key_start))
-                self.spans = {inner: span for inner, span in self.spans.items() if inner[: len(here)] != here}
-            result[key], end = self.value(start, here)
-            self.spans[here] = Span(offset, key_end, start, end)
+                self.duplicates.append((member_path, offset, self.spans[member_path].key_start))
+                self.spans = {
+                    inner: span for inner, span in self.spans.items() if inner[: len(member_path)] != member_path
+                }
+            result[key], end = self.value(start, member_path)
+            self.spans[member_path] = Span(offset, key_end, start, end)
             offset = self.skip(end)
             if self.at(offset) == ",":
                 offset = self.skip(offset + 1)
@@ -209,8 +211,8 @@ class _Reader:
                 return int(match[0])
             value = float(match[0])
             # hjson turns integral floats into integers, and so do people who write 5e8.
-            whole = abs(value) < 1e10 or isinf(value)
-            return int(value) if whole and value == int(value) else value
+            is_integral = abs(value) < 1e10 or isinf(value)
+            return int(value) if is_integral and value == int(value) else value
         except (ValueError, OverflowError):
             raise ReadError(f"the number {match[0][:20]}... is too large", match.start()) from None
 

@@ -70,101 +70,101 @@ class _Repair:
         for inner, section, value in list(children(owner, raw)):
             self.visit(section, value, path + inner)
 
-    def unknown(self, here: Path, message: str = "unknown key", remedy: str = "remove it") -> None:
-        self.findings.error(here, message, remedy, code="unknown-key")
+    def unknown(self, path: Path, message: str = "unknown key", remedy: str = "remove it") -> None:
+        self.findings.error(path, message, remedy, code="unknown-key")
 
-    def judge(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
+    def judge(self, owner: type[Section], raw: Raw, path: Path, value: Any) -> None:
         """Reports an unknown key. ``raw`` is its section, without the key."""
-        name, key = dotted(here), str(here[-1])
+        name, key = dotted(path), str(path[-1])
         if issubclass(owner, Epochs):
             meant = closest(key, owner.model_fields, 1)
             self.unknown(
-                here, remedy=f'did you mean "{meant}"?' if meant else 'write a number of steps, or {"epochs": 1}'
+                path, remedy=f'did you mean "{meant}"?' if meant else 'write a number of steps, or {"epochs": 1}'
             )
-        elif len(here) == 1 and is_comment(key):
-            self.findings.note(here, "taken as a comment", code="comment")
+        elif len(path) == 1 and is_comment(key):
+            self.findings.note(path, "taken as a comment", code="comment")
         elif name in REMOVED:
             off = value in _NULL or (isinstance(value, dict) and value.get("enabled") is False)
             remedy = "remove it (it is switched off)" if off else REMOVED[name]
             message = "removed from DeepSpeed 0.19, which raises if the key is present"
-            self.findings.error(here, message, remedy, code="removed")
+            self.findings.error(path, message, remedy, code="removed")
         elif name in SYNONYMS:
-            self.unknown(here, *SYNONYMS[name])
-        elif owner in TASKS.values() and inside(self.raw, (*here[:-1], "name")) not in (None, *TASKS):
+            self.unknown(path, *SYNONYMS[name])
+        elif owner in TASKS.values() and inside(self.raw, (*path[:-1], "name")) not in (None, *TASKS):
             pass  # the error is the task's name, which is reported
         elif owner in TASKS.values() and (tasks := [show(task) for task in TASKS if key in TASKS[task].model_fields]):
-            self.unknown(here, "not a key of this task", f'"name": {" or ".join(tasks)} has it')
-        elif self.foreign(owner, here):
-            self.translate(here, value)
+            self.unknown(path, "not a key of this task", f'"name": {" or ".join(tasks)} has it')
+        elif self.foreign(owner, path):
+            self.translate(path, value)
         else:
-            self.guess(owner, raw, here, value)
+            self.guess(owner, raw, path, value)
 
-    def foreign(self, owner: type[Section], here: Path) -> bool:
+    def foreign(self, owner: type[Section], path: Path) -> bool:
         """True for a key of another trainer at the top level, or in a section of dsframe without a similar key."""
-        key = str(here[-1])
-        within = here[0] == "dsframe" and owner is not CustomTask
-        ours = here[:-1] in ((), ("dsframe",)) or (within and not closest(key, owner.model_fields))
-        return ours and foreign.answers(key) and dotted(here) not in MEANT
+        key = str(path[-1])
+        within = path[0] == "dsframe" and owner is not CustomTask
+        ours = path[:-1] in ((), ("dsframe",)) or (within and not closest(key, owner.model_fields))
+        return ours and foreign.answers(key) and dotted(path) not in MEANT
 
-    def translate(self, here: Path, value: Any) -> None:
+    def translate(self, path: Path, value: Any) -> None:
         """Reports the equivalent of another trainer's key, and continues as if it had been written."""
-        key = str(here[-1])
+        key = str(path[-1])
         target = foreign.target(key)
-        place = keys(target or "")
+        target_path = keys(target or "")
         if target is None:
             self.unknown(
-                here, remedy=foreign.advice(key) or "remove it: dsframe does so by itself, or has nothing like it"
+                path, remedy=foreign.advice(key) or "remove it: dsframe does so by itself, or has nothing like it"
             )
-        elif inside(self.raw, place) is not None:
-            self.unknown(here, f'another name of "{target}", which the file has as well', "keep one")
+        elif inside(self.raw, target_path) is not None:
+            self.unknown(path, f'another name of "{target}", which the file has as well', "keep one")
         else:
             written = show(value)
-            for part in reversed(place[1:]):
+            for part in reversed(target_path[1:]):
                 written = f'{{"{part}": {written}}}'
-            self.unknown(here, remedy=f'write "{place[0]}": {written}')
-            self.move(here, place, value)
-        self.findings.answered(here)
+            self.unknown(path, remedy=f'write "{target_path[0]}": {written}')
+            self.move(path, target_path, value)
+        self.findings.answered(path)
 
-    def guess(self, owner: type[Section], raw: Raw, here: Path, value: Any) -> None:
+    def guess(self, owner: type[Section], raw: Raw, path: Path, value: Any) -> None:
         """Reports which key is probably meant: a similar one, one that this shortens, or the same one in another
         section.
 
         One typo is certain; several count only if the key belongs to no other section.
         """
-        key, fields = str(here[-1]), owner.model_fields
-        meant = MEANT.get(dotted(here)) or closest(key, fields, 1)
+        key, fields = str(path[-1]), owner.model_fields
+        meant = MEANT.get(dotted(path)) or closest(key, fields, 1)
         begin, others = ([], []) if meant else longer(key, fields)
-        home = None if meant or begin else self.home(key, here)
+        home = None if meant or begin else self.home(key, path)
         if home is None:
             meant = meant or (begin[0] if len(begin) == 1 else closest(key, fields))
-        if meant and meant in raw and not self.findings.is_override(here):
-            self.unknown(here, f'unknown key; it looks like "{meant}", which the file has as well', "keep one")
+        if meant and meant in raw and not self.findings.is_override(path):
+            self.unknown(path, f'unknown key; it looks like "{meant}", which the file has as well', "keep one")
         elif meant:
-            self.unknown(here, remedy=f'did you mean "{meant}"?')
+            self.unknown(path, remedy=f'did you mean "{meant}"?')
             if meant not in raw:
                 raw[meant] = value
-                self.findings.moved(here, (*here[:-1], meant))
+                self.findings.moved(path, (*path[:-1], meant))
         elif begin or (others and home is None):
-            self.unknown(here, remedy=f"did you mean {' or '.join(map(show, begin or others))}?")
+            self.unknown(path, remedy=f"did you mean {' or '.join(map(show, begin or others))}?")
         elif home is not None:
             where = f'under "{dotted(home)}"' if home else "at the top level"
-            self.findings.error(here, f"belongs {where}", code="misplaced-key")
-            self.move(here, (*home, key), value)
+            self.findings.error(path, f"belongs {where}", code="misplaced-key")
+            self.move(path, (*home, key), value)
         elif is_comment(key):
             message = f"comments as keys are not possible here{': DeepSpeed raises' if owner.coerced else ''}"
-            self.unknown(here, message, "write a // comment: DeepSpeed reads HJSON")
-        elif here[0] == "dsframe":
+            self.unknown(path, message, "write a // comment: DeepSpeed reads HJSON")
+        elif path[0] == "dsframe":
             few = len(fields) <= _FEW
-            self.unknown(here, remedy=f"the keys here are {', '.join(sorted(fields))}" if few else "remove it")
+            self.unknown(path, remedy=f"the keys here are {', '.join(sorted(fields))}" if few else "remove it")
         else:
-            raises = owner.coerced or "params" in here
-            forward = f', or pass it on with "dsframe": {{"pass_through": ["{dotted(here)}"]}}'
-            remedy = "remove it" + ("" if here[0] in MADE_HERE else forward)
-            self.unknown(here, f"unknown key; {'DeepSpeed raises' if raises else 'DeepSpeed ignores it'}", remedy)
+            raises = owner.coerced or "params" in path
+            forward = f', or pass it on with "dsframe": {{"pass_through": ["{dotted(path)}"]}}'
+            remedy = "remove it" + ("" if path[0] in MADE_HERE else forward)
+            self.unknown(path, f"unknown key; {'DeepSpeed raises' if raises else 'DeepSpeed ignores it'}", remedy)
 
-    def home(self, key: str, here: Path) -> Path | None:
+    def home(self, key: str, path: Path) -> Path | None:
         """Returns the only section that a key belongs to; a section of dsframe only if the file has one."""
-        homes = [home for home in places().get(key, ()) if home != here[:-1]]
+        homes = [home for home in places().get(key, ()) if home != path[:-1]]
         foreign = homes[:1] and homes[0][:1] == ("dsframe",) and "dsframe" not in self.raw
         return homes[0] if len(homes) == 1 and key not in _COMMON and not foreign else None
 

@@ -58,11 +58,11 @@ def validate(raw: Raw, findings: Findings) -> File:
 
 def _without(values: Raw, path: Path) -> Raw:
     """Returns a copy without the key at the first one or two levels of ``path``: sections are small."""
-    rest = {key: value for key, value in values.items() if key != path[0]}
+    remaining = {key: value for key, value in values.items() if key != path[0]}
     inner = values.get(str(path[0]))
     if len(path) > 1 and isinstance(inner, dict) and path[1] in inner:
-        rest[str(path[0])] = {key: value for key, value in inner.items() if key != path[1]}
-    return rest
+        remaining[str(path[0])] = {key: value for key, value in inner.items() if key != path[1]}
+    return remaining
 
 
 def _parameters(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
@@ -75,11 +75,11 @@ def _parameters(owner: type[Section], raw: Raw, path: Path, findings: Findings) 
                     findings.error((*path, free), f'"{name}" is required', code="missing")
     for inner, section, value in children(owner, raw):
         if inner[-1] in _FREE:
-            known = {key: item for key, item in value.items() if key in section.model_fields}
+            known_values = {key: item for key, item in value.items() if key in section.model_fields}
             try:
-                section.model_validate(known)
+                section.model_validate(known_values)
             except ValidationError as failure:
-                _report(failure, section, known, path + inner, findings)
+                _report(failure, section, known_values, path + inner, findings)
         _parameters(section, value, path + inner, findings)
 
 
@@ -129,108 +129,108 @@ def _expected(owner: type[Section], path: Path, raw: Any) -> Shape:
     return expected
 
 
-def _explain(error: Any, expected: Shape, value: Any, here: Path, findings: Findings) -> None:
+def _explain(error: Any, expected: Shape, value: Any, path: Path, findings: Findings) -> None:
     name = error["type"]
-    if here == ("dsframe", "engine"):  # installed engines are looked up only for wrong files
+    if path == ("dsframe", "engine"):  # installed engines are looked up only for wrong files
         expected = Shape(kinds=frozenset({"str"}), literals=(AUTO, *TABLE))
-    elif here == ("dsframe", "task", "name") and ":" not in str(value):
+    elif path == ("dsframe", "task", "name") and ":" not in str(value):
         expected = Shape(kinds=frozenset({"str"}), literals=(*TASKS, "package.module:Class"))
     if name == "missing":
-        findings.error(here, "is required", "add it", code="missing")
+        findings.error(path, "is required", "add it", code="missing")
     elif name in _RANGES:
         message = f"{show(value)} {_RANGES[name].format(**error.get('ctx', {}))}"
-        findings.error(here, message, code="range", at_value=True)
+        findings.error(path, message, code="range", at_value=True)
     elif name == "string_pattern_mismatch" and not expected.literals:
-        form = _FORMS.get(str(here[-1]), '"package.module:Class"')
-        findings.error(here, f"{show(value)} is not {form}", code="range", at_value=True)
+        form = _FORMS.get(str(path[-1]), '"package.module:Class"')
+        findings.error(path, f"{show(value)} is not {form}", code="range", at_value=True)
     elif expected.literals and (isinstance(value, str) or expected.kinds <= {"int", "null"}):
         words = [word for word in expected.literals if isinstance(word, str)]
         remedy = did_you_mean(value, words, max(1, len(value) // 3)) if isinstance(value, str) else ""
         if value in ("gpu", "cuda") and "none" in words:  # the most similar word would be "cpu"
             remedy = 'did you mean "none"?'
-        findings.error(here, f"{show(value)} must be {expected.phrase}", remedy, code="value", at_value=True)
+        findings.error(path, f"{show(value)} must be {expected.phrase}", remedy, code="value", at_value=True)
     else:
-        _wrong_type(here, value, expected, findings)
+        _wrong_type(path, value, expected, findings)
 
 
-def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> None:
+def _wrong_type(path: Path, value: Any, expected: Shape, findings: Findings) -> None:
     shown, remedy = show(value), ""
     fields = expected.section.model_fields if expected.section else {}
-    word = str(value).lower().rstrip(",")
+    lowered = str(value).lower().rstrip(",")
     if isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
         remedy = f"write {value.strip()} without quotes"
-    elif isinstance(value, str) and "bool" in expected.kinds and word in _TRUTH:
-        remedy = f"write {show(_TRUTH[word])} without quotes"
-    elif here == ("fp16", "loss_scale") and value == "dynamic":
+    elif isinstance(value, str) and "bool" in expected.kinds and lowered in _TRUTH:
+        remedy = f"write {show(_TRUTH[lowered])} without quotes"
+    elif path == ("fp16", "loss_scale") and value == "dynamic":
         remedy = "write 0 for dynamic loss scaling"
-    elif key := _only_key(here, value, fields):
+    elif key := _only_key(path, value, fields):
         remedy = f'write {{"{key}": {show(value)}}}'
     elif value is None or (value is False and expected.section):
         remedy = "remove the key to get the default"
-    findings.error(here, f"{shown} must be {expected.phrase}", remedy, code="type", at_value=True)
+    findings.error(path, f"{shown} must be {expected.phrase}", remedy, code="type", at_value=True)
 
 
-def _only_key(here: Path, value: Any, fields: Collection[str]) -> str | None:
+def _only_key(path: Path, value: Any, fields: Collection[str]) -> str | None:
     """Returns the key for an object that is written as a single value: ``"optimizer": "AdamW"``."""
-    if here == ("dsframe", "task") and isinstance(value, str):
+    if path == ("dsframe", "task") and isinstance(value, str):
         return "name"
-    kinds = {"device": str, "type": str, "enabled": bool, "stage": int}
-    return next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)
+    types = {"device": str, "type": str, "enabled": bool, "stage": int}
+    return next((key for key, value_type in types.items() if key in fields and type(value) is value_type), None)
 
 
 def _convert(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
     """Converts values in place as DeepSpeed does: 5e8 is an integer, and in its pydantic models "2" is 2."""
     for key in [key for key in raw if key in owner.model_fields]:
-        value, expected, here = raw[key], shape(owner, key), (*path, key)
+        value, expected, member_path = raw[key], shape(owner, key), (*path, key)
         if key in owner.folded and isinstance(value, str):
             raw[key] = value = getattr(value, owner.folded[key])()
         if value is None:
-            _null(owner, raw, key, here, findings)
+            _null(owner, raw, key, member_path, findings)
         elif isinstance(value, list) and expected.item is not None:
             raw[key] = [
-                _value(owner, item, expected.item, (*here, index), findings) for index, item in enumerate(value)
+                _value(owner, item, expected.item, (*member_path, index), findings) for index, item in enumerate(value)
             ]
         elif not isinstance(value, (dict, list)):
-            raw[key] = _value(owner, value, expected, here, findings)
+            raw[key] = _value(owner, value, expected, member_path, findings)
     for inner, section, value in list(children(owner, raw)):
         _convert(section, value, path + inner, findings)
 
 
-def _null(owner: type[Section], raw: Raw, key: str, here: Path, findings: Findings) -> None:
+def _null(owner: type[Section], raw: Raw, key: str, path: Path, findings: Findings) -> None:
     expected = shape(owner, key)
-    if here in _NULL_RAISES:
-        findings.error(here, "null: DeepSpeed raises", "remove the key", code="null", at_value=True)
+    if path in _NULL_RAISES:
+        findings.error(path, "null: DeepSpeed raises", "remove the key", code="null", at_value=True)
         return
     nullable = expected.section is not None and expected.section.nullable
     if "null" in expected.kinds and (owner.coerced or nullable or not expected.section):
         return
-    if nullable or here in (("bf16",), ("optimizer", "params")):
+    if nullable or path in (("bf16",), ("optimizer", "params")):
         del raw[key]
     elif not owner.coerced and owner.model_fields[key].default is False and key != "wall_clock_breakdown":
         del raw[key]
         message = "DeepSpeed takes null for false here"
-        findings.warning(here, message, "write false, or remove the key", code="null", at_value=True)
+        findings.warning(path, message, "write false, or remove the key", code="null", at_value=True)
     elif expected.section is not None:
         del raw[key]
-        why = "" if here[0] == "dsframe" else ": DeepSpeed raises"
-        findings.error(here, f"null is not an object{why}", "remove the key", code="type", at_value=True)
+        why = "" if path[0] == "dsframe" else ": DeepSpeed raises"
+        findings.error(path, f"null is not an object{why}", "remove the key", code="type", at_value=True)
 
 
-def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findings: Findings) -> Any:
+def _value(owner: type[Section], value: Any, expected: Shape, path: Path, findings: Findings) -> Any:
     kinds, meaning = expected.kinds, value
     numeric = bool(kinds & {"int", "float"})
     if isinstance(value, bool):
         if numeric and "bool" not in kinds:  # pydantic takes true as 1
-            _wrong_type(here, value, expected, findings)
+            _wrong_type(path, value, expected, findings)
         return value
     if isinstance(value, float):
-        whole = "int" in kinds and "float" not in kinds and value.is_integer()
-        return int(value) if whole else value
+        is_integral = "int" in kinds and "float" not in kinds and value.is_integer()
+        return int(value) if is_integral else value
     if isinstance(value, int):
         meaning = bool(value) if "bool" in kinds and not numeric and value in (0, 1) else value
     elif owner.wraps and "list" in kinds:
         return [value]
     if meaning is not value:
         message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
-        findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)
+        findings.warning(path, message, f"write {show(meaning)}", code="coerced", at_value=True)
     return meaning

@@ -144,18 +144,18 @@ def _batch(raw: Raw, findings: Findings) -> None:
 def _others(owner: type[Section], raw: Raw, path: Path, findings: Findings) -> None:
     """Resolves ``"auto"`` in other keys: to DeepSpeed's default if its parser drops the word, else an error."""
     for key in [key for key, value in raw.items() if value == AUTO and key in owner.model_fields]:
-        expected, here = shape(owner, key), (*path, key)
+        expected, member_path = shape(owner, key), (*path, key)
         if AUTO in expected.literals or expected.kinds & {"str", "any"}:
             continue
         del raw[key]
         if not owner.coerced:
             remedy = "write a value, or remove the key"
-            findings.error(here, '"auto" is not possible here', remedy, code="auto", at_value=True)
-        elif here == ("zero_optimization", "stage"):
+            findings.error(member_path, '"auto" is not possible here', remedy, code="auto", at_value=True)
+        elif member_path == ("zero_optimization", "stage"):
             message = 'has no effect: DeepSpeed takes "auto" for 0, and ZeRO is off'
-            findings.warning(here, message, "write 0, 1, 2 or 3", code="no-effect", at_value=True)
+            findings.warning(member_path, message, "write 0, 1, 2 or 3", code="no-effect", at_value=True)
         else:
             default = owner.model_fields[key].get_default(call_default_factory=False)
-            findings.resolve(here, default, "DeepSpeed's default")
+            findings.resolve(member_path, default, "DeepSpeed's default")
     for inner, section, value in list(children(owner, raw)):
         _others(section, value, path + inner, findings)

@@ -55,5 +55,5 @@ def sentence(inherited: tuple[Resolved, ...]) -> str:
         return ""
     values = ", ".join(f"{default.path[-1]} {show(default.value)}" for default in inherited)
     decoupled = any(default.path[-1] == "adam_w_mode" and default.value for default in inherited)
-    what = ' ("Adam" is AdamW)' if decoupled else ""
-    return f"the file does not say, so inherited: {values}{what}; {inherited[0].detail}s"
+    note = ' ("Adam" is AdamW)' if decoupled else ""
+    return f"the file does not say, so inherited: {values}{note}; {inherited[0].detail}s"

@@ -140,13 +140,13 @@ def _parts(context: RuleContext, params: Raw, path: Path) -> None:
     for index, part in enumerate(parts if isinstance(parts, list) else ()):
         if not isinstance(part, dict):
             continue  # reported with its type
-        name, here = part.get("type"), (*path, "schedulers", index)
+        name, part_path = part.get("type"), (*path, "schedulers", index)
         if isinstance(name, str) and name not in TORCH_SCHEDULERS:
             remedy = did_you_mean(name, TORCH_SCHEDULERS, 3, "choose one of torch's")
             message = f"{show(name)} is not in torch.optim.lr_scheduler, as each part must be"
-            context.findings.error((*here, "type"), message, remedy, code="value", at_value=True)
+            context.findings.error((*part_path, "type"), message, remedy, code="value", at_value=True)
         if isinstance(part.get("params"), dict):
-            _parts(context, part["params"], (*here, "params"))
+            _parts(context, part["params"], (*part_path, "params"))
 
 
 def _rates(context: RuleContext, scheduler: Scheduler) -> None:

@@ -41,9 +41,9 @@ def check(context: RuleContext) -> None:
     active = {name: _holds(context, row) for name, row in table()["conditions"].items()}
     for key, others in table()["excludes"].items():
         if matches(context.file, key) and (context.by_deepspeed or key not in _BY_DEEPSPEED):
-            for name, words in others.items():
+            for name, description in others.items():
                 if active[name]:
-                    context.conflict(key, f"not possible with {words}", "remove one of them")
+                    context.conflict(key, f"not possible with {description}", "remove one of them")
 
 
 def _report(context: RuleContext, key: str, row: Row) -> None:

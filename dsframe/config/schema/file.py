@@ -44,13 +44,13 @@ class Shape:
     @property
     def phrase(self) -> str:
         """What is expected, as text."""
-        words = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
+        alternatives = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
         spelled = {_KINDS[type(value)] for value in self.literals}
-        words += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
-        if self.item and self.item.kinds and "a list" in words:
-            words[words.index("a list")] = f"a list of {self.item.plural}"
-        words += ['{"epochs": 1}'] if self.unit else []
-        return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:]))) or (
+        alternatives += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
+        if self.item and self.item.kinds and "a list" in alternatives:
+            alternatives[alternatives.index("a list")] = f"a list of {self.item.plural}"
+        alternatives += ['{"epochs": 1}'] if self.unit else []
+        return " or ".join(filter(None, (", ".join(alternatives[:-1]), *alternatives[-1:]))) or (
             "null" if "null" in self.kinds else "another value"
         )
 

@@ -24,7 +24,7 @@ from dsframe.config.schema.settings_training import Adapter, Ema, ParameterGroup
 from dsframe.engines.table import BUILT_IN, TABLE
 
 
-def _known(name: str) -> str:
+def _check_engine_name(name: str) -> str:
     if name != AUTO and name not in TABLE:
         raise PydanticCustomError("unknown_engine", "no such engine")
     return name
@@ -32,7 +32,7 @@ def _known(name: str) -> str:
 
 EngineName = Annotated[
     str,
-    AfterValidator(_known),
+    AfterValidator(_check_engine_name),
     # For editors, which do not know the installed packages: names of external engines have a hyphen ("vendor-engine").
     WithJsonSchema({"anyOf": [{"enum": [AUTO, *BUILT_IN], "type": "string"}, {"pattern": "-", "type": "string"}]}),
 ]

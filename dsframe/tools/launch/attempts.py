@@ -58,8 +58,8 @@ class Failure:
         return bool(self.reason) and self.code in (ConfigError.exit_code, EngineError.exit_code)
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}: " if self.rank is not None and self.reason else ""
-        return f"after step {self.step}: {who}{self.reason or 'a process was killed, or ended without a message'}"
+        prefix = f"rank {self.rank}: " if self.rank is not None and self.reason else ""
+        return f"after step {self.step}: {prefix}{self.reason or 'a process was killed, or ended without a message'}"
 
 
 class Attempts:
@@ -142,9 +142,9 @@ class Attempts:
             return f"{len(repeats)} times in a row {last}; {NO_CHANGE}"
         if lost:  # a restart from the beginning would go unnoticed until the end
             damaged = ", ".join(self._store.damaged())
-            what = f"{self._store.directory} has no complete checkpoint any more"
-            what += f" (damaged: {damaged})" if damaged else ""
-            return f"{last}; {what}; restore one and use --resume auto, or start over with --resume never"
+            loss = f"{self._store.directory} has no complete checkpoint any more"
+            loss += f" (damaged: {damaged})" if damaged else ""
+            return f"{last}; {loss}; restore one and use --resume auto, or start over with --resume never"
         return ""
 
 

@@ -90,14 +90,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Argv = None) -> int:
     """Runs the job and returns its exit code. Raises DsframeErrors."""
-    options, rest = parser().parse_known_args(argv)
-    if other := next((word for word in rest if word.partition("=")[0] in _PROCESSES), None):
+    options, arguments = parser().parse_known_args(argv)
+    if other := next((word for word in arguments if word.partition("=")[0] in _PROCESSES), None):
         parser().error(f"unrecognized arguments: {other}; the number of processes in all is -np N")
     if options.processes is not None and options.processes < 1:
         parser().error("-np must be at least 1")
     if options.restarts < 0:
         parser().error("--restarts must be at least 0")
-    request = read(options, [word for word in rest if word != "--"])
+    request = read(options, [word for word in arguments if word != "--"])
     launch = launchers.plan(request.launcher, request.job)
     if options.show:
         print(launch)

@@ -38,8 +38,8 @@ class Host:
             entries = socket.getaddrinfo(self.name, None)
         except OSError:
             return False
-        mine = {address for address, _ in addresses()}
-        return any(str(entry[4][0]) in mine for entry in entries)
+        local_addresses = {address for address, _ in addresses()}
+        return any(str(entry[4][0]) in local_addresses for entry in entries)
 
 
 def parse(entries: Iterable[str], source: str) -> tuple[Host, ...]:

@@ -225,9 +225,11 @@ def quietly(launch: Launch) -> Launch:
         return replace(launch, command=(name, "--mpi-args=--quiet", *words))
     if name != "deepspeed":
         return launch
-    known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
-    processor = {} if known else {"DS_ACCELERATOR": "cpu"}  # it prints three times that it found no accelerator
-    environment = {**processor, **launch.environment}
+    accelerator_known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
+    accelerator = (
+        {} if accelerator_known else {"DS_ACCELERATOR": "cpu"}
+    )  # it prints three times that it found no accelerator
+    environment = {**accelerator, **launch.environment}
     return replace(launch, command=(name, "--quiet", *words), environment=environment)
 
 

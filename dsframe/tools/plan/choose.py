@@ -79,12 +79,12 @@ def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
         files.append((", blocks computed twice", load(_recomputing(config))))
     for name, other, patch in _candidates(config, world_size):
         best: Strategy | None = None
-        for more, file in files:
+        for suffix, file in files:
             if best is None or not best.prediction.fits:
                 try:
-                    best = _best(name + more, file, other, patch, (model, device, world_size))
+                    best = _best(name + suffix, file, other, patch, (model, device, world_size))
                 except ConfigError as error:
-                    refused[name + more] = str(error).splitlines()[0].removeprefix("error: ")
+                    refused[name + suffix] = str(error).splitlines()[0].removeprefix("error: ")
         if best is not None:
             strategies.append(best)
     return Plan(world_size, written, sorted(strategies, key=_order), refused)
@@ -161,8 +161,8 @@ def _micro_batches(config: Config, engine: str, patch: Patch, world_size: int) -
     other = load(file, facts=Facts(world_size=world_size, replicas=engines.TABLE[engine].replicas))
     batch = other.batch(world_size)
     problems, _ = engines.examine(other, engine)
-    share, rest = divmod(samples, batch.data_parallel_size)
-    if rest:
+    share, remainder = divmod(samples, batch.data_parallel_size)
+    if remainder:
         message = f"{samples} samples a step cannot be divided among {batch.data_parallel_size} processes"
         remedy = "choose a train_batch_size that they divide"
         problems = [*problems, other.error(("train_batch_size",), message, remedy, code="batch")]

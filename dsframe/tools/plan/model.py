@@ -186,16 +186,16 @@ def _model(
     module: nn.Module, runs: Sequence[dict[str, float]], dtype: torch.dtype, blocks: Sequence[str], batch_bytes: int
 ) -> Model:
     trained = elements(trainable(module))
-    whole = elements(module.parameters())
+    all_elements = elements(module.parameters())
     in_blocks = [elements(module.get_submodule(name).parameters()) for name in blocks]
     sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
     inside = sizes["inside"]
     model = Model(
         parameters=trained,
         bytes_each=dtype.itemsize,
-        frozen=whole - trained,
+        frozen=all_elements - trained,
         largest=max(elements(part.parameters(recurse=False)) for part in module.modules()),
-        block=max(in_blocks, default=whole),
+        block=max(in_blocks, default=all_elements),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         saved=sizes["outside"].plus(inside),
         saved_wide=sizes["outside_wide"].plus(sizes["inside_wide"]),

@@ -135,8 +135,8 @@ def _same(recorded: Sequence[Mapping[str, str]]) -> str:
     if not common:
         return "not recorded by every run"
     differing = [key for key in common if len({of_run[key] for of_run in recorded}) > 1]
-    said = [_identity(key, [of_run[key] for of_run in recorded]) for key in differing]
-    return f"not the same: {', '.join(said)}" if said else "the same"
+    descriptions = [_identity(key, [of_run[key] for of_run in recorded]) for key in differing]
+    return f"not the same: {', '.join(descriptions)}" if descriptions else "the same"
 
 
 def _identity(key: str, values: Sequence[str]) -> str:
