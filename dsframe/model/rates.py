@@ -14,9 +14,6 @@ class Rates:
     learning_rate: float
     momentum: float | None = None
     """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
-    second_beta: float | None = None
-    """Adam's second beta, where the schedule fixes it."""
-
     weight_decay: float | None = None
     """Of the groups that have one, where the task gives it."""
 
@@ -25,8 +22,8 @@ class Rates:
         for group in parameter_groups:
             group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
             if self.momentum is not None and "betas" in group:
-                group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
-            elif self.momentum is not None and "momentum" in group and self.second_beta is None:
+                group["betas"] = (self.momentum, group["betas"][1])
+            elif self.momentum is not None and "momentum" in group:
                 group["momentum"] = self.momentum
             # It may become 0 for a while.
             if self.weight_decay is not None and group.setdefault("decays", bool(group.get("weight_decay"))):

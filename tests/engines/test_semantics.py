@@ -46,8 +46,8 @@ FILES = {
     "sum, cycled momentum": {
         "gradient_allreduce_op": "sum",
         "scheduler": {
-            "type": "OneCycle",
-            "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 2e-3, "cycle_first_step_size": 5},
+            "type": "OneCycleLR",
+            "params": {"max_lr": 2e-3, "total_steps": STEPS, "pct_start": 0.4},
         },
     },
     "bf16": {"bf16": {"enabled": True}},

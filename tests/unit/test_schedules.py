@@ -24,15 +24,6 @@ CASES = [
     ("WarmupCosineLR", {"warmup_num_steps": 10, "total_num_steps": 40}),
     ("WarmupCosineLR", {"warmup_num_steps": 7, "total_num_steps": 30, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.01,
                         "warmup_type": "linear"}),
-    ("LRRangeTest", {"lr_range_test_step_size": 7}),
-    ("LRRangeTest", {"lr_range_test_step_size": 7, "lr_range_test_staircase": True, "lr_range_test_step_rate": 3.0}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10, "cycle_second_step_size": 20,
-                  "decay_step_size": 5, "decay_lr_rate": 0.3, "decay_mom_rate": 0.1}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10, "cycle_first_stair_count": 3,
-                  "cycle_second_stair_count": 4, "cycle_momentum": False}),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10, "decay_step_size": 5,
-                  "decay_mom_rate": 0.1}),
 ]  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from dsframe.config.schema.scheduler import Scheduler
 _TYPE = "optimizer.type"
 _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
-_OWN_RATES = frozenset({"WarmupDecayLR", "LRRangeTest", "OneCycle", "OneCycleLR", "CyclicLR"})
-"""Schedules that replace the optimizer's rate."""
+_OWN_RATES = frozenset({"WarmupDecayLR", "OneCycleLR", "CyclicLR"})
+"""Schedules with rates of their own, which replace the optimizer's."""
 _A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
 """Keys with which the other schedules set a rate."""
 
