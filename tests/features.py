@@ -39,14 +39,6 @@ FIGURES = ("near", "size", "told", "expert_load/0", "expert_load/3")
 _LLAMA = {**LLAMA, "intermediate_size": 64}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, **_EXPERTS}
-_VIT = {
-    "model_type": "vit",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "patch_size": 7,
-}
 _GPT = {"name": "language", "layers": 2, "heads": 4, "width": 32, "context": 32, "samples": 500}
 _WHOLE = {"stage3_param_persistence_threshold": 0}
 ENGINES = {
@@ -91,13 +83,6 @@ FEATURES = {
             ],
         },
         engines=(*_PARALLEL, *_SPLIT),
-    ),
-    "layer decay": Feature(
-        {
-            "task": {"name": "image-classification", "model": _VIT, "dataset": "synthetic", "samples": 500},
-            "layer_decay": 0.6,
-            "no_decay": "norms-and-biases",
-        }
     ),
     "lora": Feature(
         {

@@ -48,13 +48,12 @@ def config_of(config: Config, name: str, others: Collection[str], *, frozen: boo
     """Returns the file for one model's engine: with its optimizer and groups. Raises ConfigError, EngineError."""
     raw = config.written()
     section = raw.get("dsframe", {})
-    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
+    if not section.keys() & {"optimizers", "parameter_groups", "model"}:
         return config
     optimizer = section.pop("optimizers", {}).get(name)
     if optimizer is not None:
         raw["optimizer"] = {key: value for key, value in optimizer.items() if key != "every_steps"}
     if frozen:
-        section.pop("layer_decay", None)
         section.get("model", {}).pop("activation_checkpointing", None)
     groups = groups_of(section.pop("parameter_groups", []), others)
     if groups and not frozen:

@@ -19,7 +19,6 @@ from torch import nn
 from dsframe.config.read.suggest import similar_pattern
 from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, TaskError
-from dsframe.model import switches
 from dsframe.model.built import FROZEN, ParameterGroups
 from dsframe.tasks.task import Task, gives
 
@@ -66,12 +65,7 @@ def are_asked(config: Config, task: Task) -> bool:
     """True if :func:`settle_groups` may find groups."""
     settings = config.settings
     task_has_groups = gives(task, "parameter_groups")
-    return (
-        bool(settings.parameter_groups)
-        or settings.no_decay != "none"
-        or settings.layer_decay is not None
-        or task_has_groups
-    )
+    return bool(settings.parameter_groups) or settings.no_decay != "none" or task_has_groups
 
 
 def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
@@ -85,20 +79,16 @@ def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGrou
             parameter.requires_grad_(True)
     wanted, preset = _Wanted(config, task, model), config.settings.no_decay
     options_of = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
-    for name, factor in _by_layer(config, model).items():
-        options_of[name] = options_of.get(name, {}) | {"lr_scale": factor}
     frozen = set()
     for name, (index, _) in _claims(wanted, model).items():
         group = wanted.groups[index]
-        scale = None if group.lr_scale is None else group.lr_scale * options_of.get(name, {}).get("lr_scale", 1.0)
-        given = {"weight_decay": group.weight_decay, "lr_scale": scale}
+        given = {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
         options_of[name] = options_of.get(name, {}) | {key: value for key, value in given.items() if value is not None}
         if group.freeze:
             frozen.add(name)
     asked = {
         "parameter_groups": [group.model_dump(exclude_defaults=True) for group in wanted.groups],
         "no_decay": None if preset == "none" else preset,
-        "layer_decay": config.settings.layer_decay,
     }
     parameter_groups = ParameterGroups(
         {name: options for name, options in options_of.items() if options},
@@ -119,33 +109,6 @@ def without_decay(model: nn.Module) -> list[str]:
         for name, _ in model.named_parameters()
         if _UNDECAYED.search(name.lower()) or name.startswith(tuple(normed))
     ]
-
-
-def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
-    """The factors of ``layer_decay``: as in BEiT and MAE (He et al. 2021, arXiv 2111.06377), whose blocks are counted from 1."""
-    decay = config.settings.layer_decay
-    if decay is None:
-        return {}
-    block_class = switches.repeated(model)
-    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == block_class]
-    inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
-    if not inside:
-        message, remedy = (
-            "the model repeats no block, so it has no layers to count",
-            "write parameter_groups with lr_scale",
-        )
-        path = ("dsframe", "layer_decay")
-        raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
-    scales = {}
-    last_block = 0
-    for name, parameter in model.named_parameters():
-        layer = inside.get(id(parameter))
-        last_block = max(last_block, layer or 0)
-        if layer is None:  # before the blocks, or behind the first of them
-            layer = 0 if last_block == 0 else len(blocks) + 1
-        if layer <= len(blocks) and decay != 1.0:
-            scales[name] = decay ** (len(blocks) + 1 - layer)
-    return scales
 
 
 def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:

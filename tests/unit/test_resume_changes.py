@@ -149,7 +149,7 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
 
 
 ELSEWHERE = {
-    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay", "layer_decay",
+    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay",
     "parameter_groups", "inherit", "ddp", "horovod",
     "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
 }  # fmt: skip

@@ -15,7 +15,8 @@ class Scheduler(Section):
     """The learning-rate schedule, advanced once for each optimizer step."""
 
     type: str
-    """WarmupLR, WarmupDecayLR, WarmupCosineLR, a class of ``torch.optim.lr_scheduler``, or with a ``dsframe`` section a name of Hugging Face's Trainer (``linear``, ``cosine``, ...) or ``nanogpt``."""
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, a class of ``torch.optim.lr_scheduler``, or with a
+    ``dsframe`` section a name of Hugging Face's Trainer (``linear``, ``cosine``, ...) or ``nanogpt``."""
     params: dict[str, Any] = {}
     """Arguments of the schedule. DeepSpeed raises if the key is absent; write ``{}`` if nothing is required."""
 

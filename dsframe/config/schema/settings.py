@@ -166,13 +166,9 @@ class Settings(Section):
     """Parameters with another weight decay or learning rate, and frozen parameters. A parameter may be in one group
     only. Refused with Muon, which makes its own groups. ``Task.parameter_groups`` does the same in code."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
-    """Parameters without weight decay, unless their group sets ``weight_decay``: ``norms-and-biases`` are those that
-    Hugging Face's Trainer excludes (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part
-    that is or ends in ``norm`` in the name)."""
-    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Lower learning rates for earlier layers, as for fine-tuning a vision transformer: of n repeated blocks the last
-    has this factor, each earlier one its next power, and what comes before the blocks power n + 1; later layers have
-    factor 1. Multiplied with a group's ``lr_scale``. Default: 1."""
+    """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
+    that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
+    is or ends in ``norm`` in the name)."""
     optimizers: dict[str, ModelOptimizer] = {}
     """Optimizers of a task with several models (``Task.models``), by model name; the other models use the file's
     ``optimizer``. The scheduler sets the rate of that one, and the others follow in proportion."""
