@@ -1,14 +1,14 @@
 """The events of a training and the listeners that receive them, in the order of one list.
 
 The loop (``dsframe.trainer``) makes optimizer steps and emits events. Everything else listens: log lines, the record,
-profilers, checkpoints, evaluations, early stopping, users' hooks.
+checkpoints, evaluations, early stopping, users' hooks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -87,7 +87,7 @@ class Training:
     skipped_steps: int = 0
     """Number of updates skipped because gradients were not finite."""
     paused_seconds: float = 0.0
-    """Time excluded from the rate: evaluations, saves, profiles."""
+    """Time excluded from the rate: evaluations and saves."""
     copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
     """**Collective.** Copies the running model to rank 0 or all ranks (``training.running_model``)."""
     stop_request: StopRequest | None = None
@@ -135,10 +135,6 @@ class Listener:
     """Base class: methods that are not overridden cost nothing. All ranks call every method in the same order, so it
     may communicate."""
 
-    def around_step(self, step: int) -> AbstractContextManager[None]:
-        """Encloses one optimizer step, counted from 1."""
-        return nullcontext()
-
     def on_start(self, training: Training) -> None:
         """Called before the first step of these processes, also on resume."""
 
@@ -173,7 +169,6 @@ class Events:
 
     def __init__(self) -> None:
         self._methods: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
-        self._enclosing: list[Listener] = []
 
     def add(self, listener: Listener) -> None:
         """Appends a listener."""
@@ -181,17 +176,6 @@ class Events:
         for name, methods in self._methods.items():
             if getattr(listener_class, name) is not getattr(Listener, name):
                 methods.append(getattr(listener, name))
-        if listener_class.around_step is not Listener.around_step:
-            self._enclosing.append(listener)
-
-    def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """Encloses a step; the first listener is the outermost."""
-        if not self._enclosing:
-            return nullcontext()
-        stack = ExitStack()
-        for listener in self._enclosing:
-            stack.enter_context(listener.around_step(step))
-        return stack
 
     def emit(self, event: str, training: Training, *values: Any) -> None:
         """Calls every listener that overrides the method named ``event``."""

@@ -27,7 +27,7 @@ from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError, TaskError, TrainingError
-from dsframe.events import Listener, RunSchedule
+from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
 from dsframe.host import generators, phases
@@ -89,8 +89,6 @@ class Run:
     model_files: ModelFiles
     """Writes the files next to a checkpoint's weights that other programs read."""
     loggers: MakeLoggers
-    traces: Callable[..., Listener]
-    """Creates the profiler if the file asks for it."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +122,13 @@ def train(run: Run, world: World) -> Summary:
     done = start.step if start.in_place else 0
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
-    traces = None
-    if profile := run.config.settings.profile:
-        traces = run.traces(job.plan, profile, start.step, job.progress.say)
     keeps = world.is_main and not complete
     record = Record(job.plan, facts, done, loggers=run.loggers, say=job.say) if keeps else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
     reset_peak(job.plan.device)
     with _ending(job, engine, outputs), watchdog:
-        summary = Trainer(engine, job.work, outputs, watchdog, traces).fit(start)
+        summary = Trainer(engine, job.work, outputs, watchdog).fit(start)
     _finish(job, engine, record, summary)
     if complete and world.is_main:
         job.say(

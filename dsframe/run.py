@@ -30,7 +30,6 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.text import Say
 
 if TYPE_CHECKING:
-    from dsframe.events import Listener
     from dsframe.job import Run
     from dsframe.results import Summary
     from dsframe.tasks.task import Task
@@ -147,7 +146,7 @@ def prepared(
     with restored():
         engine, lines = choice or choose(config, world)
         threads = settle_threads(world, config.settings.threads_per_rank)
-        output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
+        output.silence(verbose=verbose, quiet=quiet)
         import torch  # reads OMP_NUM_THREADS
 
         from dsframe.host import numerics
@@ -184,14 +183,8 @@ def prepared(
             host = job.HostResources(threads, began, lock, home)
             phases.done("data")
             named = "" if from_file else _name(task)
-            more = pretrained.beside_weights, loggers.Loggers, _traces
+            more = pretrained.beside_weights, loggers.Loggers
             yield job.Run(config, task, named, engine, data, called, lines, options, host, *more)
-
-
-def _traces(*arguments: Any) -> Listener:
-    from dsframe.training.traces import Traces
-
-    return Traces(*arguments)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

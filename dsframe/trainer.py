@@ -17,7 +17,7 @@ from dsframe.checkpoint.saver import Saver
 from dsframe.cluster.exchange import all_gather_json
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.events import Events, Listener, RunSchedule, Training, UserHooks
+from dsframe.events import Events, RunSchedule, Training, UserHooks
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
@@ -69,7 +69,6 @@ class Trainer:
         work: Work,
         outputs: Outputs,
         watchdog: Watchdog,
-        traces: Listener | None,
     ) -> None:
         """``watchdog``: entered by the caller."""
         self.engine, self.loader = engine, work.loader
@@ -94,7 +93,6 @@ class Trainer:
         listeners = [
             finite,
             StepLog(events, finite),
-            traces,
             RunLog(outputs.record),
             hooks,
             self._first_step,
@@ -179,7 +177,7 @@ class Trainer:
         if watch:
             watch.begin(step)
         micro_batches = self._weights.settle(self._read(stream))
-        with self.events.around_step(step), watch.explaining() if watch else nullcontext():
+        with watch.explaining() if watch else nullcontext():
             result = self.engine.train_step(self._observed(micro_batches, step))
         if step == self.training.first_step:
             self._trial.step_ended()

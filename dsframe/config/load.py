@@ -128,7 +128,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
     epochs.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
     rules.check(RuleContext(file, raw, findings, facts.engine or file.dsframe.engine, facts.world_size))
-    check_facts(file, file.dsframe, facts, findings)
+    check_facts(file, facts, findings)
     for name in passed:
         _restore(raw, written, name)
     problems = findings.sorted()

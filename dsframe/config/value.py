@@ -82,7 +82,7 @@ class Config:
             return self.examine(all_facts).accepted
         findings = self.findings.empty_copy()
         findings.problems.extend(self.problems)
-        check_facts(self.deepspeed, self.settings, all_facts, findings)
+        check_facts(self.deepspeed, all_facts, findings)
         problems = findings.sorted()
         return Examined(problems, replace(self, facts=all_facts, problems=problems)).accepted
 

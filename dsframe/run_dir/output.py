@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dsframe.cluster.world import World
-from dsframe.config.schema.settings_report import Profile
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -72,15 +71,13 @@ def marked(world: World) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def silence(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
+def silence(*, verbose: bool, quiet: bool) -> None:
     """Silences libraries; call before torch is imported. When another rank has ended, torch prints 20 lines of C++
-    frames, and its profiler prints when it begins and ends. ``quiet`` silences wandb too."""
+    frames. ``quiet`` silences wandb too."""
     if quiet:
         os.environ.setdefault("WANDB_SILENT", "true")
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if profile is not None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above every message's level; measured, torch 2.13
 
 
 def directory_of(config: Config, engine: str, task: str) -> Path:

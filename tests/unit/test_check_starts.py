@@ -104,8 +104,6 @@ def a_file(rng, engine):
     drawn = a_section(rng, File, rng.choice([0.01, 0.03, 0.1]))
     ours = drawn.setdefault("dsframe", {})
     length, batch = rng.choice([("steps", 2), ("epochs", 1)]), rng.choice([2, 4, 8])
-    if length[0] == "epochs":
-        ours.pop("profile", None)  # the check does not know how many steps there are
     ours.update({"engine": engine, length[0]: length[1], "task": {"name": "tests.unit.test_check_starts:Points"}})
     drawn["optimizer"] = {"type": OPTIMIZERS.get(name, name), "params": params}
     if rng.random() < 0.5:

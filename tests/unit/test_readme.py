@@ -1,5 +1,6 @@
 """The README's example and the page on callbacks run, links lead somewhere, generated pages are up to date."""
 
+import json
 import runpy
 
 import pytest
@@ -28,6 +29,11 @@ def test_the_example_of_hooks_runs(tmp_path):
     output = run_ranks(warm(1, ["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
     assert "step 10 of 200: " in output
     assert "loss is not better in 2 evaluation(s); the best was " in output
+    (trace,) = (tmp_path / "line" / "profile").glob("rank0.*.pt.trace.json")
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {
+        f"ProfilerStep#{step}" for step in (2, 3, 4)
+    }
 
 
 def test_the_search_with_optuna_runs(here):

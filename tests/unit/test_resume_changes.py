@@ -157,7 +157,7 @@ ELSEWHERE = {
 NO_OTHER_TRAINING = {
     # How long, and what is shown, kept and watched.
     "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
-    "profile", "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
+    "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
     "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
     "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
     # Where things lie, and in which order they are summed.

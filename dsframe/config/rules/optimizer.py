@@ -24,7 +24,7 @@ _TYPE = "optimizer.type"
 _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
 _OWN_RATES = frozenset({"WarmupDecayLR", "OneCycleLR", "CyclicLR"})
-"""Schedules with rates of their own, which replace the optimizer's."""
+"""Schedules that replace the optimizer's rate."""
 _A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
 """Keys with which the other schedules set a rate."""
 

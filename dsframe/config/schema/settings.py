@@ -15,7 +15,6 @@ from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
 from dsframe.config.schema.settings_images import ImageData as ImageData
 from dsframe.config.schema.settings_model import Model
-from dsframe.config.schema.settings_report import Profile
 from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
 from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
 from dsframe.config.schema.settings_tasks import LanguageTask as LanguageTask
@@ -138,8 +137,6 @@ class Settings(Section):
     """Samples of one rank in an evaluation batch. Default: the training micro-batch size."""
     log_every_steps: Every = 10
     """Steps between two log lines."""
-    profile: Profile | None = None
-    """Traces of some steps."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE``, with the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
@@ -166,9 +163,9 @@ class Settings(Section):
     """Parameters with another weight decay or learning rate, and frozen parameters. A parameter may be in one group
     only. Refused with Muon, which makes its own groups. ``Task.parameter_groups`` does the same in code."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
-    """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
-    that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
-    is or ends in ``norm`` in the name)."""
+    """Parameters without weight decay, unless their group sets ``weight_decay``: ``norms-and-biases`` are those that
+    Hugging Face's Trainer excludes (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part
+    that is or ends in ``norm`` in the name)."""
     optimizers: dict[str, ModelOptimizer] = {}
     """Optimizers of a task with several models (``Task.models``), by model name; the other models use the file's
     ``optimizer``. The scheduler sets the rate of that one, and the others follow in proportion."""

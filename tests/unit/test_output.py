@@ -1,0 +1,32 @@
+"""What marks output. ``tests/engines/test_loggers.py`` has real runs with it."""
+
+import sys
+
+import pytest
+
+from tests.processes import REPOSITORY, run_program
+
+PROGRAM = """
+import os, sys
+from dsframe.run_dir.output import marked
+from dsframe.cluster.world import World
+print("before")
+with marked(World(3, 4, 3, 4, launcher=sys.argv[1])):
+    print("one\\ntwo", end=" ")
+    print("[rank 3] marked already", file=sys.stderr)
+    os.write(2, b"native\\n")
+print("after")
+"""
+MARKED = "before\n[rank 3] one\n[rank 3] two \nafter\n"
+PLAIN = "before\none\ntwo after\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "out"),
+    [("torchrun", MARKED), ("horovodrun", PLAIN)],
+)
+def test_what_other_ranks_print_says_whose_it_is(launcher, out):
+    command = [sys.executable, "-c", PROGRAM, launcher]
+    done = run_program(command, cwd=REPOSITORY)
+    assert done.stdout == out
+    assert set(done.stderr.splitlines()) == {"[rank 3] marked already", "native"}
