@@ -45,12 +45,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_overrides(result, "one key, as in training")
     add("--strict", action="store_true", help="warnings are errors")
-    add(
-        "--format",
-        choices=("text", "github"),
-        default="text",
-        help="output for people, or GitHub annotations",
-    )
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
     result.set_defaults(starts=False)  # dsframe launch sets it, because the run itself prints inherited values
     return result
@@ -142,27 +136,7 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
 def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
     """Prints the problems of each file."""
     for label, examined in reports:
-        if options.format == "github":
-            for problem in examined.problems:
-                print(_annotation(problem))
-        else:
-            _print_text(label, examined, options)
-
-
-def _annotation(problem: Problem) -> str:
-    """Returns GitHub's workflow command for one problem."""
-    workflow_command = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
-    fields = {"file": problem.file, "line": problem.line, "col": problem.column, "title": f"dsframe {problem.code}"}
-    given = ",".join(f"{key}={_escape(str(value), ',:')}" for key, value in fields.items() if value)
-    text = ": ".join(part for part in (problem.path, problem.message) if part)
-    return f"::{workflow_command} {given}::{_escape(f'{text}; {problem.remedy}' if problem.remedy else text)}"
-
-
-def _escape(text: str, also: str = "") -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    for character in also:
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
+        _print_text(label, examined, options)
 
 
 _FORMATS = ("bf16.enabled", "fp16.enabled")

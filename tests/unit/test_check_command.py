@@ -1,6 +1,8 @@
 """The command: what it prints, in which format, with which exit code, and what it does not import."""
 
 import io
+import json
+import re
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from dsframe.cli import COMMANDS, main
 from dsframe.config import load
 from tests.files import ds_config, write_json
+from tests.processes import REPOSITORY
 
 CLEAN = (
     '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}'
@@ -75,12 +78,13 @@ def test_text(folder, capsys):
     ]
 
 
-def test_github(folder, capsys):
-    main(["check", "wrong.json", "--format", "github"])
-    assert capsys.readouterr().out == (
-        "::error file=wrong.json,line=3,col=3,title=dsframe unknown-key::zero_optimisation: unknown key; "
-        'did you mean "zero_optimization"?\n'
-    )
+def test_what_it_prints_is_annotated_on_github(folder, capsys):
+    """By the matcher that ``action.yml`` names."""
+    (matcher,) = json.loads((REPOSITORY / "check" / "matcher.json").read_text())["problemMatcher"]
+    (pattern,) = matcher["pattern"]
+    main(["check", "wrong.json"])
+    match = re.match(pattern["regexp"], capsys.readouterr().out.splitlines()[0])
+    assert [match[pattern[key]] for key in ("file", "line", "column", "severity")] == ["wrong.json", "3", "3", "error"]
 
 
 def test_resolved_is_a_file_that_runs(folder, capsys):
