@@ -1,8 +1,7 @@
-"""The schedules of Hugging Face's Trainer, by its own functions, and nanoGPT's, as factors of the optimizer's rate."""
+"""The schedules of Hugging Face's Trainer, by its own functions, as factors of the optimizer's rate."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,8 +19,6 @@ def factor(name: str, base: float, params: Mapping[str, Any]) -> Factor:
 
     Raises ConfigError where transformers is missing, TypeError and ValueError for params that the schedule does not take.
     """
-    if name == "nanogpt":
-        return _nanogpt(base, **params)
     try:
         from transformers import get_scheduler
     except ImportError as error:
@@ -40,15 +37,3 @@ def _at(theirs: Factor, updates: int) -> float:
         return theirs(updates)
     except ZeroDivisionError:  # polynomial, at the last step of a training that is all warm-up
         return theirs(updates + 1)
-
-
-def _nanogpt(base: float, lr_decay_iters: int, min_lr: float, warmup_iters: int = 0) -> Factor:
-    """Up from above 0, down as a cosine to the rate ``min_lr``. Source: nanoGPT's ``train.py`` (``get_lr``)."""
-
-    def at(updates: int) -> float:
-        if updates < warmup_iters:
-            return (updates + 1) / (warmup_iters + 1)
-        progress = min(1.0, (updates - warmup_iters) / max(1, lr_decay_iters - warmup_iters))
-        return (min_lr + (1.0 + math.cos(math.pi * progress)) / 2 * (base - min_lr)) / base
-
-    return at

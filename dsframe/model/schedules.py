@@ -240,9 +240,9 @@ def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -
             ) from None
     usual = {"warmup_num_steps": 1000} if scheduler and scheduler.type.startswith("Warmup") else {}
     for key, steps in (usual | params).items():
-        if key in ("warmup_num_steps", "num_warmup_steps", "warmup_iters") and steps >= total_steps:
+        if key in ("warmup_num_steps", "num_warmup_steps") and steps >= total_steps:
             yield f"the training ends in the schedule's warm-up: that takes {steps:,} updates ({key})"
-    for key in ("total_num_steps", "num_training_steps", "lr_decay_iters", "T_max"):
+    for key in ("total_num_steps", "num_training_steps", "T_max"):
         if isinstance(params.get(key), int) and params[key] != total_steps:
             last = f"the last has the rate {schedule(total_steps - 1).learning_rate:.3g}; write {key} {total_steps} to end with it"
             yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}: {last}"

@@ -65,11 +65,21 @@ class _Gpt(nn.Module):
         return self.head(self.norm(found))
 
 
+def _get_lr(step):
+    """nanoGPT's, as a factor: a warm-up that does not begin at 0, then a cosine."""
+    if step < 6:
+        return (step + 1) / 7
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, (step - 6) / 24)))
+
+
 class NanoGpt(Port):
     """Tied embeddings, no decay for vectors, clipping, warm-up and a cosine (nanoGPT)."""
 
     def model(self):
         return _Gpt()
+
+    def schedule(self, updates):
+        return _get_lr(updates)
 
     def parameter_groups(self, model):
         return [{"match": [name for name, p in model.named_parameters() if p.dim() < 2], "weight_decay": 0}]
@@ -168,14 +178,6 @@ def _schedule(kind, **params):
     return {"scheduler": {"type": kind, "params": params}}
 
 
-def _nanogpt(step):
-    if step < 6:
-        return (step + 1) / 7
-    if step > 30:
-        return 0.1
-    return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (step - 6) / 24)) * 0.9
-
-
 def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
@@ -196,8 +198,8 @@ CASES = {
     "nanogpt": Case(
         NanoGpt,
         _matrices_decay,
-        ADAMW | _schedule("nanogpt", warmup_iters=6, lr_decay_iters=30, min_lr=1e-3),
-        rate=lambda optimizer: LambdaLR(optimizer, _nanogpt),
+        ADAMW,
+        rate=lambda optimizer: LambdaLR(optimizer, _get_lr),
         clip=1.0,
         bound=1e-7,
     ),

@@ -69,7 +69,7 @@ RULES: Mapping[str, Rule] = {
     "scheduler.params.warmup_num_steps": _default(1, _NO_WARMUP),
     **dict.fromkeys(
         (f"scheduler.params.{key}" for key in
-         ("total_num_steps", "num_training_steps", "lr_decay_iters", "total_steps", "T_max")),
+         ("total_num_steps", "num_training_steps", "total_steps", "T_max")),
         _total_steps,
     ),
     "scheduler.params.warmup_type": _default("log", "DeepSpeed's default"),

@@ -10,9 +10,7 @@ from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists while the driver is loaded: shows without torch whether this machine has CUDA devices."""
-_OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
-"""Schedules among Hugging Face's names that need no package."""
+"""Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
 
 
 def check(context: RuleContext) -> None:
@@ -27,7 +25,7 @@ def check(context: RuleContext) -> None:
             message = f"needs the package {package}, which is not installed here: the run ends at once"
             context.warn(path, message, "install it, or take it out", code="not-installed")
     name = file.scheduler.type if file.scheduler else ""
-    if name in HF_SCHEDULERS and name not in _OF_DSFRAME and importlib.util.find_spec("transformers") is None:
+    if name in HF_SCHEDULERS and name != "ReduceLROnPlateau" and importlib.util.find_spec("transformers") is None:
         message, remedy = f"{name} needs the package transformers", "pip install 'dsframe[transformers]'"
         context.warn("scheduler.type", message, remedy, code="not-installed")
     if file.aio.use_gds and not NVIDIA_DRIVER.exists():

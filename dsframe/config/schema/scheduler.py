@@ -16,7 +16,7 @@ class Scheduler(Section):
 
     type: str
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, a class of ``torch.optim.lr_scheduler``, or with a
-    ``dsframe`` section a name of Hugging Face's Trainer (``linear``, ``cosine``, ...) or ``nanogpt``."""
+    ``dsframe`` section a name of Hugging Face's Trainer (``linear``, ``cosine``, ...)."""
     params: dict[str, Any] = {}
     """Arguments of the schedule. DeepSpeed raises if the key is absent; write ``{}`` if nothing is required."""
 
