@@ -38,6 +38,8 @@ from dsframe.tasks import _transformers
 from dsframe.tasks.task import Task
 
 MIB = 1 << 20
+CONTEXT = 8
+"""Tokens in a sample: activations are nothing beside the weights, and each token takes its time."""
 STATUS = Path("/proc/self/status")
 SET_UP = ("data", "engine")
 """Phases that end with the engine ready; what comes after them trains."""
@@ -132,7 +134,7 @@ class Tokens(Task):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
     def train_data(self):
-        tokens = torch.randint(0, 256, (64, 33), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(0, 256, (64, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
         return TensorSource(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.sharded_memory import llama
+from benchmarks.sharded_memory import CONTEXT, llama
 from dsframe import tasks
 from dsframe.config import load
 from dsframe.tools.plan.device import Device
@@ -63,7 +63,7 @@ def test_peaks_of_an_adapter_are_as_planned(tmp_path):
 
 def planned(engine, precision, **settings):
     """What ``dsframe plan`` says of the same training. ``settings``: more of the section "dsframe"."""
-    task = {"name": "causal-language-model", "model": llama(MILLIONS), "context": 32, "corpus": "synthetic"}
+    task = {"name": "causal-language-model", "model": llama(MILLIONS), "context": CONTEXT, "corpus": "synthetic"}
     file = ds_config(
         2,
         "AdamW",
