@@ -10,7 +10,7 @@ from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
+"""Exists while the driver is loaded: shows without torch whether this machine has CUDA devices."""
 
 
 def check(context: RuleContext) -> None:
