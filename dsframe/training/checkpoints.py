@@ -1,4 +1,4 @@
-"""Checkpoints in a training: when they are saved."""
+"""Decides when checkpoints are saved during training."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dsframe.training.finite import FiniteCheck
 
 
 class Checkpoints(Listener):
-    """Saves after the steps that the file asks for, and when a signal asks all ranks to stop."""
+    """Saves after the steps configured in the file, and when a signal asks all ranks to stop."""
 
     def __init__(self, saver: Saver, events: Events, finite: FiniteCheck, hooks: UserHooks) -> None:
         self._saver, self._events, self._finite, self._hooks = saver, events, finite, hooks
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** on a step that is saved."""
+        """**Collective** if this step is saved."""
         self.save_if_due(training)
 
     def save_if_due(self, training: Training) -> None:
-        """**Collective** where a checkpoint is due."""
+        """**Collective** if a checkpoint is due."""
         if self._saver.due(training.step, training.last_step):
             self.save(training)
 
     def save(self, training: Training) -> None:
-        """**Collective.** Saves, unless this step is saved already. A signal does not interrupt it.
-        Raises CheckpointError, and TrainingError where the loss is not finite."""
+        """**Collective.** Saves, unless this step is already saved. A signal does not interrupt saving. Raises
+        CheckpointError, and TrainingError if the loss is not finite."""
         step = training.step
         if step == self._saver.saved_step:
             return
@@ -51,7 +51,7 @@ class Checkpoints(Listener):
             self._events.emit("on_checkpoint", training, self._saver.path(step))
 
     def save_and_stop(self, training: Training) -> NoReturn:
-        """**Collective.** A signal has asked all ranks to stop: raises StoppedError when the state is
+        """**Collective.** Saves after a signal has asked all ranks to stop. Raises StoppedError when the state is
         saved."""
         stop_request = training.stop_request
         assert stop_request is not None
@@ -65,22 +65,22 @@ class Checkpoints(Listener):
         )
 
     def add_evaluation(self, training: Training) -> None:
-        """**Collective.** The evaluation joins the checkpoint that was saved before it."""
+        """**Collective.** Adds the metrics of an evaluation to the checkpoint that was saved before it."""
         if training.step == self._saver.saved_step:
             self._saver.rate(training.step, training.current_metrics())
 
     def settle(self) -> None:
-        """**Collective.** Waits for a checkpoint that is written in the background."""
+        """**Collective.** Waits for a checkpoint that is being written in the background."""
         self._saver.settle()
 
     @property
     def failed(self) -> bool:
-        """True if a checkpoint under way is known to have failed on this rank."""
+        """True if a running save is known to have failed on this rank."""
         return self._saver.failed
 
 
 def finish_steps(training: Training) -> None:
-    """Waits until a GPU has done the steps that it was given: their time belongs to the rate."""
+    """Waits until the GPU has finished all queued steps, whose time belongs to the training rate."""
     device = training.engine.plan.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A few readings before a training: do the data and their order follow from the file and the sample alone?"""
+"""Reads a few samples before training, to test whether data and order depend only on the file and the sample."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from dsframe.values import FEW
 
 _CPU = torch.device("cpu")
 _DEPTH = 5
-"""So many attributes below the data set a generator is looked for."""
+"""Number of attribute levels below the data set that are searched for a generator."""
 _LONG = 32
-"""Longer lists hold rows, not transforms."""
+"""Longer lists are assumed to hold rows, not transforms."""
 _SO = "so the result depends on the number of processes, on workers and on restarts"
 _REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds for each sample"
 
 
 def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[Any, Any]:
-    """Returns ``data``, for training and for evaluation. Says what in them follows from more than the sample.
+    """Returns ``data`` (for training and validation). Reports what in them depends on more than the sample.
 
-    Raises DataError where the order of samples does, and where processes that read a stream share a file.
+    Raises DataError if the order of samples does, or if processes that read a stream share a file.
     """
     source = as_source(data[0], seed, task.collate, streams=True)
     if isinstance(source, StreamSource):
@@ -55,8 +55,8 @@ def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[An
 
 
 def _refuse_changing_order(task: Task, samples: int) -> None:
-    """Raises DataError where ``Task.order`` gives an epoch another order when it is asked again, or draws from what it does not
-    seed."""
+    """Raises DataError if ``Task.order`` returns another order for the same epoch when called again, or draws from a
+    generator that it does not seed."""
     if not gives(task, "order") or not samples:
         return
     orders = []
@@ -64,10 +64,10 @@ def _refuse_changing_order(task: Task, samples: int) -> None:
         for asked, epoch in enumerate((0, 1, 0)):
             generators.seed(asked)
             order = task.order(epoch, samples)
-            orders.append(order.clone() if isinstance(order, Tensor) else order)  # it may be changed in place
+            orders.append(order.clone() if isinstance(order, Tensor) else order)  # later calls may change it in place
     first, _, again = orders
     same = torch.equal(first, again) if isinstance(first, Tensor) and isinstance(again, Tensor) else first is again
-    if not same and isinstance(first, Tensor):  # what is no tensor is refused where it is used
+    if not same and isinstance(first, Tensor):  # the loader refuses what is not a tensor
         raise DataError(
             f"{type(task).__name__}.order gives epoch 0 another order when it is asked again, so it would be another one on each "
             "rank and after a restart; make it from seed and epoch alone: "
@@ -76,17 +76,17 @@ def _refuse_changing_order(task: Task, samples: int) -> None:
 
 
 class _Reading(NamedTuple):
-    """What one reading of sample 0 came to."""
+    """Result of reading sample 0 once."""
 
     row: str
     drawn: dict[str, Any]
-    """The generators of the process afterwards; they were seeded before."""
+    """State of the process's generators afterwards; they were seeded before."""
     own: dict[str, Any]
-    """The data set's own generators afterwards, by name."""
+    """State of the data set's own generators afterwards, by name."""
 
 
 class _Readings(Dataset[_Reading]):
-    """Sample 0 as it looks in epoch 0, read in the process that reads the data."""
+    """Reads sample 0 of epoch 0 in the process that reads the data."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -95,7 +95,7 @@ class _Readings(Dataset[_Reading]):
         source = self._source
         with generators.kept():
             if isinstance(source, DatasetSource):
-                row = source.item(0, 0)  # which seeds
+                row = source.item(0, 0)  # this seeds
                 drawn = generators.capture(_CPU)
                 batch = source.collated([(0, 0, row)])
                 data: Any = source.dataset
@@ -105,7 +105,7 @@ class _Readings(Dataset[_Reading]):
 
 
 def _state(source: Source, which: str, workers: int) -> str:
-    """Returns what is to be said of data that have a state, or a generator of their own."""
+    """Returns a warning if the data have a state or a generator of their own, else ""."""
     readers, before = min(workers, 1) if isinstance(source, DatasetSource) else 0, _positions()
     first, second = loaded(_Readings(source), readers, batch_size=None, sampler=[0, 1])
     if readers < workers and (name := _moved(before)):
@@ -126,8 +126,8 @@ def _state(source: Source, which: str, workers: int) -> str:
 
 
 def _own_generators(data: Any) -> dict[str, Any]:
-    """The random generators in attributes of a data set and of its parts (sets inside of it, transforms), and those outside that
-    their code names."""
+    """Returns the random generators in attributes of a data set and of its parts (nested sets, transforms), and the
+    global ones that their code refers to."""
     found, seen, ahead = dict[str, Any](), set[int](), [("", data, 0)]
     while ahead:
         name, value, depth = ahead.pop()
@@ -154,7 +154,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_shared_files(source: StreamSource) -> None:
-    """Raises DataError where a process that reads the stream takes rows away from the next one: they share a file's position."""
+    """Raises DataError if processes that read the stream take rows from each other because they share a file
+    position."""
     before = _positions()
     first = _first_row(source)
     shared = _moved(before)
@@ -166,7 +167,7 @@ def _refuse_shared_files(source: StreamSource) -> None:
 
 
 def _first_row(source: StreamSource) -> str:
-    """A digest of the first row, read by a process of its own; empty where there is none."""
+    """Returns a digest of the first row as read by a separate process; "" if there is no row."""
     (row,) = loaded(_FirstRow(source), 1, batch_size=None, sampler=[0])
     return str(row)
 
@@ -182,17 +183,18 @@ class _FirstRow(Dataset[str]):
 
 
 def _positions() -> dict[str, tuple[str, int]]:
-    """Where this process is in the files that are open for reading, with their names; empty where the system does not tell."""
+    """Returns name and position of each file that this process has open for reading, by descriptor; empty if the system
+    does not provide them."""
     found, opened = {}, Path("/proc/self/fd")
     for link in opened.iterdir() if opened.is_dir() else ():
-        with suppress(OSError):  # closed by now, or nothing with a position
+        with suppress(OSError):  # already closed, or not seekable
             if fcntl.fcntl(int(link.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 found[link.name] = str(link.readlink()), os.lseek(int(link.name), 0, os.SEEK_CUR)
     return found
 
 
 def _moved(before: dict[str, tuple[str, int]]) -> str:
-    """Returns the name of a file in which another process has moved this one's position; empty where there is none."""
+    """Returns the name of a file whose position another process has moved; "" if there is none."""
     for number, (name, position) in _positions().items():
         was, then = before.get(number, ("", 0))
         if was == name and then != position:

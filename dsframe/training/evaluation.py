@@ -1,4 +1,4 @@
-"""The evaluation of one model on all validation samples, whatever the engine and the number of ranks."""
+"""Evaluates one model on all validation samples, with any engine and any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dsframe.training import held, loss_kind, unmoved, whole_set
 from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
-"""Is given a batch that counts, the outputs and the targets."""
+"""Called with a batch that counts, the outputs and the targets."""
 
 
 class Evaluation:
-    """Takes the task's metrics of an engine's model."""
+    """Computes the task's metrics for an engine's model."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Evaluation:
         say: Say,
         on_batch: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """``loaders``: of each set, by its name, which is empty where there is one. ``sign_of_life``: called before each batch.
-        ``say``: rank 0's voice, silent on others. ``on_batch``: is given outputs and targets of each batch that this rank has."""
+        """``loaders``: by set name, "" for a single set. ``sign_of_life``: called before each batch. ``say``: prints on
+        rank 0 only. ``on_batch``: called with outputs and targets of each batch of this rank."""
         self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
         self._on_batch = on_batch
         self._said: set[str] = set()
@@ -55,30 +55,32 @@ class Evaluation:
         self._no_loss = ""
         """Why this rank could not compute the loss."""
         self._kept: list[bytes] = []
-        """What the task keeps of each batch for metrics of all."""
+        """The packed ``keep()`` value of each batch, for ``metrics_of_all``."""
         self._keeps = gives(engine.plan.task, "metrics_of_all")
         self._looks: bool | None = True
-        """Whether the next batch is to show if its metrics depend on its size; None: they do."""
+        """True if the next batch tests whether metrics depend on the batch size; None: they do."""
         self._before: Task | None = None
-        """The task as it was before a set, if it may make numbers of what the batches of this rank have left in it."""
+        """The task from before a set, to detect a ``finalize`` that depends on this rank's batches."""
         self._joins: bool | None = None if engine.built.watch else False
-        """Whether loss or metrics call the model or communicate, which all ranks have to do together; None before it is known."""
+        """True if loss or metrics call the model or communicate, which all ranks have to do together; None before this
+        is known."""
         plan = engine.plan
         self._compiled = bool(plan.config.settings.model.compile)
         whole = plan.batch.data_parallel_size == plan.world.size and not self._compiled
         self._draws = RowDraws(plan.seed, plan.device) if whole else None
-        """Gives the draws to samples: None where it cannot, or where the first batch has not drawn."""
+        """Assigns random numbers to samples. None if that is impossible, or if the first batch drew none."""
 
     @property
     def batches(self) -> int:
-        """Batches of each rank."""
+        """Number of batches of each rank."""
         return sum(map(len, self._loaders.values()))
 
     def run(self, stops: Callable[[int], bool] = lambda batches: False) -> dict[str, float] | None:
-        """**Collective.** Metrics over all validation samples, the same on every rank; None where ranks agree to stop before.
+        """**Collective.** Returns metrics over all validation samples, the same on every rank; None if ranks agree to
+        stop early.
 
-        ``stops``: called with the number of batches done. Training does not see it: random generators are put back, so that
-        a checkpoint from before the evaluation goes on as the run itself did.
+        ``stops``: called with the number of batches done. Restores random generators, so that a run resumed from a
+        checkpoint before the evaluation continues identically.
         """
         plan = self._engine.plan
         average = plan.config.settings.ema
@@ -101,13 +103,11 @@ class Evaluation:
         return results
 
     def try_out(self) -> None:
-        """**Collective.** The first batch of each set, and the last one where it is incomplete, before training: what is wrong with
-        them shall not wait for the first epoch's end.
+        """**Collective.** Evaluates the first batch of each set, and the last one if it is incomplete, before training,
+        to find errors early.
 
-        Raises TaskError, too, where the file waits for a metric that there is not.
-
-        Training does not see it: random generators are put back, and what the file asks to be compiled is not, for the compiler
-        would take the training's batches for others of the same graph where theirs is another size.
+        Raises TaskError, also if the file refers to a metric that does not exist. Restores random generators. Runs
+        uncompiled, because the compiler would treat training batches as another size of the same graph.
         """
         kept = generators.capture(self._engine.plan.device)
         watch = self._engine.built.watch
@@ -125,7 +125,7 @@ class Evaluation:
                 set_totals = self._over(name, batches, self._measure)
                 try:
                     metrics |= self._results(name, set_totals or {})
-                except (ArithmeticError, ValueError):  # as yet there may be nothing to divide by, in all samples too
+                except (ArithmeticError, ValueError):  # a few samples may leave nothing to divide by
                     complete = False
                 except Exception as error:  # a few samples may lack a class
                     refused = isinstance(error, DsframeError) and not isinstance(error, FailedMetricError)
@@ -138,7 +138,8 @@ class Evaluation:
         moved.put_back()
 
     def each(self, name: str, take: Take) -> None:
-        """**Collective.** Gives ``take`` each batch of a set that counts, with its outputs and targets, in the place of metrics."""
+        """**Collective.** Calls ``take`` instead of the metrics, with the outputs and targets of each batch of a set
+        that counts."""
         with self._one_model():
             self._batches(name, self._loaders[name], take)
 
@@ -149,7 +150,8 @@ class Evaluation:
         measure: Take,
         stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
-        """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
+        """**Collective.** Returns the task's sums over ``batches``, of which each rank has the same number; None if
+        ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
         self._looks = self._looks is not None
@@ -179,7 +181,8 @@ class Evaluation:
         stops: Callable[[int], bool] = lambda batches: False,
         join: Measure | None = None,
     ) -> dict[str, Sum] | None:
-        """``join``: is given the outputs and targets of batches that do not count on this rank."""
+        """Runs the batches of a set. ``join``: called with the outputs and targets of batches that do not count on this
+        rank."""
         engine, number = self._engine, list(self._loaders).index(name)
         context = engine.plan.task.context
         context.eval_set = name
@@ -198,13 +201,13 @@ class Evaluation:
         return total
 
     def _stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
-        """A batch that is shorter is not compiled: the compiler would make another graph for it, and take the training's batches
-        for others of one graph whose size changes."""
+        """Disables compilation for a shorter batch: the compiler would build another graph for it and then treat the
+        training batches as dynamic in size."""
         short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
 
     def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
-        """The task's metrics of a batch. Raises TaskError."""
+        """Returns the task's metrics for a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
         with nullcontext() if watch is None else watch.inside(), self._joint(), elsewhere(watch):
@@ -219,12 +222,12 @@ class Evaluation:
         return {name: _counted(one) for name, one in metrics.items()}
 
     def _look_at_parts(self, outputs: Any, targets: Any) -> None:
-        """Says once which metrics depend on the size of a batch."""
+        """Reports once which metrics depend on the size of a batch."""
         task, drawn = self._engine.plan.task, self._draws and (self._draws.drawn or self._draws.left_out)
         if drawn or self._joins is not False or task.context.local_rows or not self._engine.plan.world.is_main:
             return
         no_loss, names = self._no_loss, loss_kind.unequal_metrics(self._engine, self._metrics, outputs, targets)
-        self._no_loss = no_loss  # of a part
+        self._no_loss = no_loss  # the test above may have set it
         if own := ", ".join(name for name in names if name != "loss" or not task.batch_dependent):
             self._looks = None
             self._tell(
@@ -238,7 +241,7 @@ class Evaluation:
         return metrics if "loss" in metrics else {**self._loss(outputs, targets), **metrics}
 
     def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
-        """The same, for the hooks to see: not in a trial."""
+        """Measures a batch and calls ``on_batch``. Not used in a trial."""
         metrics = self._measure(batch, outputs, targets)
         if self._on_batch:
             self._on_batch(outputs, targets)
@@ -246,7 +249,7 @@ class Evaluation:
 
     @contextmanager
     def _joint(self) -> Iterator[None]:
-        """Finds out whether what is called inside calls a module of the model, or communicates."""
+        """Detects whether code inside calls a module of the model, or communicates."""
         watch = self._engine.built.watch
         if watch is None or self._joins:
             yield
@@ -261,7 +264,7 @@ class Evaluation:
             self._joins = _collectives() != before or not set(watch.model.modules()).isdisjoint(called)
 
     def _join(self, outputs: Any, targets: Any) -> Sums:
-        """Calls what other ranks call together, with rows that another rank has, and returns nothing."""
+        """Makes the calls that other ranks make together, with rows that belong to another rank. Returns nothing."""
         if self._joins is not False:
             engine, task = self._engine, self._engine.plan.task
             with unmoved.task_unmoved(engine):
@@ -274,26 +277,26 @@ class Evaluation:
                         task.keep(outputs, targets)
                 except EngineError:
                     raise
-                except Exception:  # the rank that has these rows says it
+                except Exception:  # reported by the rank that has these rows
                     pass
         return {}
 
     def _loss(self, outputs: Any, targets: Any) -> Sums:
-        """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
-        in evaluation mode, as detectors do."""
+        """Returns the loss, or nothing if it cannot be computed: some models, such as detectors, return something else
+        in evaluation mode."""
         task = self._engine.plan.task
         if self._no_loss or not self._has_loss:
             return {}
         try:
             return sums(task.validation_loss(outputs, targets), f"{type(task).__name__}.loss")
-        except EngineError:  # of the watch over weights
+        except EngineError:  # from the weight watch
             raise
         except Exception as error:
             self._no_loss = reason(error, 200)
             return {}
 
     def _results(self, name: str, totals_by_name: Sums) -> dict[str, float]:
-        """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
+        """**Collective.** Returns the results of ``finalize``, of the metric objects and of ``metrics_of_all``."""
         engine = self._engine
         with elsewhere(engine.built.watch):
             computed = metric_objects.compute(engine)
@@ -306,7 +309,7 @@ class Evaluation:
         return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}
 
     def _look_at_draws(self, before: Any) -> None:
-        """**Collective.** Says once that something was drawn which belongs to no sample."""
+        """**Collective.** Reports once if random numbers were drawn that belong to no sample."""
         engine = self._engine
         left_out = self._draws is not None and self._draws.left_out
         moved = generators.capture(engine.plan.device) != before
@@ -325,11 +328,11 @@ class Evaluation:
     @contextmanager
     @torch.no_grad()
     def _one_model(self) -> Iterator[None]:
-        """**Collective.** Every rank has the buffers of the first rank that holds them, and its own again afterwards.
+        """**Collective.** Gives every rank the buffers of the first rank that holds them, and restores its own
+        afterwards.
 
-        Weights are everybody's (but where ranks average them now and then). BatchNorm's statistics are of the samples that a rank
-        has seen, so that without this each rank would evaluate a model of its own, and none the one that an export gives, which is
-        rank 0's.
+        BatchNorm's statistics depend on the samples that a rank has seen. Without this each rank would evaluate a
+        different model, and none the exported one, which is rank 0's.
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
@@ -344,7 +347,7 @@ class Evaluation:
 
 
 def _collectives() -> int:
-    """Number of collectives that this process has taken part in with all ranks, as far as torch sees them."""
+    """Returns the number of all-rank collectives of this process, as far as torch counts them."""
     everybody: Any = dist.group.WORLD
     return 0 if everybody is None else everybody._get_sequence_number_for_group()
 
@@ -354,7 +357,7 @@ def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:
 
 
 def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
-    """Raises TaskError where the file waits for a metric that no evaluation reports."""
+    """Raises TaskError if the file refers to a metric that no evaluation reports."""
     best = plan.config.settings.checkpoints.keep_best
     wanted = {"dsframe.checkpoints.keep_best": best.partition(":")[0]} if best else {}
     wanted |= {follower.key: follower.metric for follower in plan.followers.values()}
@@ -364,7 +367,7 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
 
 
 def _counted(one: Sum) -> Sum:
-    """Without gradients, and without a total where nothing is counted: a mean over nothing is NaN."""
+    """Returns the sum without gradients, and with a total of 0 if the count is 0, where a mean is NaN."""
     total = one.total.detach()
     if isinstance(one.count, Tensor):
         return Sum(total.where(one.count.to(total.device) != 0, 0.0), one.count)
@@ -372,7 +375,8 @@ def _counted(one: Sum) -> Sum:
 
 
 def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
-    """**Collective.** Exact sums over all ranks, float64 on the CPU; a rank that did not see a metric takes part with zeros."""
+    """**Collective.** Returns exact sums over all ranks, in float64 on the CPU. A rank that did not see a metric
+    contributes zeros."""
     names = sorted({name for names in all_gather_json(engine, sorted(sums)) for name in names})
     table = torch.zeros(len(names), 2, dtype=torch.float64, device=engine.plan.device)
     for row, name in enumerate(names):
@@ -383,14 +387,17 @@ def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
 
 
 def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[str, float]:
-    """**Collective.** As :func:`finalized`. Raises TaskError also where ranks make other numbers of the same sums, or would with
-    the task's attributes as ``before`` the evaluation: those are of this rank's batches."""
+    """**Collective.** Returns the result of :func:`finalized`.
+
+    Raises TaskError if values differ between ranks, or with the task's attributes from ``before`` the evaluation: they
+    then depend on this rank's batches.
+    """
     task, finished = engine.plan.task, dict[str, float]()
     modules = held.modules_of(task) if before else nn.Module()
-    metrics = held.attributes(modules)  # those of torchmetrics gather what all ranks have left in them
+    metrics = held.attributes(modules)  # torchmetrics gather the state of all ranks
     try:
         finished = finalized(task, sums)
-    finally:  # other ranks wait for this one's numbers
+    finally:  # other ranks wait for these values
         after = held.attributes(modules)
         metrics.put_back()
         told = [finished, _changed_by_batches(finished, before, sums) if before else []]
@@ -398,7 +405,7 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
         of_ranks = all_gather_json(engine, told)
         changed = {name for _, names in of_ranks for name in names}
         for name in sorted({name for metrics, _ in of_ranks for name in metrics}):
-            values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # of texts, NaN is equal to itself
+            values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # as text, because NaN != NaN
             if len(set(values)) > 1 or name in changed:
                 raise TaskError(
                     f"{type(task).__name__}.finalize: {name!r} is not of all samples alone ({by_value(values)}): it draws, or "
@@ -409,18 +416,19 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
 
 
 def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Sums) -> list[str]:
-    """Returns the names of the numbers that are others with the attributes of ``before``."""
+    """Returns the names of the values that change if the task has the attributes of ``before``."""
     try:
         alone = finalized(before, sums)
-    except ArithmeticError:  # nothing is counted yet
+    except ArithmeticError:  # a count of 0
         return list(finished)
-    except Exception:  # it needs what the batches have made
+    except Exception:  # it needs attributes that the batches set
         return []
     return [name for name, value in finished.items() if f"{alone.get(name)}" != f"{value}"]
 
 
 def finalized(task: Task, sums: Sums) -> dict[str, float]:
-    """Returns what the task makes of the sums over all samples. Raises TaskError where that is no mapping from names to numbers."""
+    """Returns the result of ``task.finalize`` over all samples. Raises TaskError if that is not a mapping from names to
+    numbers."""
     metrics = task.finalize(sums)
     if not isinstance(metrics, Mapping):
         raise TaskError(f"{type(task).__name__}.finalize returned {type(metrics).__name__}; return numbers by name")

@@ -1,4 +1,4 @@
-"""Evaluations in a training: when they run, and what they decide."""
+"""Decides when evaluations run during training, and applies their results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dsframe.training.evaluation import Evaluation
 
 
 class Evaluations(Listener):
-    """Evaluates after the steps that the file asks for; may end the training early."""
+    """Evaluates after the steps configured in the file, and may end training early."""
 
     def __init__(self, evaluation: Evaluation, events: Events, checkpoints: Checkpoints) -> None:
         self._evaluation, self._events, self._checkpoints = evaluation, events, checkpoints
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** on a step with an evaluation."""
+        """**Collective** if this step is evaluated."""
         if training.step in training.schedule.eval_steps:
             self.evaluate(training)
             self._end_early(training)
 
     def evaluate(self, training: Training) -> None:
-        """**Collective.** Its metrics join the checkpoint of this step. Raises StoppedError where a
-        signal comes first."""
+        """**Collective.** Evaluates and adds the metrics to the checkpoint of this step. Raises StoppedError if a
+        signal arrives first."""
         step, stop_request = training.step, training.stop_request
         assert stop_request is not None
         finish_steps(training)
@@ -45,8 +45,7 @@ class Evaluations(Listener):
         self._events.emit("on_evaluation", training, metrics)
 
     def _end_early(self, training: Training) -> None:
-        """**Collective** where this evaluation was the last one; the state is then saved, if the end
-        is."""
+        """**Collective** if early stopping was triggered. Saves the state then if the last step is to be saved."""
         early = training.engine.plan.stop
         if early is None or not early.reached or training.step == training.schedule.total_steps:
             return

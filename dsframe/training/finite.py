@@ -1,4 +1,4 @@
-"""Ends a training whose loss or gradients are not finite any more."""
+"""Ends a training whose loss or gradients are no longer finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dsframe.events import Listener, Training
 from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
 
 SKIPS_IN_A_ROW = 50
-"""So many updates left out one after the other end a training: it does not recover by itself."""
+"""Number of consecutive skipped updates that ends a training, which then does not recover by itself."""
 
 
 class FiniteCheck(Listener):
-    """Counts the updates that were left out. Does not wait for the device."""
+    """Counts the skipped updates. Does not wait for the device."""
 
     def __init__(self, engine: Engine) -> None:
         plan = engine.plan
@@ -27,13 +27,13 @@ class FiniteCheck(Listener):
         self._row = 0
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** where it fails. Raises TrainingError."""
+        """**Collective** if it fails. Raises TrainingError."""
         self._row = self._row + 1 if result.skipped else 0
         training.skipped_steps += result.skipped
         if result.skipped and self._scales_losses and self._row < SKIPS_IN_A_ROW:
-            return  # the next loss scale is lower, where it is not fixed
+            return  # the next loss scale is lower, unless it is fixed
         if self._row == 1:
-            self._first = FirstNonFinite(self._engine.plan.device)  # what was left out earlier is past
+            self._first = FirstNonFinite(self._engine.plan.device)  # forget steps that were skipped earlier
         self._first.look(training.step, result.loss, result.gradient_norm)
         if not result.skipped:
             return
@@ -44,7 +44,7 @@ class FiniteCheck(Listener):
         )
 
     def check_before_save(self, training: Training) -> None:
-        """**Collective.** Raises TrainingError: a checkpoint of NaN would push good ones out."""
+        """**Collective.** Raises TrainingError, because a checkpoint with NaN would replace good ones."""
         if self._stops and any_rank(self._engine, bool(self._first.exists())):
             self.fail(training)
 

@@ -1,4 +1,4 @@
-"""What the first step shows of a run, before anything is saved; and of its loss, some later ones."""
+"""Checks task and model after the first step, before anything is saved, and the loss also after some later steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _REMEDY = "a resumed run begins with another. Make it of self.context.step, or w
 
 
 class FirstStep(Listener):
-    """Judges the task's loss and the model's random numbers; rates count from here."""
+    """Checks the task's loss and the model's random numbers. Training rates count from the end of the first step."""
 
     def __init__(self, trial: LossTrial, record: Record | None, saver: Saver) -> None:
         self._trial, self._record, self._saver = trial, record, saver
         self._by_hooks = set[str]()
         self.ended = time.perf_counter()
-        """When this process's first step had ended; before it, when the training began."""
+        """Time at which this process's first step ended; before that, the time at which training began."""
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective.** Raises TaskError after the first step where the loss is of another kind than the task says."""
+        """**Collective.** Raises TaskError after the first step if the loss is not of the kind that the task
+        declares."""
         step, progress = training.step, training.progress
         if step != training.first_step:
             for line in filter(None, (self._trial.judge_again(), self._trial.branches.judge())):
@@ -64,12 +65,12 @@ class FirstStep(Listener):
         progress.begin(step)
 
     def on_checkpoint(self, training: Training, path: Path) -> None:
-        """Says what the checkpoint lacks."""
+        """Reports attributes that have changed and that the checkpoint does not contain."""
         if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
             training.progress.say(f"dsframe: {names} changed in training, and no checkpoint has it: {_REMEDY}")
 
     def _say_draws(self, training: Training) -> None:
-        """Raises TaskError for draws that were to belong to samples, and cannot."""
+        """Reports random numbers that belong to no sample, or raises TaskError if the file requires that they do."""
         built, trial, say = training.engine.built, self._trial, training.progress.say
         if trial.draws_own and training.step > 1:
             raise TaskError(

@@ -1,4 +1,4 @@
-"""What user code keeps beside parameters, buffers and the task: plain values, as they were when they were held; and generators."""
+"""Plain values and generators that user code keeps outside parameters, buffers and the task."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dsframe.tasks.task import Task
 from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
 
 _SMALL = 1 << 20
-"""Bytes."""
+"""In bytes."""
 
 
 class Values:
-    """Plain values of some name spaces, as they were when this was made."""
+    """A copy of the plain values of some namespaces."""
 
     def __init__(self, spaces: Iterable[Space], is_plain: Callable[[Any], bool], most: float = math.inf) -> None:
-        """``most``: bytes of a value that is looked at."""
+        """``most``: values of more bytes than this are ignored."""
         self._spaces, self._is_plain, self._most = list(spaces), is_plain, most
         self._held = [{key: (value, copied(value)) for key, value in self._plain(space)} for space in self._spaces]
 
     def changed(self) -> set[str]:
-        """Returns the names of those that have changed or come since."""
+        """Returns the names of values that have changed or are new since then."""
         names = set()
         for space, held in zip(self._spaces, self._held, strict=True):
             for key, value in self._plain(space):
@@ -43,11 +43,11 @@ class Values:
         return names
 
     def small(self) -> Values:
-        """Returns the small ones as they are now, to be held for long."""
+        """Returns a new copy of the current values, without large ones, to be kept for a long time."""
         return Values(self._spaces, self._is_plain, _SMALL)
 
     def put_back(self) -> None:
-        """Puts them back, in the same objects."""
+        """Restores the values in the same objects."""
         for space, held in zip(self._spaces, self._held, strict=True):
             now = dict(self._plain(space))
             for key in now.keys() - held.keys():
@@ -79,14 +79,14 @@ class Values:
 
 
 def modules_of(task: Task) -> nn.Module:
-    """Returns the modules that a task holds in its attributes, as a module of them by their names."""
+    """Returns a module whose children are the modules in a task's attributes, by attribute name."""
     every = nn.Module()
     every._modules.update({name: value for name, value in vars(task).items() if isinstance(value, nn.Module)})
     return every
 
 
 def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
-    """Returns what the modules of ``model`` keep in attributes. ``buffers``: also in buffers that no checkpoint has."""
+    """Returns the attribute values of the modules of ``model``. ``buffers``: include non-persistent buffers."""
     spaces = user_spaces.attributes(model)
     for name, module in model.named_modules() if buffers else ():
         if (transient := frozenset(module._non_persistent_buffers_set)) and isinstance(module._buffers, dict):
@@ -95,14 +95,15 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
 
 
 def outside(engine: Engine) -> Values:
-    """Returns what the user's code of model and task keeps in globals, in classes and in closures."""
+    """Returns values that the user's model and task code keeps in globals, classes and closures."""
     watch = engine.built.watch
     model = watch.model if watch else nn.Module()
     return Values(user_spaces.outside([engine.plan.task, *model.modules()]), _Plain(model))
 
 
 class _Plain:
-    """Whether a value is a number, a text, None, or a tensor or an array that is no weight, no buffer, nor a name for one."""
+    """Tells whether a value is a number, text, None, or a tensor or array that is not (a view of) a weight or
+    buffer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memory = {
@@ -122,7 +123,7 @@ class _Plain:
 
 
 class Generators(user_state.Generators):
-    """NumPy's and Python's generators, and those that the task and the model's modules hold."""
+    """The generators of NumPy and Python, and those in the task and the model's modules."""
 
     def __init__(self, engine: Engine) -> None:
         watch = engine.built.watch
@@ -131,7 +132,7 @@ class Generators(user_state.Generators):
 
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
-    """Gives a tensor, array, list or dict its former content."""
+    """Restores the content of a tensor, array, list or dict in place."""
     if isinstance(value, Tensor):
         if value is not content and not torch.equal(value, content):
             value.copy_(content)

@@ -1,4 +1,4 @@
-"""The data of a run: this rank's share of the training samples, and of each set to evaluate on."""
+"""Creates the data loaders of a rank: for training, and for each validation set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsframe.tasks.task import Task, gives
 def loaders(
     config: Config, task: Task, data: tuple[Any, Any], batch: Batch, world: World, device: torch.device
 ) -> tuple[Loader, dict[str, EvaluationLoader]]:
-    """Returns this rank's shares. ``data``: for training and for evaluation."""
+    """Returns this rank's loaders. ``data``: for training and for validation."""
     seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
     loader = Loader(
         as_source(data[0], seed, task.collate, streams=True),
@@ -54,7 +54,7 @@ def loaders(
 
 
 def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
-    """Returns the sets to evaluate on, by name: one without a name where the task gives no dict. Raises TaskError."""
+    """Returns the validation sets by name; a set that is not in a dict is named "". Raises TaskError."""
     if not isinstance(held_out, dict):
         return {} if held_out is None else {"": held_out}
     for name in held_out:
@@ -66,7 +66,8 @@ def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
 
 
 def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
-    """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
+    """Returns the function for an epoch's sample order, from the task or the file; None for the default shuffling.
+    Raises TaskError if both define one."""
     of_task = task.order if gives(task, "order") else None
     if config.settings.order == "shuffled":
         return of_task

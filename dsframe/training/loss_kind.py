@@ -1,12 +1,12 @@
-"""What kind of number a task's loss is: a mean over the samples of a micro-batch, a sum over them, or neither.
+"""Detects whether a task's loss is a mean over the samples of a micro-batch, a sum over them, or neither.
 
-Engines average over micro-batches and ranks. That is the loss of the global batch only where each loss is a mean; a sum would
-train with another gradient on another number of ranks, silently. So the first micro-batch of a run is looked at: its loss
-beside the losses of its two halves, which come from the same outputs. Where outputs have no rows that could be halved, or a
-``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
+Engines average over micro-batches and ranks. That equals the loss of the global batch only if each loss is a mean; with
+a sum the gradient would silently depend on the number of ranks. So the loss of a run's first micro-batch is compared
+with the losses of its two halves, computed from the same outputs. If outputs have no rows to halve, or the task has its
+own ``collate``, a few samples are compared with two halves of them (:mod:`sample_trial`).
 
-A mean over something of which each of these rows happened to have the same, such as labels that count, shows later: so the
-halves are taken again in steps that log: in each of the early ones, and then further and further apart.
+A mean over a quantity that these rows happen to share, such as the number of labels that count, shows only later. So
+the comparison is repeated in steps that log: in each of the first ones, then at growing intervals.
 """
 
 from __future__ import annotations
@@ -37,49 +37,55 @@ from dsframe.values import tensors_of
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
-"""Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
+"""Relative. The halves come from the same fp32 outputs, so rounding errors are far smaller, and different row lengths
+cause larger differences."""
 _NEITHER = "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
 _REMEDY = (
     "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
     "loss_weight(targets)"
 )
 _EARLY_LOOKS = 8
-"""Of so many steps after the first one, each that logs is looked at; then the distance doubles."""
+"""Number of steps after the first in which every step that logs is tested; then the interval doubles."""
 _CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
 _ELEMENTS = 1 << 22
-"""Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
+"""Number of output elements that are tested (complete rows, at least four), because logits over a large vocabulary are
+large."""
 
 
 class Branches:
-    """Finds rows that depend on each other only later: a block as often as the hardest row needs it, an early exit, a limit. Then
-    a forward pass has another number of operations than before, and a few samples of such a micro-batch are looked at."""
+    """Detects rows that start to depend on each other later, for example a block that repeats until its hardest row is
+    done, an early exit, or a limit.
+
+    The forward pass then has another number of operations than before, and a few samples of such a micro-batch are
+    tested.
+    """
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
         self.looks = self.said = self._is_due = False
         self._next, self._begun, self._step, self._count = 1, 0, 0, 0
         self._seen, self._looked = set[int](), set[int]()
-        """Numbers of operations."""
+        """Numbers of autograd operations seen, and those already tested."""
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
-        """Before a step, as :meth:`LossTrial.begin_step`."""
+        """Called before a step, like :meth:`LossTrial.begin_step`."""
         self._is_due = self.looks and logs and steps_since >= self._next
         if self._is_due:
             self._next = steps_since + max(1, steps_since // 4)
 
     def begin(self) -> None:
-        """Before the forward pass of the first micro-batch."""
-        self._begun = torch._C._autograd._get_sequence_nr()  # torch has no public name for it
+        """Called before the forward pass of the first micro-batch."""
+        self._begun = torch._C._autograd._get_sequence_nr()  # no public name in torch
 
     def end(self) -> None:
-        """After it."""
+        """Called after that forward pass."""
         count = torch._C._autograd._get_sequence_nr() - self._begun
         self._seen.add(count)
         if len(self._seen) > 1 and count not in self._looked:
             self._step, self._count = self._engine.plan.task.context.step, count
 
     def judge(self) -> str:
-        """**Collective.** Returns what is to be said after a step, or nothing."""
+        """**Collective.** Returns a message after a step, or ""."""
         steps = [int(text) for text in all_gather_text(self._engine, str(self._step))] if self._is_due else [0]
         if not (step := max(steps)):
             return ""
@@ -91,40 +97,42 @@ class Branches:
 
 
 class LossTrial:
-    """Looks at one micro-batch of this rank and judges with the other ranks."""
+    """Tests one micro-batch of this rank and combines the result with the other ranks'."""
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
         self._votes = dict.fromkeys(_KINDS, 0)
         self._state = set[str]()
         self._weights = dict[str, str]()
-        """Weights of modules that the task holds beside the model, which the loss has changed."""
+        """Weights of modules in the task outside the model that the loss has changed, with digests."""
         self._buffers = set[str]()
-        """The model's that the loss has changed."""
+        """Buffers of the model that the loss has changed."""
         self._moves = False
-        """True if the same loss, of the same task, outputs and random numbers, was another one on this rank when taken again."""
+        """True if the same loss on the same task, outputs and random numbers had another value when repeated on this
+        rank."""
         self._neither = False
-        """True if the loss was said to be neither a mean nor a sum over rows."""
+        """True if the loss was reported to be neither a mean nor a sum over rows."""
         self._looks_again = self._is_due = False
         """The same on all ranks."""
         self._is_first, self._next_look = True, 1
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
-        """The task's buffers as they were before the first step, during that."""
+        """The task's buffers from before the first step, during that step."""
         self._before_hooks: unmoved.HeldBuffers | None = None
-        """The same, after the first step."""
+        """The same buffers, after the first step."""
         self.draws = False
-        """True if the loss of this rank drew random numbers of torch's."""
+        """True if the loss drew from one of torch's generators on this rank."""
         self.draws_others = self.draws_own = False
-        """True if NumPy's or Python's generator, or one that task or model hold, has moved on this rank in the step; one
-        of these."""
+        """True if a generator of NumPy, Python, task or model has moved in the step on this rank; one of task or
+        model."""
         self.of_model = ModuleState(engine)
         self.branches = Branches(engine, loader)
-        # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
+        # With sequence parallelism a task has to return the mean over its slice's positions.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
-        """Before a step, so many after the first one. ``logs``: values are read off the device after it anyway."""
+        """Called before a step. ``steps_since``: steps after the first. ``logs``: values are copied from the device
+        after this step anyway."""
         self._is_first = steps_since == 0
         self.branches.begin_step(steps_since, logs=logs)
         self._is_due = self._looks_again and logs and steps_since >= self._next_look
@@ -132,7 +140,7 @@ class LossTrial:
             self._next_look = steps_since + max(1, steps_since - _EARLY_LOOKS)
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the first micro-batch of a step, with its loss to be inspected where it is time."""
+        """Returns the first micro-batch of a step, with a loss inspection attached if one is due."""
         self.branches.begin()
         if not self._is_first:
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
@@ -142,40 +150,43 @@ class LossTrial:
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def judge_again(self) -> str:
-        """**Collective.** As :meth:`judge`, after a later step."""
+        """**Collective.** Does the same as :meth:`judge` after a later step."""
         if not self._is_due or not self._tally()["neither"]:
             return ""
         self._looks_again = False
         return f"{_NEITHER} ({_REMEDY})"
 
     def step_ended(self) -> None:
-        """Right after the step: hooks and loggers, which come next, may draw."""
+        """Called directly after the step, before hooks and loggers, which may draw random numbers."""
         if self._held is not None and self._others is not None:
             self.of_model.step_ended()
             self.draws_others = self._others.changed()
             self.draws_own = self._others.held_changed()
             self._weights = self._held.changed_weights()
-            self._state |= self._held.changed()  # also of a loss that changes it with gradients alone
+            self._state |= self._held.changed()  # a change may happen only with gradients on
             self._held, self._before_hooks = None, self._held
 
     def changed_by_hooks(self) -> set[str]:
-        """After the hooks of the first step: attributes that they have changed, and weights of modules that the task holds."""
+        """Called after the hooks of the first step. Returns attributes that they have changed, and weights of modules
+        in the task."""
         held, self._before_hooks = self._before_hooks, None
         return self.of_model.changed_by_hooks() | (
             held.changed_weights().keys() - self._weights.keys() if held else set()
         )
 
     def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
-        """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
-        where the loss has a state that ranks, or a run that is ``resumed``, would not share. ``differing``: the model's buffers
-        that are not the same on all ranks."""
+        """**Collective.** Returns a message, or "".
+
+        ``differing``: buffers of the model that differ between ranks. Raises TaskError if the task declares another
+        kind of loss, or if the loss has a state that ranks, or a ``resumed`` run, would not share.
+        """
         engine, task = self._engine, self._engine.plan.task
         self._state |= {name for name in self._buffers.intersection(differing) if but_statistics(engine, [name])}
         verdict = self._judge_state(resumed=resumed)
         tally = self._tally()
         kind, why = sample_trial.agreed([kind for kind in _KINDS if tally[kind]]), ""
         if task.gathers_rows:
-            return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
+            return verdict  # the test saw only one rank's rows, while the loss covers the global batch
         is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
         few_rows = self._looks and sample_trial.has_few_rows(engine)
         of_halves = kind
@@ -209,9 +220,10 @@ class LossTrial:
         )
 
     def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:
-        """**Collective.** As :func:`sample_trial.refuse_other_numbers`. ``differing``: as of :meth:`judge`."""
+        """**Collective.** Does the same as :func:`sample_trial.refuse_other_numbers`. ``differing``: as for
+        :meth:`judge`."""
         engine = self._engine
-        parted = not getattr(engine, "averages_gradients", True)  # ranks have other weights for a while
+        parted = not getattr(engine, "averages_gradients", True)  # the weights of ranks differ temporarily
         if parted or not self._looks or engine.plan.task.gathers_rows:
             return ""
         alike = not but_statistics(engine, differing)
@@ -221,7 +233,8 @@ class LossTrial:
         return "" if self._neither and self.branches.said else line
 
     def _tally(self) -> dict[str, float]:
-        """**Collective.** Returns how many looks have seen each kind, and on how many ranks the loss draws."""
+        """**Collective.** Returns how many tests have seen each kind, and on how many ranks the loss draws random
+        numbers."""
         local = [*(float(self._votes[kind]) for kind in _KINDS), float(self.draws or self.draws_others)]
         counts = self._engine.sum_over_ranks(torch.tensor(local, dtype=torch.float64).to(self._engine.plan.device))
         return dict(zip((*_KINDS, "draws"), counts.tolist(), strict=True))
@@ -234,7 +247,7 @@ class LossTrial:
         if "moves" in set(all_gather_text(self._engine, "moves" if self._moves else "")):
             state.add("a value outside of the attributes (in an object of a global, for example)")
         weights = all_gather_text(self._engine, json.dumps(self._weights, sort_keys=True))
-        if resumed or len(set(weights)) > 1:  # what all ranks change alike is right until a resume
+        if resumed or len(set(weights)) > 1:  # a change that is the same on all ranks is lost only by resuming
             state |= {name for text in weights for name in json.loads(text)}
         names = ", ".join(sorted(state | self._weights.keys()))
         if state and (resumed or world.size > 1):
@@ -260,7 +273,7 @@ class LossTrial:
     def _inspect(self, outputs: Any, targets: Any) -> None:
         self.branches.end()
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
-            return  # the look would use it up
+            return  # the test would consume it
         task = self._engine.plan.task
         kept, copied = unmoved.Kept(self._engine), unmoved.twin(task)
         with task.context.evaluation():
@@ -274,7 +287,7 @@ class LossTrial:
                 kept.put_back()
                 kind = _kind_of(copied, outputs, targets)
             except Exception:
-                kind = ""  # a loss that takes no other number of rows: the training says what is wrong, if anything is
+                kind = ""  # a loss for only this number of rows; training reports errors
         self._state |= kept.buffers.changed()
         self._buffers = kept.buffers.changed(of_model=True)
         self.draws = kept.drew
@@ -291,7 +304,8 @@ def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
 
 
 def _rows_of(outputs: Any, targets: Any) -> int:
-    """Returns how many rows of a micro-batch are looked at, an even number, or 0 where its tensors do not have rows alike."""
+    """Returns how many rows of a micro-batch are tested, an even number; 0 if its tensors differ in their number of
+    rows."""
     of_outputs, of_targets = (
         [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
     )
@@ -303,10 +317,10 @@ def _rows_of(outputs: Any, targets: Any) -> int:
 
 
 def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
-    """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
+    """Returns the kind of the loss, or "" if it is unknown: one row, tensors without rows, or a loss of 0."""
     rows = _rows_of(outputs, targets)
     if not rows:
-        task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw, or change a state
+        task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw random numbers, or change a state
         return ""
     numbers = torch.arange(rows)
     whole = _loss_and_items(task, (outputs, targets), slice(0, rows), cuts := _Cuts())
@@ -317,15 +331,16 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
     kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
     parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.found else ()
-    try:  # on every rank, whatever kind it sees: a loss may communicate
+    try:  # on every rank, whatever its result: a loss may communicate
         seen = [_gradients(task, outputs, targets, part) for part in parts]
-    except Exception:  # a loss that has no gradient here
+    except Exception:  # a loss without gradients here
         return kind
     return "neither" if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
 
 
 class _Cuts(TorchFunctionMode):
-    """Notes what cuts values out of the graph. With gradients it raises TaskError where a function uses weights of a model."""
+    """Records calls that detach values from the graph. With gradients on, raises TaskError if a function uses weights
+    of a model."""
 
     found = False
 
@@ -337,7 +352,7 @@ class _Cuts(TorchFunctionMode):
 
 
 def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, ...], float]) -> bool:
-    """False where factors that are cut out of the graph are of all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
+    """Returns False if detached factors depend on all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
     whole, items = of_parts[0]
     for part, (gradients, count) in zip((half, ~half), of_parts[1:], strict=True):
         factor = count / items if kind == "mean" else 1.0
@@ -364,8 +379,11 @@ def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = No
 
 
 def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs: Any, targets: Any) -> list[str]:
-    """Returns the metrics of a batch whose mean is another one over two unequal parts of it, and whose total is not theirs, where
-    the task takes totals. Nothing where tensors do not have rows alike, or a metric takes no other number of them."""
+    """Returns the metrics of a batch whose mean differs from that over two unequal parts of it, and whose total is not
+    the parts' total, if the task takes totals.
+
+    Returns [] if tensors differ in their number of rows, or if a metric does not accept another number of rows.
+    """
     context, seen = engine.plan.task.context, list[Sums]()
     samples = context.eval_samples
     if samples < 2 or {len(leaf) for leaf in tensors_of((outputs, targets)) if leaf.ndim} != {samples}:

@@ -1,10 +1,10 @@
-"""What a model keeps from one forward pass to the next in plain attributes of its modules: ``self.h = h.detach()``; or a loss in
+"""Detects state that a model keeps between forward passes in plain attributes (``self.h = h.detach()``), or a loss in
 attributes of the task.
 
-No checkpoint has it, and each rank has its own. Some of it moves no loss: caches, counters, values for a log. So where attributes
-have changed in the first step, the loss of its micro-batch is taken with them as before and as after: where the two differ, the
-training depends on them. Where a step has several micro-batches the same is asked of buffers, which checkpoints have: a count of
-forward passes, the vectors of a spectral norm.
+No checkpoint contains it, and each rank has its own. Caches, counters and values for a log do not influence the loss.
+So if attributes change in the first step, the loss of its micro-batch is computed with their values from before and
+after the step: if the two differ, training depends on them. With several micro-batches a step, saved buffers are tested
+too: a count of forward passes, the vectors of a spectral norm.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import ELEMENTS, same
 
 _TOLERANCE = 1e-6
-"""Relative; and ten times what two equal evaluations differ by."""
+"""Relative. At least ten times the difference between two equal evaluations is allowed as well."""
 _NAMED = 4
-"""Names in a line; a quantised network has as many buffers as layers."""
+"""Maximum number of names in a message; a quantised network has as many buffers as layers."""
 _LOSS, _BUFFERS, _EVALUATION = "loss depends", "buffers depend", "evaluation depends"
 _NO, _UNKNOWN = "no", "unknown"
 
 
 class ModuleState:
-    """Looks at one micro-batch of this rank and judges with the other ranks."""
+    """Tests one micro-batch of this rank and combines the result with the other ranks'."""
 
     def __init__(self, engine: Engine) -> None:
         batch = engine.plan.batch
         self._engine = engine
         self.sees_loss = batch.data_parallel_size == engine.plan.world.size
-        """False where ranks split a model: one of them would see the loss."""
+        """False if ranks split a model, because only one of them would see the loss."""
         self._batch: tuple[Any, Any] | None = None
         self._before: tuple[held.Values, held.Values] | None = None
-        """Attributes of the model's modules, and what user code keeps outside of them and of the task."""
+        """Attributes of the model's modules, and values that user code keeps outside them and the task."""
         self._buffers: unmoved.Buffers | None = None
-        """As before the step: what the first batch has left there may hide what the next one would."""
+        """Buffers from before the step: what the first micro-batch leaves in them may hide a change by the next one."""
         self._buffers_after: unmoved.Buffers | None = None
-        """As after the step, where they are to be asked about."""
+        """Buffers from after the step, if they are to be tested."""
         self._extra_before, self._extra_after = dict[str, Tensor](), dict[str, Tensor]()
         self._alike: dict[str, Tensor] = {}
-        """The extra states of modules before and after the step; of the latter those that all ranks have alike."""
+        """Extra states of modules before and after the step; of the latter, those that are the same on all ranks."""
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
@@ -65,10 +65,10 @@ class ModuleState:
         self._later: tuple[held.Values, ...] = ()
         self._built = dict[str, Any]()
         self._rebuilt = set[str]()
-        """What modules are, of the last look, and which of it the first step has changed."""
+        """Identity, mode and hooks of modules at the last test, and the entries that the first step has changed."""
 
     def begin(self, batch: MicroBatch) -> None:
-        """Before the first micro-batch."""
+        """Called before the first micro-batch."""
         watch = self._engine.built.watch
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
@@ -78,7 +78,7 @@ class ModuleState:
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def step_ended(self) -> None:
-        """Right after the step: hooks, which come next, may set attributes."""
+        """Called directly after the step, before hooks, which may set attributes."""
         watch, task = self._engine.built.watch, self._engine.plan.task
         self.of_task = self.of_task.union(*unmoved.changes(self._task_before, task))
         self._task_after = unmoved.twin(task)
@@ -95,8 +95,8 @@ class ModuleState:
                 self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def changed_by_hooks(self) -> set[str]:
-        """Returns what has changed since the step had ended: attributes of task and model, what their code keeps elsewhere, and
-        modules, with their modes and the user's hooks."""
+        """Returns what has changed since the end of the step: attributes of task and model, values elsewhere in their
+        code, and modules with their modes and the user's hooks."""
         task = self._engine.plan.task
         loss = inspect.unwrap(type(task).loss)
         words = words_of(loss.__code__) if inspect.isfunction(loss) else frozenset[str]()
@@ -108,7 +108,8 @@ class ModuleState:
         return (changed | (_differing(before, self._built) if before else set())) - {"hooks"}
 
     def changed_later(self) -> set[str]:
-        """Returns what loss or model read and what has changed since the first step, and parts that it replaced: the first time."""
+        """Returns values read by loss or model that have changed since the first step, and replaced parts. Returns them
+        only once."""
         if not self._later:
             return set()
         changed = _differing(self._built, _built(self._modules())).union(*(values.changed() for values in self._later))
@@ -118,7 +119,7 @@ class ModuleState:
         return changed
 
     def _modules(self) -> nn.Module:
-        """The model and the modules that the task holds, by the names that they have there."""
+        """Returns a module with the model (as "") and the modules of the task, by attribute name."""
         watch, every = self._engine.built.watch, nn.Module()
         of_task = held.modules_of(self._engine.plan.task)._modules
         every._modules.update({"": watch.model} if watch else {}, **of_task)
@@ -128,10 +129,12 @@ class ModuleState:
         return held.attributes(self._modules(), buffers=True), held.outside(self._engine)
 
     def judge(self, differ: Collection[str], *, resumed: bool) -> str:
-        """**Collective.** Returns what is to be said, or nothing. ``differ``: the buffers and extra states that differ between
-        ranks. Raises TaskError where the model has a state that ranks, or a run that is ``resumed``, would not share."""
+        """**Collective.** Returns a message, or "". ``differ``: the buffers and extra states that differ between ranks.
+
+        Raises TaskError if the model has a state that ranks, or a ``resumed`` run, would not share.
+        """
         lines = []
-        # What all ranks have alike, a resumed run begins with, and a run on other ranks.
+        # A resumed run, or one with another number of ranks, starts with values that are equal on all ranks.
         self._alike = {name: packed for name, packed in self._extra_after.items() if name not in differ}
         kinds = {
             "model": self._changed - self._alike.keys(),
@@ -159,7 +162,7 @@ class ModuleState:
                 )
                 text = f"{whose} keeps values {where} to the next, and its {kind} on them ({names})"
                 if resumed or (kind != _BUFFERS and self._engine.plan.world.size > 1):
-                    extra = {name.rpartition(".")[0] for name in self._extra_after}  # it has its module's attributes
+                    extra = {name.rpartition(".")[0] for name in self._extra_after}  # it saves its module's attributes
                     saved = all(name.rpartition(".")[0] in extra for name in changed[whose])
                     lost = "" if saved else "no checkpoint has them, and "
                     raise TaskError(
@@ -176,7 +179,7 @@ class ModuleState:
         return ". This ".join(lines)
 
     def _moved_buffers(self) -> set[str]:
-        """Returns the names of those that are saved and that this rank's forward passes have changed, but statistics."""
+        """Returns the saved buffers that this rank's forward passes have changed, without statistics."""
         watch = self._engine.built.watch
         if watch is None or self._buffers is None or self._buffers_after is None:
             return set()
@@ -185,8 +188,9 @@ class ModuleState:
         return extra | {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
 
     def _lag(self, buffers: Collection[str]) -> bool:
-        """True with the vectors of a spectral norm, which follow a weight by one iteration in each forward pass. They are made
-        without a lag (torch 2.13, ``nn/utils/parametrizations.py``), so the first step's loss does not show it."""
+        """Returns True for the vectors of a spectral norm, which follow a weight by one iteration in each forward pass.
+        They start without lag (torch 2.13, ``nn/utils/parametrizations.py``), so the first step's loss does not show
+        it."""
         watch = self._engine.built.watch
         modules = dict(watch.model.named_modules()) if watch else {}
         return any(isinstance(modules.get(name.rpartition(".")[0]), _SpectralNorm) for name in buffers)
@@ -196,18 +200,18 @@ class ModuleState:
         return {word for text in texts for word in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
-        """**Collective.** Returns whether this rank's loss, what it leaves in buffers, or its evaluation differs with the values of
-        before the step and after it: those of the model's modules, ``names`` of the task, buffers, or what the program keeps
-        elsewhere."""
+        """**Collective.** Returns whether this rank's loss, its buffers after the forward pass, or its evaluation
+        differ between the values from before and after the step. ``whose`` selects those of the model's modules, of the
+        task (``names``), of buffers, or of the program."""
         if not self.sees_loss:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
-        in_evaluation = self._compared(whose, names, in_training=False)[0]  # on every rank, whatever the first was here
+        in_evaluation = self._compared(whose, names, in_training=False)[0]  # collective, whatever the first result was
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 
     def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
-        """**Collective.** Returns the same of loss and buffers in one mode, and whether the values after a forward pass depend on
-        those before it. Values that each forward pass makes anew do not: a resumed run has them too."""
+        """**Collective.** Returns the same for loss and buffers in one mode, and whether the values after a forward
+        pass depend on those before it. Values that each forward pass recomputes do not; a resumed run has them too."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)
@@ -217,7 +221,8 @@ class ModuleState:
         kept = generators.capture(device)
         losses = sample_trial.Losses(engine)
         contents: list[dict[str, Tensor]] = []
-        # Some of it counts in training alone, a warm-up for example. A forward pass that writes to weights runs in evaluation mode.
+        # Some values matter only in training, such as a warm-up. A forward pass that writes to weights runs in
+        # evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
         left: held.Values | None = None
@@ -249,7 +254,7 @@ class ModuleState:
                     changed.append(left.changed())
         except (EngineError, WorldError):
             raise
-        except Exception:  # such as a model whose outputs in evaluation are others than the loss takes
+        except Exception:  # for example a model whose outputs in evaluation mode do not fit the loss
             return _UNKNOWN, False
         finally:
             attributes.clear()
@@ -262,13 +267,13 @@ class ModuleState:
         if not alike:
             return _LOSS, carried
         first, second, third = contents
-        saved = persistent_buffers(watch.model)  # others are attributes, that the loss has been asked about
+        saved = persistent_buffers(watch.model)  # others are attributes, which the loss was tested for
         moved = (name for name in saved.keys() & first if not same(first[name], second.get(name)))
         return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO, carried
 
 
 def _built(every: nn.Module) -> dict[str, Any]:
-    """What modules are, beside their values: which object, its mode, the user's hooks, its own ``forward``."""
+    """Returns the structure of modules, without values: identity, mode, the user's hooks, and an own ``forward``."""
     found = dict[str, Any]()
     for name, module in [*every.named_modules()][1:]:
         own = (module, vars(module).get("forward"))

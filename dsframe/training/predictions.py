@@ -1,4 +1,4 @@
-"""What a model gives for a batch, as rows of plain values: one for each sample."""
+"""Converts a model's outputs for a batch to rows of plain values, one for each sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from dsframe.values import attributes_of, tensors_of
 
 
 def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
-    """Returns what the task predicts for a batch of so many ``samples``, a dict for each, as JSON has it. Raises TaskError."""
+    """Returns the task's predictions for a batch of ``samples`` samples: a dict of JSON values for each. Raises
+    TaskError."""
     whose = f"{type(task).__name__}.predictions"
     predicted = task.predictions(outputs, targets)
     if not isinstance(predicted, Mapping):
@@ -30,8 +31,11 @@ def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[s
 
 
 def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
-    """True where ``outputs`` have an entry for each position ``[rows, positions]`` of a batch, some of which are masked, and the
-    task has no :meth:`Task.predictions` of its own to cut them. The mask: ``attention_mask``, else targets that are not -100."""
+    """Returns True if ``outputs`` have an entry for each position ``[rows, positions]`` of a batch, some positions are
+    masked, and the task does not define :meth:`Task.predictions`, which could remove them.
+
+    The mask: ``attention_mask``, else targets that are not -100.
+    """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None and isinstance(targets, Tensor) and targets.ndim > 1:
         mask = targets != -100
@@ -42,12 +46,12 @@ def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
 
 @dataclass(frozen=True)
 class Untargeted:
-    """A ``collate`` of rows without a target. Targets are zeros, int64 ``[rows]``, where ``collate`` makes none."""
+    """A ``collate`` of rows without a target. If ``collate`` returns no targets, they are zeros, int64 ``[rows]``."""
 
     collate: Collate | None
 
     def __call__(self, rows: list[Any]) -> Any:
-        """The batch. Raises DataError where rows do not fit each other."""
+        """Returns the batch. Raises DataError if rows do not fit each other."""
         if self.collate is None:
             return collated(list(enumerate(map(_paired, rows))))
         batch = self.collate(rows)
@@ -56,8 +60,8 @@ class Untargeted:
 
 
 def take_inputs_alone(source: Any) -> None:
-    """Lets ``source`` have rows without a target, if its first one has none: a tensor, a tuple of one or a dict without labels;
-    with a ``collate`` anything but a pair."""
+    """Allows rows of ``source`` without a target, if its first row has none: a tensor, a tuple of one, or a dict
+    without labels; with a ``collate``, anything but a pair."""
     if not isinstance(source, DatasetSource):
         return
     row = source.dataset[0]
@@ -68,7 +72,7 @@ def take_inputs_alone(source: Any) -> None:
 
 
 def _paired(row: Any) -> Any:
-    """A row of inputs alone with 0 for a target; another one as it is."""
+    """Returns a row that has only inputs with the target 0; another row unchanged."""
     if isinstance(row, Mapping):
         return {**row, LABELS[0]: 0}
     if isinstance(row, (tuple, list)):
@@ -81,7 +85,8 @@ def _dicts(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(value: Any, samples: int, what: str) -> list[Any]:
-    """``value`` by samples. A tensor has a row for each, a list an entry, and None is each one's; anything else is made of such."""
+    """Returns ``value`` by sample. A tensor needs a row for each sample, a list an entry; None is None for each sample;
+    other objects are built of these."""
     if value is None:
         return [None] * samples
     if isinstance(value, (Tensor, np.ndarray)):
@@ -109,7 +114,8 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
 
 
 def _constant(value: Any, samples: int, what: str) -> list[Any]:
-    """``value`` by samples, where it may also be one value for all of them: a field of an object that is no result."""
+    """Returns ``value`` by sample, where it may also be one value for all samples: a field of an output object that is
+    not a result."""
     if isinstance(value, (str, bool, int)):
         return [value] * samples
     return _rows(value, samples, what)
@@ -122,7 +128,8 @@ def _refused(what: str, shape: str, samples: int) -> TaskError:
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
-    """The named parts of a dict, a named tuple, a dataclass or an object of a model's own class; None of anything else."""
+    """Returns the named parts of a dict, a named tuple, a dataclass or an object of a model's own class; None for
+    anything else."""
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
     if hasattr(value, "_asdict"):
@@ -131,7 +138,7 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
 
 
 def _is_cache(name: str, part: Any, whole: Any) -> bool:
-    """True of keys and values of earlier positions, which models of transformers return for the next call: no result."""
+    """Returns True for the key-value cache that transformers models return for the next call."""
     kept = name == "past_key_values" and type(whole).__module__.startswith("transformers.")
     return kept or any(
         kind.__module__.startswith("transformers.") and kind.__name__.endswith("Cache") for kind in type(part).__mro__
@@ -139,7 +146,7 @@ def _is_cache(name: str, part: Any, whole: Any) -> bool:
 
 
 def plain(value: Any, what: str) -> Any:
-    """``value`` as JSON has it. Raises TaskError for what JSON has not."""
+    """Returns ``value`` as JSON values. Raises TaskError if that is impossible."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Tensor):

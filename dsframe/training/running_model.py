@@ -1,4 +1,4 @@
-"""The model of a training as a plain module, for hooks."""
+"""Gives hooks the model in training as a plain module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dsframe.text import reason
 
 
 def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Module | None:
-    """**Collective.** On rank 0, or on ``all_ranks``, a copy of the model, on the CPU, with the weights or their ``averages``; else
-    None.
+    """**Collective.** Returns a copy of the model on the CPU, with the weights or their ``averages``, on rank 0 or on
+    ``all_ranks``; None on others.
 
-    Raises TaskError on every rank where there are no averages, or where the task makes no second model.
+    Raises TaskError on every rank if there are no averages, or if the task does not create a second model.
     """
     plan = engine.plan
     if averages and plan.config.settings.ema is None:
@@ -48,7 +48,7 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
 
 
 def _made(engine: Engine) -> nn.Module:
-    """A new model of the task's, with the file's adapter in it."""
+    """Returns a new model from the task, with the file's adapter inserted."""
     plan = engine.plan
     generators.seed(plan.seed)
     with torch.device("cpu"):

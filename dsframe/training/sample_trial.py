@@ -1,8 +1,9 @@
-"""A few samples beside two halves of them, through collate, model and loss; what is drawn belongs to samples.
+"""Compares a few samples with two halves of them, through collate, model and loss, with random numbers assigned to
+samples.
 
-In evaluation they show the kind of a task's loss where halves of the outputs do not: outputs with time first, a loss inside
-of the model, targets of another length, a ``collate`` that mixes samples. In training, the same samples on every rank, they
-show rows that depend on other rows, code that depends on the rank, and a state that cannot be held.
+In evaluation this shows the kind of a task's loss if halves of the outputs do not: outputs with time first, a loss
+inside the model, targets of another length, a ``collate`` that mixes samples. In training, with the same samples on
+every rank, it shows rows that depend on other rows, code that depends on the rank, and a state that cannot be saved.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dsframe.text import reason
 from dsframe.training import held, unmoved
 
 _SAMPLES = 4
-"""At most: without gradients so many take less memory than a training step, also where that has one."""
+"""Maximum. Without gradients these take less memory than a training step, even if that has only one sample."""
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 """Relative. The same row differs by less in a batch of another size, also in TF32."""
 
@@ -45,9 +46,9 @@ ROWS_DEPEND = (
 
 
 def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
-    """True if ``kind``, which halves of the outputs gave, is not sure."""
+    """Returns True if ``kind``, the result for halves of the outputs, is uncertain."""
     watch = engine.built.watch
-    # Halves of the outputs are looked at without gradients, which such a loss may leave terms out for.
+    # Halves of the outputs are compared without gradients, where such a loss may omit terms.
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
@@ -55,15 +56,16 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
 
 
 def has_few_rows(engine: Engine) -> bool:
-    """True if halves of a micro-batch are single rows, of which a loss with statistics over its rows may be the mean."""
+    """Returns True if halves of a micro-batch are single rows: a loss with statistics over its rows may be the mean of
+    these."""
     return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
 
 
 def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, training: bool = False) -> tuple[str, str]:
-    """**Collective.** Returns the kind, or "" and what is to be said. ``training``: the mode of the model.
+    """**Collective.** Returns the kind and "", or "" and a message. ``training``: use the model in training mode.
 
-    ``rank``: whose first micro-batch of ``step`` (from 0) is looked at, because its halves have shown that the loss is neither;
-    None: a few of its samples will do.
+    ``rank``: the rank whose first micro-batch of ``step`` (from 0) is tested, because its halves showed a loss that is
+    neither; None: test a few of its samples.
     """
     size, samples = engine.plan.batch.micro_batch_size, list(range(_SAMPLES))
     if not isinstance(loader.source, StreamSource):
@@ -79,13 +81,13 @@ def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, trai
 
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
-    """**Collective.** Takes the same samples on every rank, in training mode. Returns what is to be said, or nothing.
+    """**Collective.** Runs the same samples on every rank, in training mode. Returns a message, or "".
 
-    ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError where ranks have
-    other losses, or where a run that is ``resumed`` would.
+    ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError if the
+    losses of ranks differ, or if those of a ``resumed`` run would.
     """
     plan, watch = engine.plan, engine.built.watch
-    # Of fewer rows than a training step has: a step has shown that there is memory for them.
+    # At most as many rows as a training step, which has shown that they fit into memory.
     samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
     if watch is None or plan.config.settings.model.compile or not _is_users(engine):
         return ""
@@ -118,7 +120,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
 
 
 def mixes_rows(engine: Engine) -> bool:
-    """True if task or model say that rows depend on others, or a look could not tell."""
+    """Returns True if task or model declare that rows depend on others, or if a test could not tell."""
     watch, plan = engine.built.watch, engine.plan
     if watch is None or plan.task.batch_dependent or plan.config.settings.model.compile or not _is_users(engine):
         return True
@@ -130,7 +132,7 @@ def _differ(losses: Sequence[float], tolerance: float) -> bool:
 
 
 class _Trial:
-    """A few samples, if asked all of them again, and each halving of them."""
+    """A few samples, twice if ``again`` is set, and all halves of them."""
 
     def __init__(
         self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
@@ -141,14 +143,14 @@ class _Trial:
         halves = [part.tolist() for first in ways for part in (places[first], places[~first])]
         self._wholes = 2 if again else 1
         self._parts = [*[places.tolist()] * self._wholes, *halves]
-        """Places in ``samples``."""
+        """Positions in ``samples``."""
         self.draws = False
-        """True if something was drawn on this rank that belongs to no sample."""
+        """True if random numbers that belong to no sample were drawn on this rank."""
         self.digests = set[str]()
-        """Of all samples, each time they were read: several of data with a state."""
+        """One for each reading of all samples; data with a state give several."""
 
     def take(self) -> tuple[Losses | None, str]:
-        """**Collective.** Returns the losses, or why there are none. Leaves no trace."""
+        """**Collective.** Returns the losses, or the reason why there are none. Has no side effects."""
         engine, loader = self._engine, self._loader
         watch, plan = engine.built.watch, engine.plan
         if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) <= max(self._samples):
@@ -159,9 +161,9 @@ class _Trial:
             with (
                 generators.kept(plan.device),  # reading may draw
                 watch.trial(),
-                plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
+                plan.task.context.evaluation(),  # without engine.evaluating: shards stay sharded
                 training_mode(models, watch) if self._training else nullcontext(),
-                warnings.catch_warnings(),  # of torch.utils.checkpoint, which is used to gradients
+                warnings.catch_warnings(),  # torch.utils.checkpoint expects gradients
             ):
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
@@ -172,13 +174,14 @@ class _Trial:
                         self.draws |= draws.left_out or moved
         except (EngineError, WorldError):
             raise
-        except Exception as error:  # such as a model that takes batches of one size
-            first = error.__context__ or error  # a library's hooks may raise another behind it
+        except Exception as error:  # for example a model for batches of one size
+            first = error.__context__ or error  # a library's hooks may raise another after it
             return None, reason(first, 100)
         return losses, ""
 
     def _batches(self) -> Iterator[Batch]:
-        """Yields a batch of each part. Where a batch has rows, its halves are not read again."""
+        """Yields a batch of each part. If batches have rows, halves are taken from the first batch instead of being
+        read again."""
         batches = self._loader.batches([[self._samples[place] for place in part] for part in self._parts])
         for _ in range(self._wholes):
             whole = next(batches)
@@ -196,10 +199,10 @@ class _Trial:
 
 @contextmanager
 def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]:
-    """Inside, ``models`` are in training mode whenever they are called."""
+    """Sets ``models`` to training mode whenever they are called inside the context."""
 
     def train(model: nn.Module, _: Any) -> None:
-        with watch.aside():  # some merge weights in eval(), as loralib does, and take them apart here
+        with watch.aside():  # loralib, for example, merges weights in eval() and separates them here
             model.train()
 
     hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
@@ -211,8 +214,8 @@ def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]
 
 
 def _is_users(engine: Engine) -> bool:
-    """True of a task with a loss of the user's whose micro-batches are not shared by ranks: of a pipeline, one rank would see the
-    loss. The built-in tasks give means."""
+    """Returns True for a user's loss if ranks do not split micro-batches (in a pipeline only one rank would see the
+    loss). The built-in tasks return means."""
     module = type(engine.plan.task).__module__
     batch = engine.plan.batch
     users = not module.startswith("dsframe.") or module == Task.__module__  # Task.from_module
@@ -226,7 +229,7 @@ def _tolerance(engine: Engine) -> float:
 
 
 def _kind(engine: Engine, losses: Losses, *, wholes: int) -> str:
-    """Returns the kind by the losses of the samples, which come first and so many times, and of their halves."""
+    """Returns the kind, from the losses of all samples (the first ``wholes`` entries) and of their halves."""
     kinds = set()
     for values in losses.of.values():
         pairs = ((0, at, at + 1) for at in range(wholes, len(values), 2))
@@ -242,22 +245,24 @@ def _kind(engine: Engine, losses: Losses, *, wholes: int) -> str:
 
 
 def halvings(rows: int) -> list[Tensor]:
-    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them: of four rows all ways, so that
-    the largest half of their losses is not a mean over halves in each of them."""
+    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them.
+
+    Four rows have all three ways, so that the largest loss of halves is not a mean over halves in each of them.
+    """
     numbers = torch.arange(rows)
     ways = [numbers < rows // 2, numbers % 2 == 0, numbers % 4 % 3 == 0]
     return ways[: 1 if rows == 2 else 3 if rows % 4 == 0 else 2]
 
 
 def agreed(kinds: Collection[str]) -> str:
-    """Returns the kind of a loss of which halvings, or ranks, have shown ``kinds``: a mean over chosen rows is a sum, too, where
-    all of them are in one half."""
+    """Returns the kind of a loss whose halvings, or ranks, have shown ``kinds``. They may differ: a mean over chosen
+    rows is also a sum if all chosen rows are in one half."""
     found = {*kinds} - {""}
     return found.pop() if len(found) == 1 else "neither" if found else ""
 
 
 class Losses:
-    """The losses of some batches in evaluation, by name ("" of a single model), and what each is over."""
+    """The losses of some batches in evaluation, by name ("" for a single model), and the number of items of each."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._task = engine, engine.plan.task
@@ -267,7 +272,7 @@ class Losses:
         self.items: list[float] = []
 
     def add(self, batch: tuple[Any, Any], *, samples: int) -> None:
-        """**Collective.** Adds the losses of ``batch``, which has so many ``samples``. Leaves no trace in the task."""
+        """**Collective.** Adds the losses of ``batch``, which has ``samples`` samples. Does not change the task."""
         engine, task = self._engine, self._task
         of_several = engine.built.losses
         weighted = gives(task, "loss_weight")
@@ -283,7 +288,7 @@ class Losses:
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Inside, an evaluation has gradients where model or loss take derivatives."""
+        """Enables gradients in evaluation if model or loss take derivatives."""
         asked = self._task.eval_gradients
         self._task.eval_gradients = asked or self._differentiates
         try:
@@ -299,9 +304,9 @@ class Losses:
 
 
 def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:
-    """Returns the kind by the losses of a whole and of its two halves, or "" where they do not tell.
+    """Returns the kind, from the losses of a batch and of its two halves, or "" if they do not determine it.
 
-    ``items``: the number of things that a mean would be over, of each. ``tolerance``: relative.
+    ``items``: the number of items that a mean would be over, for each. ``tolerance``: relative.
     """
     if not sum(items[1:]):
         return ""

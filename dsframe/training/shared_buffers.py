@@ -1,4 +1,5 @@
-"""Buffers that differ between ranks: an evaluation is of one model, the first rank's that holds them."""
+"""Synchronizes buffers that differ between ranks, because an evaluation uses one model: that of the first rank that
+holds each."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from dsframe.values import Tensors
 
 
 def take_over(engine: Engine, kept: Tensors) -> Collection[str]:
-    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
+    """**Collective.** Copies every buffer that differs between ranks in any bit from its first rank. ``kept``: this
+    rank's buffers, on the CPU.
 
     Returns the names of those that differed.
     """
@@ -40,13 +42,14 @@ def take_over(engine: Engine, kept: Tensors) -> Collection[str]:
 
 
 def but_statistics(engine: Engine, names: Iterable[str]) -> str:
-    """Returns the ``names`` of buffers that no dependence tells of, as text."""
+    """Returns, as text, those ``names`` of buffers that no known dependence lists as statistics."""
     known = frozenset[str]().union(*(dependence.statistics for dependence in engine.built.depends))
     return ", ".join(name for name in names if name not in known)
 
 
 def differing(engine: Engine) -> Collection[str]:
-    """**Collective.** Returns the names of the buffers and extra states that differ between the ranks that hold them."""
+    """**Collective.** Returns the names of the buffers and extra states that differ between the ranks that hold
+    them."""
     extra = extra_state.pack(engine.built.watch.model) if engine.built.watch else {}
     of_ranks = _of_ranks(engine, {**engine.buffers(), **extra})
     versions = Counter(name for name, _ in {(name, digest) for of in of_ranks for name, (_, digest) in of.items()})
@@ -63,7 +66,7 @@ class _RowSpan:
 
 
 def _of_ranks(engine: Engine, kept: Tensors) -> list[dict[str, tuple[int, str]]]:
-    """**Collective.** By rank, the size and digest of each. None where there is one rank."""
+    """**Collective.** Returns the size in bytes and digest of each buffer, by rank; [] with one rank."""
     if engine.plan.world.size == 1:
         return []
     mine = {name: (buffer.nbytes, xxh3_64_hexdigest(_bytes(buffer).numpy().data)) for name, buffer in kept.items()}
@@ -75,8 +78,12 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
-    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: by rank, the size
-    and digest of each. A pipeline's stage holds its own layers' alone; what has other sizes on other ranks stays with each."""
+    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: as
+    from :func:`_of_ranks`.
+
+    A pipeline stage holds only the buffers of its own layers. Buffers whose sizes differ between ranks are not
+    exchanged.
+    """
     by_name: dict[str, dict[int, tuple[int, str]]] = {}
     for rank, held in enumerate(of_ranks):
         for name, (size, digest) in held.items():

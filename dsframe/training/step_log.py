@@ -1,4 +1,4 @@
-"""Log lines: which steps are logged, with which numbers, and where those go."""
+"""Decides which steps are logged, and computes and writes their log lines."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dsframe.training.finite import FiniteCheck
 
 
 class StepLog(Listener):
-    """Computes what is logged of a step and emits ``on_log``."""
+    """Computes the logged values of a step and emits ``on_log``."""
 
     def __init__(self, events: Events, finite: FiniteCheck) -> None:
         self._events, self._finite = events, finite
         self._said_length = False
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** on a step that is logged. Raises TrainingError for a loss that is not
-        finite, DataError where ranks have read different streams."""
+        """**Collective** if this step is logged. Raises TrainingError if the loss is not finite, DataError if ranks
+        have read different streams."""
         if training.schedule.logs(training.step):
             self.log(training, result)
 
     def log(self, training: Training, result: StepResult) -> None:
-        """**Collective.** Emits what is logged of this step. Raises as :meth:`on_step`."""
+        """**Collective.** Emits the logged values of this step. Raises like :meth:`on_step`."""
         step = training.step
         loss, terms = _means(training.engine, result)
         rate = training.progress.rate(step) if step > training.first_step else 0.0
@@ -89,16 +89,16 @@ def _means(engine: Engine, result: StepResult) -> tuple[float, dict[str, float]]
 
 
 def _rows_read(engine: Engine, loader: Loader) -> dict[str, Any]:
-    """**Collective** if the data are a stream. Returns the rows that each rank has read from it.
+    """**Collective** if the data are a stream. Returns the number of rows that each rank has read from it.
 
-    Raises DataError where ranks had different numbers of rows in as many passes: from there on they
-    took different samples.
+    Raises DataError if ranks had different numbers of rows in the same number of passes: after that they took different
+    samples.
     """
     if not loader.rows_read():
         return {}
     of_ranks = all_gather_json(engine, loader.rows_read())
     of_passes: dict[int, tuple[int, int]] = {}
-    for rank, (_, passes, rows) in enumerate(of_ranks):  # some may have read further than others
+    for rank, (_, passes, rows) in enumerate(of_ranks):  # ranks may have finished different numbers of passes
         first, expected = of_passes.setdefault(passes, (rank, rows))
         if rows != expected:
             raise DataError(

@@ -1,4 +1,4 @@
-"""A look at a task that leaves no trace: what it and its model change meanwhile is put back."""
+"""Restores everything that a test of a task changes in it and its model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsframe.training import held
 from dsframe.values import copied, elements, same
 
 _HELD = 1 << 25
-"""Elements of all weights of a task's own modules that are copied for the look: 128 MiB."""
+"""Largest number of weight elements in a task's own modules that are copied for a test: 128 MiB."""
 
 
 def twin(task: Task) -> Task:
@@ -31,7 +31,8 @@ def twin(task: Task) -> Task:
 
 
 def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
-    """Returns the names of what the twin has changed: of a state that a loss may depend on, and of plain numbers."""
+    """Returns the names of attributes that ``other``, a twin, has changed: state that a loss may depend on, and plain
+    numbers."""
     state: set[str] = set()
     numbers: set[str] = set()
     before = vars(task)
@@ -44,17 +45,17 @@ def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
 
 
 class Buffers:
-    """The strided buffers of some modules, as they were when this was made."""
+    """A copy of the strided buffers of some modules."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], most_elements: float = math.inf) -> None:
-        """``modules``: by name, as ``named_modules`` gives them. ``most_elements``: of a buffer that is copied; a model of
-        quantised weights has them in buffers."""
+        """``modules``: by name, as from ``named_modules``. ``most_elements``: larger buffers are not copied, such as
+        quantised weights."""
         self._most_elements = most_elements
         self._held = [(name, module, dict(module._buffers)) for name, module in modules]
         self._contents = self.contents()
 
     def contents(self) -> dict[str, Tensor]:
-        """Returns copies of what they are now, by name."""
+        """Returns copies of their current contents, by name."""
         return {
             f"{name}.{key}".removeprefix("."): buffer.detach().clone()
             for name, module, _ in self._held
@@ -63,12 +64,12 @@ class Buffers:
         }
 
     def changed(self) -> set[str]:
-        """Returns the names of those that have changed since; not of those that were not there."""
+        """Returns the names of buffers that have changed or are missing since then, without new ones."""
         now = self.contents()
         return {name for name, before in self._contents.items() if name not in now or not same(before, now[name])}
 
     def put_back(self) -> None:
-        """Puts them back: the same tensors, with what they were."""
+        """Restores the same tensors with their former contents."""
         for name, module, before_of in self._held:
             if isinstance(module._buffers, dict):  # not those of torch.jit
                 module._buffers.clear()
@@ -77,7 +78,7 @@ class Buffers:
                 before = self._contents.get(f"{name}.{key}".removeprefix("."))
                 if buffer is None or before is None or torch.equal(buffer, before):
                     continue
-                # Autograd, which may need it as it is now again, sees no write to ``data``.
+                # Autograd does not see writes to ``data``; it may need the tensor, whose content is now the former one.
                 if buffer.shape == before.shape:
                     buffer.data.copy_(before)
                 else:
@@ -86,8 +87,8 @@ class Buffers:
 
 @contextmanager
 def task_unmoved(engine: Engine) -> Iterator[None]:
-    """Inside, the task works with copies of its attributes. What the modules in them keep, such as metrics, is put back, and all
-    of :class:`Kept`."""
+    """Gives the task copies of its attributes inside the context. Restores the state of the modules in them, such as
+    metrics, and all of :class:`Kept`."""
     attributes, kept = vars(engine.plan.task), Kept(engine)
     now, of_modules = dict(attributes), held.attributes(held.modules_of(engine.plan.task))
     attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
@@ -102,8 +103,8 @@ def task_unmoved(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
-    """Puts back the random generators, buffers, attributes and modes of the modules of ``model``, and what user code keeps
-    elsewhere."""
+    """Restores the random generators, buffers, attributes and modes of the modules of ``model``, and values elsewhere
+    in user code."""
     changing = (held.attributes(model), held.outside(engine), held.Generators(engine), Buffers(model.named_modules()))
     extra, modes = extra_state.pack(model), {module: module.training for module in model.modules()}
     with generators.kept(engine.plan.device):
@@ -114,12 +115,12 @@ def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
                 values.put_back()
             extra_state.load(model, extra)
             for module, mode in modes.items():
-                module.training = mode  # a hook may have a part in evaluation mode
+                module.training = mode  # a hook may have set a part to evaluation mode
 
 
 class HeldBuffers:
-    """The buffers of the modules that a task holds, and the weights of those that are not the model's, such as a teacher; as they
-    were when this was made. Weights of more than ``_HELD`` elements are not looked at."""
+    """A copy of the buffers of a task's modules, and of the weights of those outside the model, such as a teacher,
+    unless they have more than ``_HELD`` elements."""
 
     def __init__(self, engine: Engine) -> None:
         watch, task = engine.built.watch, engine.plan.task
@@ -144,7 +145,7 @@ class HeldBuffers:
         self._weights = {name: (weight, weight.detach().clone()) for name, weight in weights.items() if few}
 
     def changed_weights(self) -> dict[str, str]:
-        """Returns the names of the weights that have changed since, with a digest of what they are now."""
+        """Returns the names of the weights that have changed since then, with a digest of their current values."""
         return {
             name: xxh3_64_hexdigest(weight.detach().cpu().double().numpy().tobytes())
             for name, (weight, before) in self._weights.items()
@@ -152,11 +153,12 @@ class HeldBuffers:
         }
 
     def changed(self, *, of_model: bool = False) -> set[str]:
-        """Returns the names of those that have changed since: of the task's own modules, or of the model."""
+        """Returns the names of the buffers that have changed since then: of the task's own modules, or of the
+        model's."""
         return (self._of_model if of_model else self._of_task).changed()
 
     def put_back(self) -> None:
-        """Puts them back."""
+        """Restores all buffers and weights."""
         self._of_model.put_back()
         self._of_task.put_back()
         for weight, before in self._weights.values():
@@ -165,8 +167,8 @@ class HeldBuffers:
 
 
 class Kept:
-    """What a look at a loss may move: random generators, buffers and teachers that the task holds, and what user code keeps
-    elsewhere; as they were when this was made."""
+    """A copy of everything that a test of a loss may change: random generators, buffers and teachers in the task, and
+    values elsewhere in user code."""
 
     def __init__(self, engine: Engine) -> None:
         self._device = engine.plan.device
@@ -176,11 +178,11 @@ class Kept:
 
     @property
     def drew(self) -> bool:
-        """True if one of torch's generators has moved since."""
+        """True if one of torch's generators has moved since then."""
         return generators.capture(self._device) != self._drawn
 
     def put_back(self) -> None:
-        """Puts all of it back."""
+        """Restores all of it."""
         generators.restore(self._drawn, self._device)
         for values in (self.buffers, *self._others):
             values.put_back()

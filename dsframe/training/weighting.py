@@ -1,4 +1,4 @@
-"""Weights of micro-batches whose losses are means over different numbers of items, or sums."""
+"""Weights micro-batches whose losses are means over different numbers of items, or sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from dsframe.values import tensors_of
 
 
 def refuse(task: Task, batch: Batch) -> None:
-    """Raises TaskError for an unknown ``loss_is``, or a sum with sequence parallelism or
-    ``loss_weight``."""
+    """Raises TaskError for an unknown ``loss_is``, or a sum with sequence parallelism or ``loss_weight``."""
     name = type(task).__name__
     if task.loss_is not in ("mean", "sum"):
         raise TaskError(f'{name}.loss_is is {task.loss_is!r}; write "mean" or "sum"')
@@ -38,7 +37,7 @@ def _has_weight(task: Task) -> bool:
 
 
 class LossWeights:
-    """Weighs the micro-batches of a step if the task defines ``loss_weight``, or its loss is a sum."""
+    """Weights the micro-batches of a step if the task defines ``loss_weight``, or if its loss is a sum."""
 
     def __init__(self, engine: Engine) -> None:
         plan = engine.plan
@@ -48,26 +47,27 @@ class LossWeights:
         # An engine takes the mean over micro-batches and data-parallel ranks.
         count = batch.accumulation_steps * batch.data_parallel_size
         self._factor = float(count) if plan.task.loss_is == "sum" else 1.0
-        # Ranks that share sequences each have a loss, of their own slice.
+        # With sequence parallelism each rank's loss is that of its own slice.
         self._slices = batch.sequence_parallel_size
         readers = [rank for rank in range(world.size) if batch.data_rank(rank) == batch.data_rank(world.rank)]
-        # Of the ranks that read the same samples, one counts.
+        # Only one of the ranks that read the same samples counts.
         self._counts = self._slices > 1 or world.rank == readers[0]
         self._collates = plan.task.collate is not None and plan.task.loss_is == "mean" and world.is_main
         self._rows = set[int]()
 
     def settle(self, batches: Iterator[Pair]) -> Iterable[MicroBatch]:
-        """**Collective** if the task has weights. Returns the micro-batches of one step, weighed.
+        """**Collective** if the task defines ``loss_weight``. Returns the weighted micro-batches of one step.
 
-        With weights all of them are read at once; without, each is read when it is asked for. Raises
-        TaskError where a weight is not one number.
+        With ``loss_weight`` all of them are read at once; without, each is read when it is needed. Raises TaskError if
+        a weight is not one number.
         """
         if self._has_weight:
             return self._weighed(list(batches))
         return MicroBatch.of(self._counted(batches) if self._collates else batches, self._factor)
 
     def _counted(self, batches: Iterator[Pair]) -> Iterator[Pair]:
-        """Says once that a ``collate`` makes micro-batches of different numbers of rows, which count the same."""
+        """Reports once that a ``collate`` makes micro-batches of different numbers of rows, which all count the
+        same."""
         for batch in batches:
             sizes = {len(leaf) for leaf in tensors_of(batch) if leaf.ndim}
             self._rows |= sizes if len(sizes) == 1 else set()

@@ -1,4 +1,4 @@
-"""Metrics that are no means: a function of what all batches of an evaluation have left, on rank 0."""
+"""Computes metrics that are not means: functions of what the task keeps of all batches of an evaluation, on rank 0."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dsframe.text import reason
 
 
 class UndefinedMetricError(FailedMetricError, ValueError):
-    """A metric that the samples do not define, such as an area under a curve where all have one class."""
+    """A metric that is undefined for these samples, such as an area under a curve if all have one class."""
 
 
 _ERRORS = {"undefined": UndefinedMetricError, "failed": FailedMetricError, "refused": TaskError}
 
 
 def packed(kept: Any) -> bytes:
-    """Returns what a task keeps of a batch as bytes, with copies of its tensors from the device."""
+    """Returns what a task keeps of a batch as bytes; tensors are copied from the device."""
     content = io.BytesIO()
     torch.save(tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), kept), content)
     return content.getvalue()
 
 
 def _unpacked(content: bytes, whose: str) -> Any:
-    """Raises TaskError for what is not made of tensors, numbers and texts: no other object is built from bytes."""
+    """Raises TaskError for anything but tensors, numbers and texts, because no other objects are built from bytes."""
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -42,9 +42,10 @@ def _unpacked(content: bytes, whose: str) -> Any:
 
 
 def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
-    """**Collective.** Returns the metrics of what all ranks have kept, the same on every rank. Raises TaskError on all.
+    """**Collective.** Returns ``metrics_of_all`` over all ranks' batches, the same on every rank. Raises TaskError on
+    all.
 
-    ``kept``: of each batch of this rank, :func:`packed`.
+    ``kept``: the result of :func:`packed` for each batch of this rank.
     """
     task, is_main = engine.plan.task, engine.plan.world.is_main
     if engine.plan.batch.sequence_parallel_size > 1:
@@ -58,7 +59,7 @@ def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
 
 
 def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the task's metrics of all batches, or what went wrong."""
+    """Returns the task's metrics of all batches, or the error."""
     how = "refused"
     try:
         batches = [_unpacked(content, type(task).__name__) for content in packed_batches]
@@ -73,9 +74,10 @@ def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
 
 
 def gathered(engine: Ranks, kept: Sequence[bytes]) -> list[bytes]:
-    """**Collective.** On rank 0 what all ranks have ``kept``, batch by batch in the order of the samples; nothing on the others.
+    """**Collective.** Returns, on rank 0, the ``kept`` values of all ranks, in the order of the samples; [] on other
+    ranks.
 
-    One batch of each rank travels at a time, so other ranks hold no more than that beside their own.
+    One batch of each rank is sent at a time, so other ranks hold no more than that in addition to their own.
     """
     if engine.plan.world.size == 1:
         return list(kept)
