@@ -1,4 +1,5 @@
-"""The report on a hang: where each rank is, which ranks wait, which is missing. Plain data in, plain text out."""
+"""Builds the report on a hang: where each rank is, which ranks wait, which is missing. Input is plain data, output
+plain text."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 _COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "horovod/")
-"""Folders whose functions wait for other ranks. DDP's own Python is not among them: it waits inside the backward pass."""
+"""Folders whose functions wait for other ranks. DDP's Python code is not included: DDP waits inside the backward
+pass."""
 _BETWEEN = (
     "torch/_dynamo/",
     "torch/utils/_contextlib",
@@ -25,38 +27,38 @@ _BETWEEN = (
 )
 _NAMELESS = {"wrapper", "log_wrapper", "decorate_context", "fn", "_fn", "inner", "func", "<lambda>", "wait"}
 WATCHERS = "dsframe-watchdog"
-"""Prefix of the names of the watchdog's own threads."""
+"""Prefix of the watchdog's thread names."""
 _BACKWARD = "_engine_run_backward"
 SET_UP = -1
-"""Stands for the number of steps before training."""
+"""Replaces the number of steps before training."""
 
 
 Call = Sequence[Any]
-"""Number in its process group, name, sizes, and whether it is done, of a collective."""
+"""Sequence number in its process group, name, sizes and completion of a collective."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Position of one rank."""
+    """State of one rank when the hang was detected."""
 
     step: int
-    """Steps done, or SET_UP."""
+    """Completed steps, or SET_UP."""
     beats: int
     """Signs of life so far: micro-batches taken, evaluation batches, parameters saved."""
     seconds: float
-    """Since the last one."""
+    """Seconds since the last sign of life."""
     collective: str
-    """The collective that it waits in, such as ``all_reduce``; "" if it waits for nobody."""
+    """The collective that it waits in, such as ``all_reduce``; "" if none."""
     place: str
-    """Its own innermost line, or the one that called the collective: ``loss, model.py:12: return f(x)``."""
+    """Its innermost line, or the line that called the collective: ``loss, model.py:12: return f(x)``."""
     stacks: str
-    """Python's stack of every thread but the watchdog's own, innermost last."""
+    """Python stack of every thread except the watchdog's, innermost frame last."""
     calls: Mapping[str, Call] = field(default_factory=dict)
-    """Where each process group is (:func:`last_collectives`)."""
+    """Last collective of each process group (:func:`last_collectives`)."""
 
     @property
     def waits_for(self) -> str:
-        """The collective that its stack waits in, else one that its device has not done; "" where there is none."""
+        """The collective that the stack waits in, else one that the device has not completed; "" if there is none."""
         pending = (
             f"{name} of {sizes}, which its device has not done"
             for _, name, sizes, done in self.calls.values()
@@ -66,7 +68,7 @@ class RankStatus:
 
 
 def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -> RankStatus:
-    """Returns where this process's main thread is at this moment; to be called from another thread. ``calls``: as in the result."""
+    """Returns where this process's main thread is. Called from another thread."""
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -80,12 +82,13 @@ def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -
 
 
 def last_collectives() -> dict[str, Call]:
-    """Returns, by process group, the first collective that is not done, or else the last one, as torch's flight recorder has them.
+    """Returns the first incomplete collective of each process group, or else its last one, from torch's flight
+    recorder.
 
-    On GPUs a rank calls a collective and continues: its device waits, and its stack does not show it.
+    On GPUs a rank continues after calling a collective: the device waits, and the stack does not show it.
     """
     core: Any = torch._C._distributed_c10d
-    dumps = (getattr(core, f"_dump_{backend}_trace_json", None) for backend in ("nccl", "fr"))  # the second: Gloo's
+    dumps = (getattr(core, f"_dump_{backend}_trace_json", None) for backend in ("nccl", "fr"))  # the second is for Gloo
     last_calls: dict[str, Call] = {}
     for entry in (entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])):
         group = " ".join(entry["process_group"])
@@ -101,10 +104,11 @@ def moment(step: int) -> str:
 
 
 def waits_in(frame: FrameType) -> tuple[str, str]:
-    """The collective in which a stack ends, "" where it ends in none, and the place that called it (else its innermost one)."""
+    """Returns the collective that a stack ends in ("" if none), and the line that called it, else the innermost
+    line."""
     stack = traceback.extract_stack(frame)
     caller, name = len(stack) - 1, ""
-    # On CPUs the backward pass runs in C++ from here, and gradients are exchanged in it.
+    # On CPUs the backward pass, including the exchange of gradients, runs in C++ below this frame.
     if stack[caller].name == _BACKWARD:
         name = "the backward pass"
         while caller and "/torch/" in stack[caller].filename.replace("\\", "/"):
@@ -127,7 +131,8 @@ def _in(filename: str, folders: Sequence[str]) -> bool:
 
 
 def diagnose(statuses: Mapping[int, RankStatus], ranks: int, limit_seconds: float) -> str:
-    """The report: a line about each rank, then the stacks, equal ones once. ``statuses``: by rank, those that answered."""
+    """Returns the report: a line about each rank, then the stacks, equal ones once. ``statuses``: by rank, of the ranks
+    that answered."""
     absent = [rank for rank in range(ranks) if rank not in statuses]
     some_wait = any(status.waits_for for status in statuses.values())
     furthest = max((status.beats for status in statuses.values()), default=0)
@@ -157,7 +162,8 @@ def diagnose(statuses: Mapping[int, RankStatus], ranks: int, limit_seconds: floa
 
 
 def _collectives(statuses: Mapping[int, RankStatus]) -> Iterator[str]:
-    """Yields a line for each process group in which ranks are not at the same collective, or one is not done."""
+    """Yields a line for each process group with an incomplete collective, or whose ranks are at different
+    collectives."""
     for group in sorted({group for status in statuses.values() for group in status.calls}):
         calls = {rank: status.calls[group] for rank, status in sorted(statuses.items()) if group in status.calls}
         if len({json.dumps(call) for call in calls.values()}) > 1 or not all(call[3] for call in calls.values()):

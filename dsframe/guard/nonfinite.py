@@ -1,4 +1,5 @@
-"""A loss or gradients that are no number any more: since when, on which rank, with which samples, and what of the model is left."""
+"""Diagnoses a loss or gradients that are not finite: since when, on which rank, with which samples, and which
+parameters are affected."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ _SHOWN = 8
 
 
 class FirstNonFinite:
-    """Remembers the first step whose loss was not finite on this rank, and the first whose gradients were not on any, on the
-    device and without waiting for it."""
+    """Remembers, on the device and without waiting for it, the first step whose loss was not finite on this rank, and
+    the first whose gradients were not finite on any rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._none = torch.full((), torch.inf, dtype=torch.float64, device=device)
         self._loss = self._gradients = self._none
 
     def look(self, step: int, loss: Tensor, norm: Tensor | float | None) -> None:
-        """Called after each step; three operations on a number. ``norm``: of all gradients; None if an engine has none."""
+        """Called after each step; costs three scalar operations. ``norm``: of all gradients; None if the engine has
+        none."""
         self._loss = self._earliest(self._loss, step, loss)
         if norm is not None:
             self._gradients = self._earliest(self._gradients, step, norm)
@@ -34,21 +36,23 @@ class FirstNonFinite:
         return torch.minimum(first, torch.where(finite, self._none, step))
 
     def exists(self) -> Tensor:
-        """1 where there is such a step, else 0: a number on the device."""
+        """Returns 1 if there is such a step, else 0, as a tensor on the device."""
         return torch.isfinite(torch.minimum(self._loss, self._gradients)).double()
 
     def steps(self) -> tuple[int | None, int | None]:
-        """The step of the loss and that of the gradients, counted from 1; None where there is none. Waits for the device."""
+        """Returns the first bad step of the loss and of the gradients, counted from 1; None if there is none. Waits for
+        the device."""
         loss, gradients = (None if first == torch.inf else int(first) for first in (self._loss, self._gradients))
         return loss, gradients
 
 
 def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
-    """**Collective.** Reports what is not finite after ``step``: which rank's loss since when, its samples, the first parameter."""
+    """**Collective.** Reports what is not finite after ``step``: the rank and first step of a bad loss, its samples,
+    and the first bad parameter."""
     bad_since, gradients = first.steps()
     if bad_since is not None and gradients is not None and gradients < bad_since:
-        bad_since = None  # it follows from them
-    # Where no loss was: the gradients were not finite, made of somebody's samples.
+        bad_since = None  # the loss follows from the gradients
+    # If no loss was bad, samples of any rank may have caused bad gradients.
     at = bad_since or gradients or step
     report = {"since": bad_since, "samples": _samples(loader, at), "broken": _broken(loader, at)}
     ranks = all_gather_json(engine, report)
@@ -66,12 +70,12 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
 
 
 def _samples(loader: Loader, step: int) -> list[int]:
-    """This rank's samples of ``step`` (from 1), by their index in the data set."""
+    """Returns the data set indices of this rank's samples in ``step`` (from 1)."""
     return [index for _, rows in _parts(loader, step) for index in rows.tolist()]
 
 
 def _broken(loader: Loader, step: int) -> list[int]:
-    """Returns the samples whose inputs or targets are not finite: reads them again, as in that step."""
+    """Returns the samples whose inputs or targets are not finite. Reads them again, as in that step."""
     return [
         index
         for epoch, rows in _parts(loader, step)
@@ -87,7 +91,7 @@ def _parts(loader: Loader, step: int) -> list[tuple[int, Tensor]]:
 
 
 def _parameters(engine: Engine) -> str:
-    """**Collective.** Every rank sees every parameter, so all come to the same words."""
+    """**Collective.** Describes parameters that are not finite, with the same result on every rank."""
     names = [(parameter.name, _finite(parameter.weight)) for parameter in engine.state().parameters]
     bad = [name for name, finite in names if not finite]
     if not bad:

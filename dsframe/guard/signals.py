@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: finish the step, save, leave with exit code 75. A second Ctrl-C leaves at once."""
+"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: finishes the step, saves, and exits with code 75. A second Ctrl-C exits
+at once."""
 
 from __future__ import annotations
 
@@ -19,30 +20,31 @@ from dsframe.cluster.exchange import Ranks
 from dsframe.host.processes import STOP_SIGNALS, say_what_comes
 
 GRACE_SECONDS = 25.0
-"""Time for a rank to reach its next step boundary after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
-SIGUSR1 is a warning that comes as early as whoever asked for it wants: then a step may take as long as it takes."""
+"""Time for a rank to reach the end of its step after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL after 30
+s. There is no limit after SIGUSR1, whose lead time the sender chooses."""
 ECHO_SECONDS = 5.0
-"""One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
+"""One signal to a launcher can arrive twice: from the sender to the whole job, and forwarded by the launcher."""
 ECHO_OF_CTRL_C_SECONDS = 0.5
-"""The same for Ctrl-C, which people press twice when they mean it."""
+"""The same for Ctrl-C, which users press twice on purpose."""
 AGREE_SECONDS = 2.0
-"""Interval at which the ranks ask each other if one of them was told to stop."""
+"""Interval at which ranks ask each other if one received a signal."""
 
 
 class StopRequest:
-    """Listens while it is entered. A thread waits for signals, so that the main thread may be anywhere, even in a collective.
+    """Handles signals inside its context. A thread waits for them, so that the main thread may be anywhere, even in a
+    collective.
 
-    All ranks must stop after the same step, though signals reach them at different times or only one of them. Asking after each
-    step would make every step wait for the slowest rank; so they ask with one all-reduce of two numbers about every two seconds.
-    The second number is the time since the last one: from it all compute the same next step to ask at. The third says whether
-    one of them is in ``trouble`` that the others do not know of.
+    All ranks must stop after the same step, though signals reach them at different times or only one of them. An
+    exchange after each step would make every step wait for the slowest rank; so about every two seconds they make one
+    all-reduce of three numbers: whether a rank got a signal, the time since the last exchange, from which all compute
+    the same next step to exchange at, and whether a rank is in ``trouble`` that the others do not know of.
     """
 
     def __init__(self, ranks: Ranks, first_step: int, trouble: Callable[[], bool] = lambda: False) -> None:
-        """``first_step``: the number of steps done."""
+        """``first_step``: the number of completed steps."""
         self._trouble = trouble
         self.trouble = False
-        """True if a rank was in trouble when the ranks last asked each other: the same on all."""
+        """True if a rank was in trouble at the last exchange; the same on all ranks."""
         self._ranks = ranks
         self._asked_at, self._since, self._next = first_step, time.perf_counter(), first_step + 1
         self._received: int | None = None
@@ -54,7 +56,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
-            # Python lets only the main thread handle signals: a program that trains elsewhere has its own way.
+            # Python lets only the main thread handle signals. A program that trains in another thread handles them
+            # itself.
             return self
         read, write = self._pipe = os.pipe()
         os.set_blocking(write, False)
@@ -73,7 +76,7 @@ class StopRequest:
             return
         signal.set_wakeup_fd(self._old_descriptor)
         for number, handler in self._previous.items():
-            # After a stop the launcher's second SIGTERM must not cut short the last goodbyes.
+            # After a stop, a launcher's second SIGTERM must not interrupt the shutdown.
             signal.signal(number, signal.SIG_IGN if self._received is not None else handler)  # type: ignore[arg-type]
         os.write(self._pipe[1], b"\0")
         os.close(self._pipe[1])
@@ -81,7 +84,8 @@ class StopRequest:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Wraps the writing of a checkpoint, which is not interrupted: a signal's grace time starts at its end."""
+        """Encloses the writing of a checkpoint, which is not interrupted: the grace time of a signal starts at its
+        end."""
         before, self._saving = self._saving, True
         try:
             yield
@@ -90,13 +94,14 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """The signal that came, "" where another rank got it."""
+        """Name of the received signal; "" if another rank received it."""
         if self._received == signal.SIGINT:
             return "Ctrl-C"
         return "" if self._received is None else signal.Signals(self._received).name
 
     def agreed(self, step: int) -> bool:
-        """**Collective** on the steps all ranks agree on: whether to save after ``step`` and leave."""
+        """**Collective** on the steps that all ranks agree on. Returns True if all are to save after ``step`` and
+        exit."""
         if step < self._next:
             return False
         now = time.perf_counter()
@@ -115,7 +120,7 @@ class StopRequest:
 
     @contextmanager
     def between_batches(self) -> Iterator[Callable[[int], bool]]:
-        """Gives :meth:`agreed` for an evaluation, which may take long: called on all ranks with the number of batches done."""
+        """Yields :meth:`agreed` for use in a long evaluation: called on all ranks with the number of batches done."""
         kept, since, began = (self._asked_at, self._next), self._since, time.perf_counter()
         self._asked_at, self._next, self._since = 0, 1, began
         try:
@@ -149,11 +154,11 @@ class StopRequest:
 
 
 def _nothing(number: int, frame: object) -> None:
-    """The thread does it; a handler in Python must only be there."""
+    """Does nothing. The thread handles the signal, but Python needs a handler."""
 
 
 def _leave(number: int, why: str) -> None:
     try:
         print(f"dsframe: warning: {why}: leaving without saving", file=sys.stderr, flush=True)
-    finally:  # a closed terminal is no reason to stay
+    finally:  # also if the terminal is closed
         os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""Methods of a user's class that nobody calls, because they have another name than the one that is called."""
+"""Finds methods of a user's class that dsframe never calls because their names are wrong."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NAMES = {
     "on_end": "on_fit_end on_train_end",
 }
 _MEANT = {other: name for name, others in _NAMES.items() for other in others.split()}
-"""Methods of other trainers and usual names -> the method of dsframe that does this."""
+"""Method names of other trainers, and common names, mapped to the dsframe method with that purpose."""
 
 
 def lines(user: type) -> Iterator[str]:
-    """A warning for each method of a task or of hooks that nobody calls, where its name is like that of one that is called."""
+    """Yields a warning for each uncalled method of a task or of hooks whose name resembles one that is called."""
     base: type = Task if issubclass(user, Task) else Hooks
     known = set(dir(base))
-    theirs = [kind for kind in user.__mro__ if not kind.__module__.startswith("dsframe.")]  # mixins are among them
+    theirs = [kind for kind in user.__mro__ if not kind.__module__.startswith("dsframe.")]  # including mixins
     classes = [kind for kind in theirs if issubclass(kind, base)]
     held = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("_")}
     functions = [value for kind in theirs for value in vars(kind).values() if isinstance(value, FunctionType)]

@@ -1,7 +1,7 @@
-"""Whose mistake an exception is: the user's, in code that dsframe called, or one of dsframe and the libraries.
+"""Decides whether an exception was caused by the user's code, or by dsframe and the libraries.
 
-Exceptions pass through dsframe as they are, because engines and launchers know some by their class (a lost peer, for one).
-Only where one ends a process is its traceback read, by :func:`user_traceback`.
+Exceptions pass through dsframe unchanged, because engines and launchers recognize some by class (a lost peer, for
+example). Only when one ends a process does :func:`user_traceback` read its traceback.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dsframe.model.micro_batch import Arguments
 from dsframe.tasks.task import Task
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
-"""Where an error that is raised under the user's frames is not theirs: a hook of their model talks to other ranks there."""
+"""An error raised here below the user's frames is not the user's: a hook in the model communicates with other ranks."""
 _OF_ONE_RANK = ("/deepspeed/runtime/zero/linear.py", "/torch/distributed/fsdp/_fully_shard/_fully_shard.py")
-"""Files of theirs that compute, or refuse to be copied."""
+"""Files in these folders that compute, or that refuse to be copied."""
 _REMEDY = "\nFix it there; --verbose prints the whole traceback"
 _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
@@ -39,11 +39,11 @@ _INPUTS = (
 
 
 _IN_BACKWARD = re.compile("modified by an inplace operation|backward through the graph a second time")
-"""What autograd says of a model's own mistakes. No frame of the model is there any more."""
+"""Autograd's messages about errors in a model. The traceback no longer contains a frame of the model."""
 _PASSES_ON = ("model/recomputation.py:", "model/batch_norm.py:_forward", "data/sample_draws.py:")
-"""What stands in the place of a function of the model's or torch's, and calls that."""
+"""Wrappers that replace a function of the model or of torch and call it."""
 _IN_16_BITS = re.compile("same dtype|scalar type|dtype mismatch", re.IGNORECASE)
-"""What torch says of operands in two formats."""
+"""Torch's messages about operands of two dtypes."""
 _BUFFERS = (
     '\nUnder "bf16" and "fp16" weights and inputs are 16-bit, and buffers stay float32: cast them where they are used '
     '(x + self.table.to(x.dtype)), or write "torch_autocast" in the place of the section'
@@ -77,7 +77,7 @@ class _Call:
     def passes_on(self) -> bool:
         name = self.frame.f_code.co_name
         where = f"{Path(self.file).relative_to(source_files.OURS)}:{name}" if self.ours else ""
-        return name == "__torch_function__" or where.startswith(_PASSES_ON)  # the first is the watch over weights
+        return name == "__torch_function__" or where.startswith(_PASSES_ON)  # the first is the weight watch
 
     @property
     def users(self) -> bool:
@@ -90,15 +90,13 @@ class _Call:
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns True if a restart may help, although the user's code raised the error: a disk, a connection, memory."""
+    """Returns True if a restart may help although the user's code raised the error: a disk, a connection, memory."""
     return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
 
 
 def user_traceback(error: Exception) -> str | None:
-    """Returns what the user should read of an ``error`` that their code or their model raised; None where it is not theirs.
-
-    The user's own frames, and which call of dsframe led to them.
-    """
+    """Returns the text for the user about an ``error`` that their code or model raised: their frames, and the dsframe
+    call that led to them. Returns None if it is not theirs."""
     walked = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     calls = [call for call in walked if not call.passes_on]
     first = next((number for number, call in enumerate(calls) if call.ours), len(calls))
@@ -143,7 +141,8 @@ def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
 
 
 def _out_of_range(calls: Sequence[_Call]) -> list[str]:
-    """Names the number that an embedding or a loss over classes of torch's cannot take: torch does not."""
+    """Returns a message with the number that torch's embedding or classification loss cannot accept, because torch's
+    error does not name it."""
     code, values = calls[-1].frame.f_code, calls[-1].frame.f_locals
     if code is functional.embedding.__code__:
         numbers, size, what = values["input"], len(values["weight"]), "token"
@@ -163,7 +162,7 @@ def _out_of_range(calls: Sequence[_Call]) -> list[str]:
 
 
 def _samples(calls: Sequence[_Call], row: int, rows: int) -> str:
-    """Which samples are at ``row`` of a batch of so many ``rows``; empty where ``collate`` may have made others of them."""
+    """Returns which samples are at ``row`` of a batch of ``rows`` rows; "" if ``collate`` may have changed them."""
     for values in (call.frame.f_locals for call in reversed(calls)):
         loader, batch, step = getattr(values.get("self"), "loader", None), values.get("batch"), values.get("step")
         if isinstance(batch, EvaluationBatch) and len(batch.samples) == rows:

@@ -1,15 +1,17 @@
-"""Ends a run that hangs, and says which rank waits where and which one is missing.
+"""Ends a run that hangs, and reports where each rank waits and which one is missing.
 
-Every rank has a thread that looks at the time of its own last sign of life. The first that has waited too long calls the
-others through a store of torch's (a small TCP server in a C++ thread of rank 0, or of torchrun, so it answers while rank 0 is
-stuck); all leave there where they are, rank 0 prints the report, and all end. The store is there before the engine is: a rank that
-hangs while the engine is set up or a checkpoint is read is named as well. No collective is involved and nothing is asked of the
-library that is stuck, so it is the same for every engine. An engine that needs the same calls on all ranks has them compared
-there after LOOK_SECONDS, long before the limit. Horovod's own stall check says nothing over Gloo (measured, 0.28.1),
-and Gloo's own limit ends a run after 30 minutes without naming anybody.
+Every rank has a thread that checks the time since its own last sign of life. The first rank over the limit notifies the
+others through a torch store (a small TCP server in a C++ thread of rank 0 or torchrun, which answers while rank 0
+hangs). All write their state there, rank 0 prints the report, and all exit. The store exists before the engine, so
+hangs while the engine is set up or a checkpoint is read are covered.
 
-Where rank 0's process is stopped or its host is cut off, the store's calls block without limit. So each is made in a thread that
-is left behind where it does not come back, and nothing that the verdict's end depends on waits for one.
+The watchdog uses no collective and nothing of the library that hangs, so it works with every engine. If an engine needs
+the same calls on all ranks, they are compared through the store after LOOK_SECONDS, long before the limit. Horovod's
+own stall check reports nothing over Gloo (measured, 0.28.1), and Gloo's own limit ends a run after 30 minutes without
+naming a rank.
+
+If rank 0's process is stopped or its node is cut off, calls of the store block without limit. So each runs in a thread
+that is abandoned if it does not return, and ending the process never depends on one.
 """
 
 from __future__ import annotations
@@ -35,24 +37,26 @@ from dsframe.guard.hang import SET_UP
 from dsframe.run_dir import outcome
 
 FIRST_FACTOR = 3.0
-"""Factor on the limit for the first step: kernels are compiled, data are read for the first time."""
+"""Factor on the limit for the first step, in which kernels are compiled and data are first read."""
 SETUP_SECONDS = 900.0
-"""Shortest limit for the engine to be set up, and a checkpoint to be read: operators are compiled, models are built."""
+"""Minimum limit for setting up the engine and reading a checkpoint: operators are compiled, models are built."""
 ANSWER_SECONDS = 10.0
 """Time that rank 0 waits for the others' reports, and the others for rank 0 to print them."""
 LOOK_SECONDS = 10.0
-"""Ranks that have all stood still so long compare the modules that they have called."""
+"""Ranks that have all made no progress for this time compare the modules that they have called."""
 _MIXED_UP = re.compile(r"preamble|Detected a disagreement|[Mm]ismatch.*collective|collective.*[Mm]ismatch")
-"""In the messages of libraries whose ranks have met in different collectives."""
+"""Matches library messages about ranks that met in different collectives."""
 
 
 class Watchdog:
-    """Watches while it is entered, which it may be several times. :meth:`beat` costs about a tenth of a microsecond."""
+    """Watches the run inside its context, which may be entered several times. :meth:`beat` costs about 0.1
+    microseconds."""
 
     def __init__(self, world: World, seconds: float) -> None:
-        """**Collective** where there are several ranks and something to watch: they meet.
+        """**Collective** with several ranks and a limit: connects the ranks.
 
-        ``seconds``: the longest time between two signs of life; 0: never mind. Raises WorldError where they do not meet.
+        ``seconds``: the longest time between two signs of life; 0: no limit. Raises WorldError if the ranks cannot
+        connect.
         """
         self._world, self._seconds = world, seconds
         self._limit = max(seconds * FIRST_FACTOR, SETUP_SECONDS)
@@ -62,12 +66,12 @@ class Watchdog:
         self._store: Any = _meet(world) if seconds and world.size > 1 else None
         self._calls: Any = None
         self._called = -1
-        """The last round that another rank has called this one to."""
+        """The last round to which another rank has called this one."""
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def look_at(self, calls: Any) -> None:
-        """**Collective** where there are ``calls``: what the engine knows of them (``BuiltModel.calls``)."""
+        """**Collective** if there are ``calls``: the engine's record of module calls (``BuiltModel.calls``)."""
         self._calls = calls
         if self._calls is not None and self._store is not None:
             self._calls.connect(self._store.clone())
@@ -85,30 +89,30 @@ class Watchdog:
     def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(1.0)  # not inside torch's store when the interpreter is taken down
+            thread.join(1.0)  # torch's store must not be in use when the interpreter shuts down
         if isinstance(error, RuntimeError) and _MIXED_UP.search(str(error)):
-            limit = time.monotonic() + 2 * self._look_seconds + ANSWER_SECONDS  # the others wait for this rank by now
+            limit = time.monotonic() + 2 * self._look_seconds + ANSWER_SECONDS  # by now the others wait for this rank
             while time.monotonic() < limit and self._calls is not None and self._store is not None:
                 if difference := self._different_calls():
                     raise TaskError(difference) from None
                 time.sleep(self._interval)
 
     def begin(self, step: int) -> None:
-        """Set up; training continues after ``step``."""
+        """Starts the limit for the first step. Training continues after ``step``."""
         self._step, self._limit = step, self._seconds * FIRST_FACTOR
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Records a sign of life."""
         self._beats += 1
         self._last = time.monotonic()
 
     def alive(self) -> None:
-        """A sign of life that not all ranks give equally often."""
+        """Records a sign of life that not all ranks give equally often."""
         self._last = time.monotonic()
 
     def done(self, step: int) -> None:
-        """``step`` has ended."""
+        """Records the end of ``step``."""
         self._step, self._limit = step, self._seconds
         self.beat()
 
@@ -117,7 +121,7 @@ class Watchdog:
         while not over.wait(self._interval):
             before, looked = looked, time.monotonic()
             if looked - before > self._interval + self._seconds / 2:
-                self._last = looked  # this process itself stood still (Ctrl-Z, a frozen container): it counts anew
+                self._last = looked  # this process itself was stopped (Ctrl-Z, a frozen container)
             idle = looked - self._last
             if idle > self._look_seconds and self._calls is not None:
                 self._end_if_different()
@@ -127,7 +131,7 @@ class Watchdog:
                 self._round, self._last = self._round + 1, time.monotonic()
 
     def _hear(self) -> None:
-        """Asks the store whether another rank has called; alone, because the store may never answer."""
+        """Asks the store whether another rank has called. Has its own thread, because the store may never answer."""
         over = self._over
         while not over.wait(self._interval):
             asked = self._round
@@ -136,11 +140,12 @@ class Watchdog:
                     self._called = asked
 
     def _different_calls(self) -> str:
-        """Returns what ranks have called otherwise, if all stand still in one micro-batch; else, or where nothing differs, ""."""
+        """Returns how the calls of ranks differ if all are stuck in one micro-batch; else, or if they do not differ,
+        ""."""
         return self._try(lambda: self._calls.difference(self._store, str(self._beats))) or ""
 
     def _end_if_different(self) -> None:
-        """Ends this process where its main thread stands in a collective that the others never enter."""
+        """Ends this process if its main thread is in a collective that other ranks never enter."""
         difference = self._different_calls()
         if not difference:
             return
@@ -150,7 +155,7 @@ class Watchdog:
                 _within(
                     lambda: print(f"dsframe: {TaskError(difference).printed}\n", end="", file=sys.stderr, flush=True)
                 )
-            time.sleep(2 * self._interval)  # the others have to read it, and rank 0 to say it
+            time.sleep(2 * self._interval)  # for the others to read it, and rank 0 to print it
         finally:
             os._exit(TaskError.exit_code)
 
@@ -163,12 +168,13 @@ class Watchdog:
         return min(self._seconds / 4, 2.0)
 
     def _tell(self, status: hang.RankStatus) -> None:
-        """Ends the process where it is a hang: said for ``dsframe launch``, printed, and told to the others. Else returns."""
+        """Ends the process if it hangs, after reporting to ``dsframe launch``, stderr and the other ranks. Else
+        returns."""
         world = self._world
         verdict, text = "hang", ""
         try:
             verdict, text = self._compare_ranks(status)
-        except Exception as error:  # better a report of only this rank than a run that hangs in silence
+        except Exception as error:  # a report of only this rank is better than a silent hang
             text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(status)}"
         try:
             if text:
@@ -184,7 +190,8 @@ class Watchdog:
                 os._exit(HangError.exit_code)
 
     def _compare_ranks(self, status: hang.RankStatus) -> tuple[str, str]:
-        """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
+        """Exchanges states with the other ranks. Returns "hang", or "slow" if one rank still progresses, and the text
+        that this rank prints."""
         world = self._world
         if self._store is None:
             return "hang", self._alone(status)
@@ -226,16 +233,18 @@ class Watchdog:
         return True
 
     def _try(self, action: Callable[[], Any]) -> Any:
-        """Returns the result of ``action``; None if the store is gone (with rank 0, or at the end) or does not answer."""
+        """Returns the result of ``action``; None if the store is gone (with rank 0, or at the end) or does not
+        answer."""
         return _within(action) if self._store is not None else None
 
 
 def _within(action: Callable[[], Any]) -> Any:
-    """Returns the result of ``action``; None if it fails, or takes over ANSWER_SECONDS: then its thread is left behind."""
+    """Returns the result of ``action``; None if it fails, or takes longer than ANSWER_SECONDS: its thread is then
+    abandoned."""
     result: list[Any] = []
 
     def work() -> None:
-        # No store, a closed pipe, a closed stream, and records of another torch.
+        # No store, a closed pipe, a closed stream, or records of another torch version.
         with contextlib.suppress(RuntimeError, OSError, ValueError, LookupError):
             result.append(action())
 
@@ -246,7 +255,8 @@ def _within(action: Callable[[], Any]) -> Any:
 
 
 def _meet(world: World) -> Any:
-    """**Collective.** A store of all ranks; None where the launcher gives no address to meet at, which is the same on all."""
+    """**Collective.** Returns a store of all ranks; None, on every rank, if the launcher gives no address to connect
+    to."""
     try:
         address, port = rendezvous_address(world)
     except WorldError:

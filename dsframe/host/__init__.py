@@ -1,1 +1,1 @@
-"""One host: cores, memory, signals to a process tree, and what killed runs leave behind."""
+"""The node: cores, memory, signals to a process tree, and leftovers of killed runs."""

@@ -1,4 +1,4 @@
-"""The random generators of one process: torch's on the CPU and on this rank's GPU, NumPy's, Python's."""
+"""The random generators of one process: torch on the CPU and on this rank's GPU, NumPy, Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 
 
 def seed(number: int, *, gpus: bool = True) -> None:
-    """Seeds every generator of this process. ``gpus``: also those of GPUs, which what reads data leaves alone."""
+    """Seeds every generator of this process. ``gpus``: include those of GPUs, which data readers do not seed."""
     random.seed(number)
     np.random.seed(number % 2**32)
     if gpus:
@@ -26,7 +26,7 @@ def seed(number: int, *, gpus: bool = True) -> None:
 
 @contextmanager
 def kept(device: torch.device = _CPU) -> Iterator[None]:
-    """Puts every generator back afterwards, a GPU's if ``device`` is one."""
+    """Restores every generator at exit, including the GPU's if ``device`` is one."""
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
@@ -40,7 +40,7 @@ def kept(device: torch.device = _CPU) -> Iterator[None]:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of every generator of this process, as plain JSON values; about 14 kB."""
+    """Returns the state of every generator of this process as JSON values; about 14 kB."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, words, gauss = random.getstate()
     return {
@@ -58,7 +58,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(kept: dict[str, Any], device: torch.device) -> None:
-    """Puts every generator back where :func:`capture` found it. A GPU's is left alone where the checkpoint has none."""
+    """Restores every generator to its captured state. A GPU generator is unchanged if the checkpoint has no state for
+    it."""
     torch.set_rng_state(_tensor(kept["torch"]))
     if device.type == "cuda" and kept["cuda"] is not None:
         torch.cuda.set_rng_state(_tensor(kept["cuda"]), device)

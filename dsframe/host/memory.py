@@ -1,7 +1,8 @@
-"""Memory of a process: its peak, and what it keeps of what a step has freed, for the next step to use.
+"""Memory of a process: its peak, and whether freed memory is kept for the next step.
 
-glibc gives large blocks back to the system when they are freed, and takes them again in the next step, page by page: hundreds to
-thousands of page faults a step, 3 to 6 % of a small model's time on a CPU (measured, glibc 2.36). The peak stays what it is.
+By default glibc returns large freed blocks to the system and takes them again in the next step, page by page: hundreds
+to thousands of page faults a step, 3 to 6 % of a small model's time on a CPU (measured, glibc 2.36). Keeping them does
+not change the peak.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 _STATUS, _CGROUP = Path("/proc/self/status"), Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGEST = 32 << 20  # what glibc accepts: half of one of its heaps
+LARGEST = 32 << 20  # glibc's maximum: half of one of its heaps
 _SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -31,13 +32,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Returns bytes: on a GPU torch's peak allocation, on a CPU this process's largest resident set."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # Unlike getrusage, without what the launcher held before it became this process.
+    # Unlike getrusage, this excludes memory that the launcher held before it became this process.
     return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def available_bytes(device: torch.device, processes: int) -> int:
-    """Returns bytes that one of ``processes`` on this host can still take: of the GPU's memory, on a CPU its share of the system's
-    or of its control group's (version 2), whichever has less left."""
+    """Returns the bytes that each of ``processes`` on this node can still allocate: GPU memory, or on a CPU a share of
+    the memory of the system or control group (version 2), whichever has less left."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -54,14 +55,17 @@ def available_bytes(device: torch.device, processes: int) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Has a GPU's peak begin anew, after the set-up: what training takes shall not hide behind it."""
+    """Resets a GPU's peak after the set-up, so that it shows the peak of training."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Returns this process's resident set before training on a CPU, after one step of one weight, so that what
-    torch loads at its first step is included. 0 on a GPU, whose peak counts only torch's own tensors."""
+    """Returns the resident bytes of this process before training on a CPU; 0 on a GPU, whose peak counts only torch's
+    own tensors.
+
+    Makes one step of one weight first, to include what torch loads then.
+    """
     if device.type == "cuda":
         return 0
     weight = torch.nn.Parameter(torch.zeros(8, 8))
@@ -71,23 +75,25 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    """A size that Linux tells of this process; 0 where it does not."""
+    """Returns a size from Linux's status of this process; 0 if unavailable."""
     match = re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
     return int(match[1]) * 1024 if match else 0
 
 
 def give_back() -> bool:
-    """The opposite of :func:`keep_freed`, for large sharded models: freed blocks from 256 KiB on go back to the system.
+    """Makes glibc return freed blocks from 256 KiB on to the system; the opposite of :func:`keep_freed`, for large
+    sharded models.
 
-    Kept blocks are full of holes there, since gathered weights, gradients and buckets come and go in all sizes: a Llama of 57 M
-    parameters took 1,257 MiB a rank on FSDP with :func:`keep_freed`, and 585 with this (``benchmarks.sharded_memory``, 2 ranks).
-    With 1 MiB a bf16 model of 51 M took 540 instead of 433, and as much processor time: its matrices are a little smaller.
+    Kept blocks fragment there, because gathered weights, gradients and buckets come and go in all sizes: a Llama of 57
+    M parameters took 1,257 MiB a rank on FSDP with :func:`keep_freed`, and 585 with this
+    (``benchmarks.sharded_memory``, 2 ranks). With 1 MiB, a bf16 model of 51 M took 540 instead of 433, and as much
+    processor time: its matrices are a little smaller.
     """
     return _tell(1 << 18, 1 << 17)
 
 
 def keep_freed() -> bool:
-    """Tells glibc to keep what this process frees. False where the user has told it otherwise, or where there is no glibc."""
+    """Makes glibc keep freed memory. Returns False if the user has configured malloc, or without glibc."""
     return _tell(LARGEST, 2**31 - 1)
 
 

@@ -1,4 +1,4 @@
-"""How this process computes: torch's switches for deterministic algorithms and for TF32, the same on every engine."""
+"""Sets torch's switches for deterministic algorithms and for TF32, the same on every engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dsframe.errors import EngineError, TaskError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_FIXED = ":4096:8"
-"""cuBLAS with a workspace of a fixed size for each stream: without it sums of a matrix product have no fixed order."""
+"""A fixed cuBLAS workspace for each stream; without it sums in a matrix product have no fixed order."""
 
 
 def check_default_device() -> None:
-    """Raises EngineError where the caller has set another than the CPU: samplers and models are made there, and moved."""
+    """Raises EngineError if torch's default device is not the CPU, where samplers and models are created before they
+    are moved."""
     if (device := torch.get_default_device()).type != "cpu":
         raise EngineError(
             f"torch's default device is {device}, and dsframe moves models and batches to the device of each process itself; call "
@@ -26,12 +27,12 @@ def check_default_device() -> None:
 
 @contextmanager
 def outside_of_the_callers() -> Iterator[None]:
-    """Inside it torch records gradients and casts nothing, as at the start of a program, whatever the caller is inside of.
+    """Enables gradients and disables autocast inside the context, whatever the caller has set.
 
-    Raises TaskError in the place of torch's error for a model of torch's default dtype float64 that meets other numbers.
+    Raises TaskError instead of torch's error if a model with torch's default dtype float64 meets another dtype.
     """
     with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(False))  # records gradients, in no_grad() too
+        modes.enter_context(torch.inference_mode(False))  # enables gradients, also inside no_grad()
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))
@@ -48,11 +49,11 @@ def outside_of_the_callers() -> Iterator[None]:
 
 @contextmanager
 def chosen(*, deterministic: bool, tf32: bool) -> Iterator[None]:
-    """Inside it torch computes so; afterwards as before. To be entered before the first product on a GPU: cuBLAS reads its variable
-    then.
+    """Applies the settings inside the context and restores torch's afterwards. Enter it before the first product on a
+    GPU, when cuBLAS reads its variable.
 
-    ``deterministic``: an operator that has no deterministic algorithm raises. False leaves torch as it is.
-    ``tf32``: on GPUs, fp32 matrix products and convolutions by TF32; else neither. CPUs are left alone.
+    ``deterministic``: True: an operator without a deterministic algorithm raises. False: torch's setting is unchanged.
+    ``tf32``: whether GPUs compute fp32 matrix products and convolutions in TF32. Does not affect CPUs.
     """
     cuda, cudnn, variable = torch.backends.cuda, torch.backends.cudnn, os.environ.get(CUBLAS)
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -63,8 +64,8 @@ def chosen(*, deterministic: bool, tf32: bool) -> Iterator[None]:
         if deterministic:
             os.environ.setdefault(CUBLAS, CUBLAS_FIXED)
             torch.use_deterministic_algorithms(True)
-            cudnn.benchmark = False  # which times algorithms, and may take another one each time
-            # Their backward passes add in no fixed order. Flash attention's has a deterministic form, which torch takes then.
+            cudnn.benchmark = False  # it times algorithms, and may choose others each time
+            # Their backward passes add in no fixed order. Torch then uses flash attention in its deterministic form.
             cuda.enable_mem_efficient_sdp(False)
             cuda.enable_cudnn_sdp(False)
         if on_gpu:

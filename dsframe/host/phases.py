@@ -1,6 +1,7 @@
-"""Times the phases from a process's start to the end of its first step. One clock for a process; it has one run at a time.
+"""Times the phases from a process's start to the end of its first step. A process has one clock, and one run at a time.
 
-Kept by rank 0 in ``metrics.jsonl`` and ``summary.json``; ``python -m benchmarks.startup`` prints it. Imports no torch.
+Rank 0 writes the times to ``metrics.jsonl`` and ``summary.json``; ``python -m benchmarks.startup`` prints them. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _runs = 0
 
 
 def begin() -> None:
-    """A run starts. What the process did before its first one is the phase "python": the interpreter, the file, the check."""
+    """Starts a run. The time before a process's first run is the phase "python": the interpreter, the file, the
+    check."""
     global _last, _runs
     now = time.perf_counter()
     _seconds.clear()
@@ -26,7 +28,7 @@ def begin() -> None:
 
 
 def done(name: str) -> None:
-    """Ends a phase and names it ``name``; phases of one name are added."""
+    """Ends a phase named ``name``; phases of the same name are added up."""
     global _last
     now = time.perf_counter()
     _seconds[name] = _seconds.get(name, 0.0) + now - _last
@@ -39,9 +41,9 @@ def seconds() -> Mapping[str, float]:
 
 
 def _age() -> float | None:
-    """Seconds since this process was started, to a hundredth; None where the system does not say."""
+    """Returns the seconds since this process started, to 0.01 s; None if unavailable."""
     try:
-        # After the name, which is in brackets and may hold anything: state is field 3, the start is field 22.
+        # The name, in brackets, may hold anything. After it, the state is field 3 and the start time field 22.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -1,4 +1,5 @@
-"""What a process asks of others on its machine, and the signals that ask it to stop. Standard library only, as :mod:`supervise`."""
+"""Queries other processes on this node, and defines the signals that ask them to stop. Standard library only, like
+:mod:`supervise`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example. SIGINT: Ctrl-C."""
+"""Signals that ask a training to save and stop. SIGHUP: the terminal is closed, for example an ssh session. SIGINT:
+Ctrl-C."""
 
 
 def say_what_comes() -> None:
-    """Tells who pressed Ctrl-C what it does."""
+    """Tells the user what Ctrl-C does."""
     from dsframe.text import shown  # late: launchers need it for nothing else
 
     line = shown(
@@ -27,7 +29,7 @@ def say_what_comes() -> None:
 def output_of(
     words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> str | None:
-    """Returns what a command prints; None where it is not there, fails, or takes longer than ``seconds``."""
+    """Returns the output of a command; None if it does not exist, fails, or takes longer than ``seconds``."""
     import subprocess  # not for the launchers, which start nothing this way
 
     try:
@@ -40,7 +42,7 @@ def output_of(
 
 
 def state_and_parent(pid: int) -> tuple[bytes, int]:
-    """A process's state letter and its parent; (b"Z", 0) when it is gone."""
+    """Returns a process's state letter and parent; (b"Z", 0) if it has ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
     except OSError:

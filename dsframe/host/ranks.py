@@ -1,10 +1,11 @@
-"""Starts the ranks of this host and ends with them, as ``deepspeed.launcher.launch`` does, and imports neither DeepSpeed nor torch.
+"""Starts this node's ranks and ends with them, like ``deepspeed.launcher.launch``, without importing DeepSpeed or torch.
 
     python -S -u dsframe/host/ranks.py --num=2 --port=29500 [--no_local_rank] [--no_python] [--module] PROGRAM [ARGUMENTS]
 
-The same environment and command line for each rank and the same exit codes; ``tests/unit/test_launch_commands.py`` compares them
-with DeepSpeed's own. For CPUs: on GPUs DeepSpeed's accelerator says which variable shows which devices. A rank that ends is seen at
-once, where DeepSpeed looks once a second. Standard library only.
+Each rank gets the same environment and command line, and exit codes are the same;
+``tests/unit/test_launch_commands.py`` compares them with DeepSpeed's. Only for CPUs: on GPUs DeepSpeed's accelerator
+chooses the variable that selects devices. Notices the end of a rank at once; DeepSpeed polls once a second. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dsframe.host import supervise
 
 PATIENCE_SECONDS = 30.0
-"""Between SIGTERM and SIGKILL, as DeepSpeed's launcher gives its workers."""
+"""Between SIGTERM and SIGKILL, as in DeepSpeed's launcher."""
 
 
 def variables(rank: int, number: int, port: int) -> dict[str, str]:
-    """Returns what a rank finds in its environment. Source: ``launcher/launch.py`` (main) and ``accelerator/cpu_accelerator.py``
-    of DeepSpeed 0.19.8, for one host."""
+    """Returns the environment variables of a rank on a single node. Source: ``launcher/launch.py`` (main) and
+    ``accelerator/cpu_accelerator.py`` of DeepSpeed 0.19.8."""
     return {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # from DeepSpeed's import
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(number))),
@@ -41,7 +42,7 @@ def variables(rank: int, number: int, port: int) -> dict[str, str]:
 
 
 def command(rank: int, python: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
-    """Returns the words of a rank's command line."""
+    """Returns a rank's command line."""
     words = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
     option = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
     return [*words, program[0], *option, *program[1:]]
@@ -50,7 +51,8 @@ def command(rank: int, python: str, options: Sequence[str], program: Sequence[st
 def run(
     number: int, port: int, python: str, options: Sequence[str], program: Sequence[str], environ: Mapping[str, str]
 ) -> int:
-    """Starts the ranks and waits for them. Returns 0, the code of the first that failed, or 1 after SIGINT and SIGTERM."""
+    """Starts the ranks and waits for them. Returns 0, the code of the first that failed, or 1 after SIGINT and
+    SIGTERM."""
     heard = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     ranks = set()
@@ -77,7 +79,7 @@ def run(
 
 
 def end(ranks: set[int]) -> None:
-    """Ends everything below this process: asked to first, then killed."""
+    """Ends all descendants of this process: asks them first, then kills them."""
     limit = time.monotonic() + PATIENCE_SECONDS
     supervise.signal_descendants(signal.SIGTERM)
     while any(supervise.descendants()):
@@ -89,7 +91,7 @@ def end(ranks: set[int]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Reads the command line: options come first, in any order, each as one word."""
+    """Parses the command line: options come first, in any order, one word each."""
     options = list(words[: next(at for at, word in enumerate(words) if not word.startswith("--"))])
     values = dict(word.lstrip("-").split("=", 1) for word in options if "=" in word)
     program = words[len(options) :]

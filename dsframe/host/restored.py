@@ -1,4 +1,4 @@
-"""What a run changes in the process that calls it is put back when it ends: a notebook, or a search over settings, goes on."""
+"""Restores what a run changes in the calling process, such as a notebook or a search over settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 _running: list[ExitStack] = []
-"""Of each run in progress, what is to be called at its end."""
+"""Callbacks at the end of each running run."""
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """At its end the environment, the filters of warnings and ``sys.excepthook`` are as before, and what :func:`at_end` has heard
-    of is put back, the last first."""
+    """At exit, restores the environment, warning filters and ``sys.excepthook``, and calls the callbacks of
+    :func:`at_end`, last one first."""
     before, excepthook = dict(os.environ), sys.excepthook
     with ExitStack() as stack, warnings.catch_warnings():
         _running.append(stack)
@@ -31,6 +31,6 @@ def restored() -> Iterator[None]:
 
 
 def at_end(put_back: Callable[..., Any], *arguments: Any) -> None:
-    """Has ``put_back(*arguments)`` called when the run ends, also by an error. Where there is no run the change stays."""
+    """Calls ``put_back(*arguments)`` when the run ends, even by an error. Outside a run the change is permanent."""
     if _running:
         _running[-1].callback(put_back, *arguments)

@@ -1,4 +1,4 @@
-"""Which source files are the user's, and where those lie that dsframe brings in addition to its modules."""
+"""Tells the user's source files from others, and finds additional files that dsframe ships."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def is_ours(file: str) -> bool:
-    """True if ``file``, an absolute path, is one of dsframe's."""
+    """Returns True if ``file``, an absolute path, belongs to dsframe."""
     return file.startswith(OURS + "/")
 
 
 def is_users(file: str) -> bool:
-    """True if ``file``, an absolute path, is the user's."""
+    """Returns True if ``file``, an absolute path, belongs to the user."""
     return not (is_ours(file) or file.startswith(LIBRARIES))
 
 
 def shipped(name: str, in_repository: str) -> Path:
-    """Returns a folder that dsframe brings: ``name`` in the installed package, else ``in_repository``."""
+    """Returns a shipped folder: ``name`` in the installed package, else ``in_repository``."""
     installed = Path(OURS, name)
     return installed if installed.is_dir() else Path(OURS).parent / in_repository

@@ -1,7 +1,7 @@
-"""Standard output and standard error that never end a process: words are decoration, the work is not.
+"""Standard output and error streams whose failure does not end a process.
 
-A full disk behind a log (ENOSPC), the end of a pipe (EPIPE) and a closed terminal (EIO) make every write raise OSError, in our own
-lines and in those of libraries. Standard library only, and quick to import.
+A full disk behind a log (ENOSPC), a closed pipe (EPIPE) and a closed terminal (EIO) make every write raise OSError, in
+dsframe and in libraries. Standard library only, and quick to import.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, TextIO
 
 
 class TolerantStream:
-    """A stream whose writes do not raise OSError; what cannot be written is dropped."""
+    """A stream whose writes do not raise OSError. Text that cannot be written is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drops. Returns the length of ``text``."""
+        """Writes or drops ``text``. Returns its length."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As :meth:`write`."""
+        """Writes or drops all ``lines``."""
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Flushes what can be."""
+        """Flushes, ignoring errors."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
@@ -40,7 +40,7 @@ class TolerantStream:
 
 
 def survive() -> None:
-    """From now on this process's words do not end it."""
+    """Makes standard output and error tolerant for the rest of the process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: 2>&-

@@ -1,6 +1,7 @@
-"""Runs a launcher and everything it starts as one job: signals reach all of it, nothing of it is left, its exit code is true.
+"""Runs a launcher and everything it starts as one job: signals reach all processes, none is left behind, and the exit
+code is correct.
 
-Standard library only, and quick to import: it stands between the user's command line and every run.
+Standard library only, and quick to import, because every run starts through it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from dsframe.host.processes import say_what_comes, state_and_parent
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-SAVING = ENDING  # of these, the first is a request to save and leave (`gentle`)
-LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
-UNHEARD_SECONDS = 2.0  # until a request is repeated that came before the workers: a Python that is starting may lose it
-# DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL. Tests have less patience.
+SAVING = ENDING  # the first of these asks to save and exit (`gentle`)
+LEFTOVER_SECONDS = 5.0  # time after the launcher for a clean end: resource trackers, compile workers
+UNHEARD_SECONDS = 2.0  # time after which a request before the workers is repeated: a starting Python may lose it
+# DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL. Tests shorten the time.
 SHUTDOWN_SECONDS = float(os.environ.get("DSFRAME_SHUTDOWN_SECONDS", "40"))
-# What launchers set for workers and not for themselves: DeepSpeed's and torch's, Horovod's, and Open MPI's under Horovod's.
+# Launchers set these only for workers: DeepSpeed and torch, Horovod, and Open MPI below Horovod.
 WORKER_VARIABLES = {b"LOCAL_RANK", b"HOROVOD_LOCAL_RANK", b"OMPI_COMM_WORLD_LOCAL_RANK"}
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def next_on_path(script: Path) -> str | None:
-    """The first program on PATH that has the script's name and is not the script: for the commands in launch/bin."""
+    """Returns the first program on PATH with the script's name that is not the script: for the commands in
+    launch/bin."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         candidate = Path(folder or ".", script.name)
         if candidate.is_file() and os.access(candidate, os.X_OK) and not candidate.samefile(script):
@@ -48,23 +50,25 @@ def run(
     brief: bool = False,
     received: list[int] | None = None,
 ) -> int:
-    """Runs `program` to its end and returns its exit code: 128 + N when signal N ended it, 1 when it left processes behind.
+    """Runs `program` to its end and returns its exit code: 128 + N if signal N ended it, 1 if it left processes behind.
 
-    INT, TERM and HUP go to every process of the job, USR1 and USR2 to its workers only (they would end the launcher).
-    Two processes do this. The one that the user sees passes signals on to the supervisor, its child. The kernel tells the
-    supervisor when the first one is killed: so even SIGKILL leaves nothing running.
+    INT, TERM and HUP go to every process of the job, USR1 and USR2 only to its workers (they would end the launcher).
+    This takes two processes: the one that the user sees forwards signals to its child, the supervisor. The kernel
+    notifies the supervisor if the first one is killed, so even SIGKILL leaves nothing running.
 
-    `gentle`: the first INT, TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
-    seconds of a TERM (mpirun) or at once (srun), saved or not. Where no worker is there yet, the launcher hears it, and once more
-    after UNHEARD_SECONDS, or the workers that have come. A worker that USR1 ends, as one that still imports, has the first
-    signal's code. `forwards`: the program passes USR1 and USR2 on to its workers,
-    which may be on other hosts (mpirun, srun). `brief`: the program hears INT and TERM itself and ends its workers one by one
-    (deepspeed.launcher.launch): all of it has SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N.
-    `received`: gets the signals that came, which stay blocked when this returns.
+    `gentle`: the first INT, TERM or HUP becomes USR1, at which dsframe's workers save and exit. Launchers end their
+    workers within seconds of a TERM (mpirun) or at once (srun), saved or not. If there is no worker yet, the launcher
+    gets the signal, and after UNHEARD_SECONDS gets it again, or else the new workers do. A worker that USR1 kills, such
+    as one that is still importing, has the first signal's code.
+
+    `forwards`: the program forwards USR1 and USR2 to its workers, which may be on other nodes (mpirun, srun). `brief`:
+    the program handles INT and TERM itself and ends its workers one by one (deepspeed.launcher.launch): the job has
+    SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N. `received`: gets the received signals, which
+    stay blocked after return.
     """
     heard = {*ENDING, *FOR_WORKERS, signal.SIGTSTP}
     heard = {number for number in heard if signal.getsignal(number) != signal.SIG_IGN}  # nohup, background jobs
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*heard, signal.SIGCHLD})  # they are waited for, below
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*heard, signal.SIGCHLD})  # they are waited for below
     adopt_orphans()
     front = os.getpid()
     supervisor = os.fork()
@@ -87,13 +91,13 @@ def run(
             if number == signal.SIGTSTP:
                 os.kill(front, signal.SIGSTOP)  # returns when the shell continues us
                 os.kill(supervisor, signal.SIGCONT)
-    if os.WIFSIGNALED(status):  # somebody killed the supervisor: its children are ours now
+    if os.WIFSIGNALED(status):  # the supervisor was killed: its children are now ours
         end_descendants()
     return exit_code(status)
 
 
 def wait_for_signal(seconds: float) -> int:
-    """Waits, after a run; returns early with the number of a signal that ends all, 0 where none came."""
+    """Waits after a run. Returns early with the number of a signal that ends all; 0 if there was none."""
     limit = time.monotonic() + seconds
     while (left := limit - time.monotonic()) > 0:
         arrived = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, left)
@@ -115,15 +119,17 @@ def supervise(
     launcher = start(program, arguments, environment)
     code: int | None = None
     asked_to_end = 0  # the signal
-    patience = math.inf  # until when processes may outlive the launcher
-    unheard = math.inf  # when to repeat a request to end
+    patience = math.inf  # time until which processes may outlive the launcher
+    unheard = math.inf  # time at which a request to end is repeated
     while True:
         for pid, status in ended_children():
             if pid == launcher:
                 code = exit_code(status)
                 patience = time.monotonic() + (SHUTDOWN_SECONDS if asked_to_end else LEFTOVER_SECONDS)
         if code is not None and not any(descendants()):
-            ours = code == (1 if brief else 128 + signal.SIGUSR1)  # of a worker that was asked before it listened
+            ours = code == (
+                1 if brief else 128 + signal.SIGUSR1
+            )  # of a worker that was asked before it handled signals
             return 128 + asked_to_end if asked_to_end and ours else code
         if time.monotonic() > patience:
             if not asked_to_end:
@@ -159,25 +165,26 @@ def supervise(
 
 
 def start(program: str, arguments: list[str], environment: dict[str, str]) -> int:
-    """Starts the program in a process group of its own and returns its process id."""
+    """Starts the program in its own process group and returns its process id."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what is ignored stays so
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignored signals are inherited
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         with contextlib.suppress(OSError):
             os.execve(program, [program, *arguments], environment)
         print(f"dsframe: error: {program}: cannot be run", file=sys.stderr, flush=True)
         os._exit(126)
-    with contextlib.suppress(PermissionError):  # it has called execve already, after its own setpgid
-        os.setpgid(child, child)  # here as well: a signal may come before the child's own call
+    with contextlib.suppress(PermissionError):  # it has already called execve, after its own setpgid
+        os.setpgid(child, child)  # here too: a signal may arrive before the child's call
     return child
 
 
 def die_with_parent(parent: int | None = None) -> bool:
-    """Asks Linux for SIGTERM when this process's parent dies: one killed by SIGKILL would leave it running.
+    """Asks Linux for SIGTERM when this process's parent ends, because a parent killed by SIGKILL would leave it
+    running.
 
-    Returns whether ``parent``, where it is given, had died before that.
+    Returns True if ``parent`` had already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
@@ -185,19 +192,19 @@ def die_with_parent(parent: int | None = None) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Makes every descendant whose parent dies a child of this process, which can then wait for it."""
+    """Makes every descendant whose parent ends a child of this process, which can then wait for it."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def ended_children() -> Iterator[tuple[int, int]]:
-    """(process, wait status) of each child that has ended and was not yet asked about."""
+    """Yields process id and wait status of each child that has ended since the last call."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended
 
 
 def descendants() -> Iterator[int]:
-    """Every process below this one, except those that have ended."""
+    """Yields every running process below this one."""
     parents, ended = {}, set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -214,13 +221,13 @@ def descendants() -> Iterator[int]:
 
 
 def workers() -> list[int]:
-    """The descendants that a launcher gave a rank, without those that they have started themselves."""
+    """Returns the descendants with a rank, without their own children."""
     ranked = {pid for pid in descendants() if WORKER_VARIABLES & set(variables(pid))}
     return [pid for pid in ranked if state_and_parent(pid)[1] not in ranked]
 
 
 def variables(pid: int) -> set[bytes]:
-    """The names in a process's environment."""
+    """Returns the names of a process's environment variables."""
     try:
         return {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
     except OSError:
@@ -228,7 +235,7 @@ def variables(pid: int) -> set[bytes]:
 
 
 def end_descendants() -> None:
-    """Ends every process below this one: asked to first, then killed."""
+    """Ends every process below this one: asks them first, then kills them."""
     for number, seconds in ((signal.SIGTERM, LEFTOVER_SECONDS), (signal.SIGKILL, math.inf)):
         limit = time.monotonic() + seconds
         signal_descendants(number)
@@ -237,7 +244,7 @@ def end_descendants() -> None:
                 pass
             time.sleep(0.05)
             if number == signal.SIGKILL:
-                signal_descendants(number)  # those that came meanwhile
+                signal_descendants(number)  # processes started meanwhile
 
 
 def signal_process(pid: int, number: int) -> None:
@@ -246,7 +253,7 @@ def signal_process(pid: int, number: int) -> None:
 
 
 def signal_descendants(number: int) -> None:
-    """Signals each of them, not their process group: launchers put what they start into groups of their own."""
+    """Signals each descendant separately, because launchers use several process groups."""
     for pid in descendants():
         signal_process(pid, number)
 
