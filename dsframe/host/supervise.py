@@ -127,9 +127,7 @@ def supervise(
                 code = exit_code(status)
                 patience = time.monotonic() + (SHUTDOWN_SECONDS if asked_to_end else LEFTOVER_SECONDS)
         if code is not None and not any(descendants()):
-            ours = code == (
-                1 if brief else 128 + signal.SIGUSR1
-            )  # of a worker that was asked before it handled signals
+            ours = code == (1 if brief else 128 + signal.SIGUSR1)  # a worker that was asked too early
             return 128 + asked_to_end if asked_to_end and ours else code
         if time.monotonic() > patience:
             if not asked_to_end:

@@ -1,4 +1,4 @@
-"""Tasks: image classification, language modelling, and the user's own. :func:`build` makes one from the settings."""
+"""Tasks: image classification, language modelling, and the user's own. :func:`build` creates one from the settings."""
 
 from dsframe.tasks.build import build, build_hooks
 from dsframe.tasks.task import Sum, Task

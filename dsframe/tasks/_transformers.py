@@ -1,8 +1,8 @@
-"""The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
+"""The only module that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a
+local folder.
 
-Nothing here goes to the network: during a run the library is offline, and every call asks only for local files
-(``hub:NAME``: hub.py). No code out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors,
-never unpickled.
+Uses no network: during a run the library is offline, and every call requests only local files (``hub:NAME``: hub.py).
+Never runs code from a folder (``trust_remote_code=False``), and reads weights from safetensors, never from pickles.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 }
-"""Class that builds a model -> the configurations that it accepts."""
+"""Class that builds a model, and the mapping of the configurations that it accepts."""
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Transformers' variable: weights are read one by one."""
+"""Transformers' variable that makes it read weights one by one."""
 _TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens*", "added_tokens*"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*"),
@@ -47,11 +47,12 @@ _TOKENIZER_FILES = (
 
 @cache
 def transformers() -> Any:
-    """The package, offline and silent until the run ends. Raises TaskError where it is not installed or cannot be imported."""
+    """Returns the package, offline and silent until the run ends. Raises TaskError if it is not installed or cannot be
+    imported."""
     if importlib.util.find_spec("transformers") is None:
         raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
     if importlib.util.find_spec("torchvision"):
-        _torchvision.torchvision()  # transformers imports it, and with a CPU torch it needs help with that
+        _torchvision.torchvision()  # transformers imports it, which needs help with a CPU torch
     try:
         package = importlib.import_module("transformers")
         _silence(package.utils.logging, importlib.import_module("huggingface_hub.constants"))
@@ -62,7 +63,8 @@ def transformers() -> Any:
 
 
 def _silence(logs: Any, hub_constants: Any) -> None:
-    """No network, no warnings and no bars. Not by HF_HUB_OFFLINE: what reads it when it is imported would stay offline."""
+    """Disables network, warnings and progress bars. Does not use HF_HUB_OFFLINE, because packages that read it on
+    import would stay offline."""
     at_end(_as_online_as_before, hub_constants, hub_constants.HF_HUB_OFFLINE, "datasets.config" in sys.modules)
     at_end(logs.set_verbosity, logs.get_verbosity())
     if logs.is_progress_bar_enabled():
@@ -75,15 +77,15 @@ def _silence(logs: Any, hub_constants: Any) -> None:
 def _as_online_as_before(hub_constants: Any, offline: bool, had_datasets: bool) -> None:
     hub_constants.HF_HUB_OFFLINE = offline
     datasets = sys.modules.get("datasets.config")
-    if datasets and not had_datasets and "HF_DATASETS_OFFLINE" not in os.environ:  # it has copied the hub's
+    if datasets and not had_datasets and "HF_DATASETS_OFFLINE" not in os.environ:  # it has copied the hub's setting
         datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = offline  # type: ignore[attr-defined]
 
 
 def configure(auto: str, model: Json | str, facts: Json) -> Any:
-    """The configuration of a model for the class ``auto`` (a key of MAPPINGS).
+    """Returns the configuration of a model for the class ``auto`` (a key of MAPPINGS).
 
-    ``model``: settings with ``model_type``, or a local folder. ``facts``: sizes that the data decide, where the settings do not
-    give them and the configuration has them. Raises TaskError.
+    ``model``: settings with ``model_type``, or a local folder. ``facts``: sizes known from the data, used where the
+    configuration has them and the settings do not. Raises TaskError.
     """
     config = _from_folder(model) if isinstance(model, str) else _from_settings(model, facts)
     mapping = getattr(transformers(), MAPPINGS[auto])
@@ -99,7 +101,7 @@ def configure(auto: str, model: Json | str, facts: Json) -> Any:
 
 
 def _sees_behind(config: Any) -> bool:
-    """True for encoders, of which transformers makes a language model all the same."""
+    """Returns True for encoders, which transformers accepts as language models."""
     masked = type(config) in transformers().MODEL_FOR_MASKED_LM_MAPPING
     encoder = masked or config.model_type in ("bert-generation", "cpmant", "xlnet")
     return encoder and not any(getattr(config, name, False) for name in ("is_decoder", "is_encoder_decoder", "causal"))
@@ -126,12 +128,13 @@ def _from_settings(model: Json, facts: Json) -> Any:
     settings = {name: value for name, value in facts.items() if hasattr(defaults, name)} | settings
     try:
         return transformers().AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # their validators have exceptions of their own, without a common class
+    except Exception as error:  # their validators raise unrelated exceptions
         raise TaskError(f"task.model: {one_line(error)}") from error
 
 
 def folder(path: str, what: str = "a model") -> Path:
-    """An existing local folder, or that of a model of the hub. Raises TaskError, also where libraries would wait in it for ever."""
+    """Returns an existing local folder, or that of a hub model. Raises TaskError, also for entries that block readers
+    forever."""
     if path.startswith(hub.HUB):
         return hub.snapshot(path)
     local = Path(path).expanduser()
@@ -143,7 +146,7 @@ def folder(path: str, what: str = "a model") -> Path:
 
 
 def origin(model: Any) -> list[str] | None:
-    """Name and commit of a model of the hub, for the record."""
+    """Returns name and commit of a hub model for the manifest; None for other models."""
     of_hub = hub.origin(str(folder(model))) if isinstance(model, str) else None
     return list(of_hub) if of_hub else None
 
@@ -152,7 +155,7 @@ def _from_folder(path: str) -> Any:
     model_folder = folder(path)
     if not (model_folder / "config.json").is_file():
         raise TaskError(f"task.model: {model_folder} has no config.json; name the folder that save_pretrained wrote")
-    if (model_folder / "adapter_config.json").is_file():  # transformers would add it, and freeze the rest
+    if (model_folder / "adapter_config.json").is_file():  # transformers would add it and freeze the rest
         raise TaskError(
             f'task.model: {model_folder} has an adapter beside the model; move it into a folder of its own, for "adapter.folder"'
         )
@@ -169,23 +172,23 @@ def _from_folder(path: str) -> Any:
 
 
 def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model in fp32 and in training mode: new, or with the weights of a local folder.
+    """Returns a model in fp32 and training mode, with new weights or those of a local folder.
 
-    New weights, a new output layer included, are drawn from torch's global generator. A folder's weights are read tensor by tensor,
-    each when its turn comes; on the device "meta" none is. A language model whose files are all of the 16-bit ``dtype`` is made in
-    it. Raises TaskError.
+    New weights, including a new output layer, are drawn from torch's global generator. A folder's weights are read one
+    tensor at a time; on the device "meta" none are read. A language model whose files all have the 16-bit ``dtype``
+    keeps it. Raises TaskError.
     """
     cls = getattr(transformers(), auto)
     config = copy.deepcopy(config)
-    config.use_cache = False  # keys and values of earlier tokens are kept for generation, not for training
-    planned = torch.empty(0).device.type == "meta"  # the sizes are asked for, and transformers loads nothing there
+    config.use_cache = False  # the key-value cache is for generation only
+    planned = torch.empty(0).device.type == "meta"  # only sizes are needed, and transformers loads nothing there
     if weights is None or planned:
         return _aligned(cls.from_config(config, dtype=torch.float32, trust_remote_code=False))
     weights_folder = folder(weights)
     stored = _stored(weights_folder)
     short = auto == "AutoModelForCausalLM" and stored == {dtype}
     model, loading_report = _from_files(cls, weights_folder, config, dtype if short else torch.float32)
-    if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # they are computed with, in fp32
+    if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # buffers are to be computed in fp32
         model, loading_report = _from_files(cls, weights_folder, config, torch.float32)
     new = {str(name) for name in loading_report["missing_keys"]} | {
         str(entry[0]) for entry in loading_report["mismatched_keys"]
@@ -193,20 +196,21 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     parameters = {} if auto == "AutoModelForCausalLM" else dict(model.named_parameters())
     classes = config.num_labels
     wrong = sorted(name for name in new if name not in parameters or parameters[name].shape[0] != classes)
-    if wrong:  # of a classifier the output layer may be new
+    if wrong:  # a classifier may have a new output layer
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
-    return _aligned(model.train())  # from_pretrained hands it over in evaluation mode
+    return _aligned(model.train())  # from_pretrained returns it in evaluation mode
 
 
 def resize(model: Any, vocabulary: int) -> None:
-    """Gives embeddings and head rows for further tokens, drawn around the mean of those that are there, as transformers does."""
+    """Extends embeddings and output layer by new tokens, drawn around the mean of the existing rows, as transformers
+    does."""
     planned = next(model.parameters()).device.type == "meta"
     model.resize_token_embeddings(vocabulary, mean_resizing=not planned)
 
 
 def _aligned(model: Any) -> nn.Module:
-    """The model, with a mixture's experts one by one where torch's grouped product takes no rows of their size: it wants 16 bytes,
-    and raises in the first step."""
+    """Returns the model, without stacked experts if torch's grouped product does not support their row size: it needs
+    multiples of 16 bytes, and raises in the first step."""
     stacked = [parameter for name, parameter in model.named_parameters() if ".experts." in name and parameter.ndim == 3]
     if any(size % 8 for parameter in stacked for size in parameter.shape[1:]):
         model.set_experts_implementation("eager")
@@ -214,7 +218,7 @@ def _aligned(model: Any) -> nn.Module:
 
 
 def _stored(model_folder: Path) -> set[torch.dtype]:
-    """The number formats of a folder's weights. Raises TaskError for weights that are missing, truncated or pickled."""
+    """Returns the dtypes of a folder's weights. Raises TaskError if weights are missing, truncated or pickled."""
     files = sorted(model_folder.glob("*.safetensors"))
     if not files:
         pickled = next(
@@ -247,9 +251,9 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
 
 
 def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Json]:
-    """The model and what transformers says of the loading. Raises TaskError."""
+    """Returns the model and transformers' loading report. Raises TaskError."""
     before = os.environ.get(_ONE_BY_ONE)
-    os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, as far as the whole model
+    os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, up to the whole model
     try:
         return cls.from_pretrained(  # type: ignore[no-any-return]
             model_folder,
@@ -271,10 +275,10 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
 
 
 def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
-    """Writes a model as ``save_pretrained`` does, whose names and tied weights may differ from the model's own in memory.
+    """Writes a model like ``save_pretrained``, whose names and tied weights may differ from the model's in memory.
 
-    ``config``: of the model, with its class. ``weights``: its whole state_dict, of ``dtype``; the model around them takes no
-    memory. Raises TaskError where this is no model of transformers', or where the weights are not its own.
+    ``config``: of the model, with its class. ``weights``: its full state_dict, of ``dtype``; the model itself needs no
+    memory. Raises TaskError if transformers has no such model, or if the weights do not fit.
     """
     cls, read, what = _classes(config)
     if cls is None:
@@ -287,7 +291,7 @@ def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, sh
             not torch.equal(weights[copy], weights[source]) for copy, source in ties if {copy, source} <= weights.keys()
         ):
             model = _empty(cls, _untied(read({**config, "dtype": dtype})))
-    except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
+    except Exception as error:  # as above: also for a configuration unknown to this version
         raise TaskError(f"transformers cannot build {name}: {one_line(error)}") from error
     try:
         model.load_state_dict(weights, assign=True)
@@ -298,13 +302,15 @@ def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, sh
 
 
 def parameter_names(config: Json) -> set[str]:
-    """Names of the parameters of a model, of shared ones each; none where transformers does not have its class."""
+    """Returns the names of a model's parameters, including all names of shared ones; empty if transformers does not
+    have its class."""
     cls, read, _ = _classes(config)
     return set(dict(_empty(cls, read(config)).named_parameters(remove_duplicate=False))) if cls else set()
 
 
 def _classes(config: Any) -> tuple[Any, Callable[[Json], Any], str]:
-    """The class of a configuration's model, None where transformers has none; what reads the configuration; and words for both."""
+    """Returns the class of a configuration's model (None if transformers has none), a function that reads the
+    configuration, and a description of both."""
     of_dict = config if isinstance(config, Mapping) else {}
     model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
@@ -321,27 +327,27 @@ def _empty(cls: Any, config: Any) -> Any:
 
 
 def _untied(config: Any) -> Any:
-    """The configuration of a model whose input and output embeddings have become two."""
+    """Returns the configuration with separate input and output embeddings."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = False
     return config
 
 
 def load(path: Path) -> nn.Module:
-    """The model of an exported folder, as its users load it, by its own class."""
+    """Loads the model of an exported folder as its users would, with its own class."""
     config = transformers().AutoConfig.from_pretrained(path, local_files_only=True)
     cls = getattr(transformers(), config.architectures[0])
     return _from_files(cls, path, None, "auto")[0]  # type: ignore[no-any-return]
 
 
 def generation_config(path: str) -> str | None:
-    """The text of a model folder's generation_config.json; None where there is none."""
+    """Returns the text of a model folder's generation_config.json; None if there is none."""
     settings = _object(folder(path) / "generation_config.json")
     return json.dumps(settings, indent=2) if settings else None
 
 
 def preprocessor(path: str) -> Json:
-    """A model folder's preprocessor_config.json; empty where there is none."""
+    """Returns a model folder's preprocessor_config.json; empty if there is none."""
     return _object(folder(path) / "preprocessor_config.json")
 
 
@@ -354,22 +360,23 @@ def _object(file: Path) -> Json:
 
 
 def loss(name: str) -> Callable[..., Tensor]:
-    """Transformers' own loss called ``name``: ``ForCausalLM``, ``ForImageClassification``."""
+    """Returns transformers' own loss called ``name``: ``ForCausalLM``, ``ForImageClassification``."""
     transformers()
     loss_function: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[name]
     return loss_function
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Lets models ask ``function`` for their attention, under a name of its own; it is given no mask."""
+    """Registers ``function`` as an attention that models can select by ``name``; it gets no mask."""
     transformers()
     importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, function)
 
 
 def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
-    """The tokenizer of folder ``path``, by default the model folder's own, and a digest of its files; None where there is none.
+    """Returns the tokenizer of folder ``path``, by default of the model's folder, and a digest of its files; None if
+    there is none.
 
-    Raises TaskError where the named folder has none.
+    Raises TaskError if the named folder has none.
     """
     tokenizer_folder = None
     if path:
@@ -400,7 +407,7 @@ def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
 
 
 def _reason(model_folder: Path | None, error: Exception) -> str:
-    """Why a folder cannot be read; transformers' own words would have its code run."""
+    """Returns why a folder cannot be read. Transformers' own message would suggest to run its code."""
     assert model_folder is not None
     if any(_object(model_folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")):
         return 'it needs code that lies in the folder ("auto_map"), which dsframe does not run; write a task whose model() does'

@@ -1,4 +1,4 @@
-"""A model of a task that is the moving average of another one: the teacher of BYOL, MoCo or DINO."""
+"""Declares a model of a task as the moving average of another one: the teacher of BYOL, MoCo or DINO."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dsframe.errors import TaskError
 
 @dataclass(frozen=True)
 class AverageOf:
-    """In the place of a function in ``Task.models``: ``{"student": Net, "teacher": dsframe.average_of("student", 0.996)}``."""
+    """An entry of ``Task.models``: ``{"student": Net, "teacher": dsframe.average_of("student", 0.996)}``."""
 
     model: str
-    """Name of the model that is averaged. Both begin with the same weights."""
+    """Name of the model that is averaged. Both start with the same weights."""
     momentum: float | Callable[[int], float] = 0.996
-    """Share of the old average that stays at an update, from 0 to 1; or a function of the updates of the model, counted from 1."""
+    """Weight of the old average in an update, 0 to 1; or a function of the number of the model's updates, counted from
+    1."""
 
     def momentum_at(self, update: int) -> float:
-        """Returns the share that stays at this update. Raises TaskError for a number outside of 0 to 1."""
+        """Returns the momentum of this update. Raises TaskError if it is not within 0 to 1."""
         momentum = float(self.momentum(update) if callable(self.momentum) else self.momentum)
         if not 0.0 <= momentum <= 1.0:
             raise TaskError(f'average_of("{self.model}"): a momentum of {momentum} at update {update}; give 0 to 1')

@@ -1,4 +1,4 @@
-"""From the names in a file to the objects: its ``task`` section, a :class:`~dsframe.tasks.task.Task`, and its hooks."""
+"""Creates the objects that a file names: its :class:`~dsframe.tasks.task.Task` and its hooks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ TABLE = {
     "causal-language-model": "dsframe.tasks.text_files:causal_language_model",
     "image-classification": "dsframe.tasks.huggingface:ImageClassificationTask",
 }
-"""Our own tasks, or what makes one. Each takes its settings section and the seed; a user's task its ``options`` by name."""
+"""Built-in tasks, or functions that create them. Each takes its settings section and the seed; a user's task takes its
+``options`` by name."""
 
 
 def build(settings: sections.Task, seed: int) -> Task:
-    """The task that ``settings`` describe.
+    """Returns the task that ``settings`` describe.
 
-    ``package.module:Class`` is imported with the working directory on the path. What is drawn in
-    the module and in the constructor follows from ``seed``. Raises TaskError when there is no such module or class, when the
-    class is no Task, and when its constructor does not take the options; DataError when a task looks for its data at once and
-    does not find them.
+    Imports ``package.module:Class`` with the working directory on the path. Random numbers drawn in the module and in
+    the constructor depend on ``seed``. Raises TaskError if there is no such module or class, if the class is not a
+    Task, or if its constructor does not accept the options; DataError if a task searches for its data at once and does
+    not find them.
     """
     task: Task
     with seeded(seed):
@@ -47,7 +48,7 @@ def build(settings: sections.Task, seed: int) -> Task:
 
 
 def find_task(path: str) -> type[Task]:
-    """The Task subclass named by ``package.module:Class``. Raises TaskError."""
+    """Returns the Task subclass named ``package.module:Class``. Raises TaskError."""
     if not re.fullmatch(r"[^:]+:[^:]+", path):
         raise TaskError(
             f'task "{path}": not one of {", ".join(TABLE)} and not of the form "package.module:Class"'
@@ -68,8 +69,8 @@ def _construct(cls: type[Task], options: Mapping[str, Any], path: str) -> Task:
 
 
 def build_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ...]:
-    """Returns the hooks that a file names, each ``package.module:Class`` without arguments, then ``objects``. Raises TaskError
-    for what is no Hooks."""
+    """Returns the hooks that a file names, each ``package.module:Class`` without arguments, then ``objects``. Raises
+    TaskError for anything but Hooks."""
     for hook in objects:
         if not isinstance(hook, Hooks):
             kind = type(hook).__name__

@@ -1,7 +1,8 @@
-"""Language models of transformers that are a chain, such as Llama, as layers that each take what the one before gives.
+"""Splits language models of transformers whose parts form a chain, such as Llama, into layers that each take the
+previous one's output.
 
-The layers are the model's own modules: embeddings, blocks, norm and output layer, the last a tie where it shares the embeddings'
-weight. A block also needs the angles of the positions, which each computes for itself.
+The layers are the model's own modules: embeddings, blocks, norm and output layer, which is a tie if it shares the
+weight of the embeddings. Each block computes the rotary angles of the positions itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dsframe.tasks.layers import Layer, Tied, ready
 from dsframe.text import one_line
 
 _WINDOW = 3
-"""Positions, for a small model: so few that a window is seen to be missing."""
+"""Positions of a sliding window in a small model, few enough that ignoring it changes the output."""
 
 
 class DecoderBlock(nn.Module):
@@ -39,7 +40,7 @@ class DecoderBlock(nn.Module):
 
 
 def cut(model: Any) -> list[Layer] | None:
-    """The layers of ``model``; None where it does not have the parts of a Llama."""
+    """Returns the layers of ``model``; None if it does not have the parts of a Llama."""
     inner = getattr(model, "model", None)
     parts: list[Any] = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
     head: Any = getattr(model, "lm_head", None)
@@ -52,7 +53,7 @@ def cut(model: Any) -> list[Layer] | None:
 
 
 def refuse_other_models(config: Any) -> None:
-    """Raises TaskError where a small model of this ``config`` is another one than the chain of its layers."""
+    """Raises TaskError if a small model of this ``config`` computes anything but the chain of its layers."""
     model_type, problem = config.model_type, ""
     for name in ("sliding_window", "attention_chunk_size"):
         if isinstance(getattr(config, name, None), int):
@@ -80,7 +81,7 @@ def _difference(model: Any, layers: Sequence[Layer]) -> str:
     try:
         for layer in ready(layers):
             stream = layer(stream)
-    except Exception as error:  # of whatever model this is
+    except Exception as error:  # any error, since the model is unknown
         return f"its blocks need more inputs than the output of the block before ({one_line(error)})"
     if torch.allclose(stream, expected, atol=1e-5, rtol=1e-4):
         return ""

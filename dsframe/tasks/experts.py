@@ -1,8 +1,9 @@
-"""How evenly a mixture's experts are used: the router's balancing loss over the global batch, and each expert's load.
+"""Computes the balancing loss of a mixture's router over the global batch, and each expert's load.
 
-The loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is a product of two means over tokens: how
-many each expert got, and the probability that the router gave it. A mean of such products over ranks is another loss than the
-product over all tokens. But the first factor has no gradient: with that of all ranks, what each rank adds is a plain mean.
+The loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is a product of two means over
+tokens: how many each expert got, and the probability that the router gave it. The mean of such products over ranks
+differs from the product over all tokens. But the first factor has no gradient: if it covers all ranks, the rest is a
+plain mean over ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from dsframe.tasks.task import Sum, Sums
 def balance(
     router_logits: Sequence[Tensor], top_k: int, mask: Tensor | None, weight: Tensor | float, ranks: Ranks | None
 ) -> tuple[Tensor, Sums]:
-    """**Collective** where there are ``ranks``. Returns the balancing loss and each expert's share of the tokens, by name.
+    """**Collective** with ``ranks``. Returns the balancing loss and each expert's fraction of the tokens, by name.
 
-    The mean of the loss over ranks, each counted ``weight`` times, is that of their micro-batches as one; 1 times ``top_k`` where
-    experts are used evenly.
+    The mean of the loss over ranks, weighted by ``weight``, is the loss of their combined micro-batches; it is 1 times
+    ``top_k`` if all experts are used equally.
 
     Args:
         router_logits: Of each layer, ``[tokens, experts]``.
-        top_k: Experts of a token.
-        mask: Integers or bools of ``tokens`` elements in all, 0 for padding; None: all count.
-        weight: What the rank's loss is a mean over, as ``Task.loss_weight`` says.
+        top_k: Experts of each token.
+        mask: Integers or bools, ``tokens`` elements in total, 0 for padding; None: all count.
+        weight: Number of items that the rank's loss is a mean over, as in ``Task.loss_weight``.
     """
     experts = router_logits[0].shape[-1]
     numbers = torch.arange(experts, device=router_logits[0].device)

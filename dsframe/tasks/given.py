@@ -1,4 +1,4 @@
-"""What a task gives to read: drawn from the file's seed, and named where it is no data set."""
+"""Reads a task's data sets, seeded from the file's seed, and rejects objects that are not data sets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dsframe.errors import DataError
 from dsframe.host import generators
 from dsframe.tasks.task import Task
 
-_GIVEN = 0x676976656E  # the stream of draws that seeds the random generators before a task gives its data
+_GIVEN = 0x676976656E  # the stream that seeds the random generators before a task creates its data
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the random generators of this process start from ``seed``; afterwards they are as they were."""
+    """Seeds the random generators of this process inside the context, and restores them at exit."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     with generators.kept(), torch.random.fork_rng(gpus):
         generators.seed(seed)
@@ -27,10 +27,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def given(task: Task, name: str) -> Any:
-    """What ``train_data``, ``eval_data`` or ``predict_data`` of ``task`` gives.
+    """Returns ``train_data``, ``eval_data`` or ``predict_data`` of ``task``.
 
-    What it draws with torch, NumPy and ``random`` follows from the task's seed: the same on every rank and at every start. What is
-    evaluated does not depend on what training drew. Raises DataError where it is no data set, though it can be read as one.
+    Seeds torch, NumPy and ``random`` from the task's seed: the same on every rank and at every start, and for
+    validation independent of what training drew. Raises DataError if the result is not a data set but could be read
+    like one.
     """
     trains = name == "train_data"
     with seeded(draw(task.seed, 0, int(trains), _GIVEN)):
@@ -44,7 +45,8 @@ def given(task: Task, name: str) -> Any:
 
 
 def _no_data_set(data: Any) -> str:
-    """Returns what ``data`` are and what to do, where they are no data set, or have items that are no samples."""
+    """Returns what ``data`` are and how to fix it if they are not a data set, or if their items are not samples; else
+    ""."""
     kind = type(data).__name__
     if data is None:
         return "None; return a data set"

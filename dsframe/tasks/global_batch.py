@@ -1,7 +1,7 @@
-"""The rows of all ranks in one loss, with the gradients of one process: contrastive learning, metric learning.
+"""Gathers the rows of all ranks for one loss, with the gradients of one process: contrastive learning, metric learning.
 
-Each rank computes the same loss of all rows. Backward gives a rank the sum of all ranks' gradients of its rows, which is their
-number times too much, and engines take the mean over ranks: together the gradient of one process.
+Each rank computes the same loss of all rows. The backward pass gives a rank the sum of all ranks' gradients of its
+rows, too large by the number of ranks; engines average over ranks, which yields the gradient of one process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dsframe.errors import TaskError
 
 
 def all_rows(ranks: Ranks, rows: Tensor) -> Tensor:
-    """**Collective.** Returns ``rows`` of all ranks, ``[ranks * len(rows), ...]``, in rank order. Raises TaskError where ranks
-    do not each read their own samples, or where a step has several micro-batches.
+    """**Collective.** Returns the ``rows`` of all ranks, ``[ranks * len(rows), ...]``, in rank order.
+
+    Raises TaskError if ranks do not each read their own samples, or if a step has several micro-batches.
     """
     batch, world = ranks.plan.batch, ranks.plan.world
     if batch.data_parallel_size != world.size:
@@ -34,7 +35,8 @@ def all_rows(ranks: Ranks, rows: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows in the rank's place of a table of zeros, summed over the ranks: the one collective that every engine has."""
+    """Sums tables over ranks in which only the rank's own rows are not zero: the sum is the one collective of every
+    engine."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
@@ -57,7 +59,8 @@ def _rows_of(ctx: Any) -> slice:
 
 
 def _transport(dtype: torch.dtype) -> torch.dtype:
-    """Whole numbers below 2 ** 53 are exact in float64; Gloo does not send all 16-bit formats."""
+    """Returns the dtype for the sum. Integers below 2 ** 53 are exact in float64; Gloo does not support all 16-bit
+    formats."""
     if not dtype.is_floating_point:
         return torch.float64
     return torch.promote_types(dtype, torch.float32)

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub, ``hub:NAME`` or ``hub:NAME@REVISION``: the folder in the library's own cache that has them.
+"""Finds models of the Hugging Face hub, ``hub:NAME`` or ``hub:NAME@REVISION``, in the cache of huggingface_hub.
 
-What is not there is downloaded by a process of its own, so that this one stays offline.
+A subprocess downloads missing ones, so that this process stays offline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsframe.errors import TaskError
 
 HUB = "hub:"
 _LEFT_OUT = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*"]
-"""Files that are not read, some of which can contain code."""
+"""Files that are not needed; some can contain code."""
 _DOWNLOAD = """
 import sys, huggingface_hub
 name, revision, *left_out = sys.argv[1:]
@@ -39,7 +39,7 @@ _OFFLINE = (
 
 @cache
 def snapshot(address: str) -> Path:
-    """The folder with the model. Raises TaskError where it cannot be had, with the remedy."""
+    """Returns the model's folder. Raises TaskError with a remedy if it is not available."""
     name, _, revision = address.removeprefix(HUB).partition("@")
     revision = revision or "main"
     folder = _cached(name, revision)
@@ -62,11 +62,11 @@ def _cached(name: str, revision: str) -> Path | None:
         raise TaskError('"hub:" needs huggingface_hub; pip install "dsframe[transformers]"') from None
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not there; no name
+    except (OSError, ValueError):  # not cached, or an invalid name
         return None
 
 
 def origin(path: str) -> tuple[str, str] | None:
-    """The name and the commit of a folder in the cache; None for any other folder."""
+    """Returns name and commit of a folder in the cache; None for any other folder."""
     match = re.search(r"models--([^/]+)/snapshots/(\w+)/?$", path)
     return (match[1].replace("--", "/"), match[2]) if match else None

@@ -1,6 +1,6 @@
-"""Models of Hugging Face transformers, trained as any other task is: language models and image classifiers.
+"""Trains models of Hugging Face transformers: language models and image classifiers.
 
-Parameters keep the names that transformers gives them, so a checkpoint's weights are those of ``save_pretrained``.
+Parameters keep transformers' names, so a checkpoint has the weights of ``save_pretrained``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
 
 _BYTES = 256
-"""Vocabulary without a tokenizer; documents from files have one token more, for their end."""
+"""Vocabulary size without a tokenizer; documents from files have one more token, the end."""
 
 
 class CausalLanguageModelTask(Task):
-    """Next tokens, by transformers' own loss; reports loss (nats per token), bits per token, and accuracy."""
+    """Predicts the next token, with transformers' own loss. Reports loss (nats per token), bits per token, and
+    accuracy."""
 
     unit = "tokens"
 
     def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
-        """Raises TaskError where there is no such model, or where it fits neither the tokenizer nor the context."""
+        """Raises TaskError if there is no such model, or if it does not fit the tokenizer or the context."""
         self.settings, self.seed = settings, seed
         loaded = _transformers.tokenizer(settings.tokenizer, settings.model)
         self.tokenizer: Any = loaded[0] if loaded else None
@@ -87,11 +88,12 @@ class CausalLanguageModelTask(Task):
         return model
 
     def _note_padding(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
-        """The loss does not see the inputs, which show what is padding."""
+        """Remembers the inputs that show padding, because the loss does not get the inputs."""
         self._mask, self._positions = named.get("attention_mask"), named.get("position_ids")
 
     def _routed(self, targets: Tensor) -> Tensor | None:
-        """Which tokens count as an expert's load: no padding. Behind packed documents each position is 0 and has no target."""
+        """Returns which tokens count in an expert's load: all but padding. After packed documents, positions are 0 and
+        have no target."""
         positions = self._positions
         if self._mask is None and positions is not None:
             return (targets != IGNORED) | (positions > 0) | (positions.roll(-1, 1) == 1)
@@ -104,7 +106,7 @@ class CausalLanguageModelTask(Task):
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         loss = self._cross_entropy(logits_of(outputs), targets)
         routed = getattr(outputs, "router_logits", None)
-        if not routed or not torch.is_grad_enabled():  # an evaluation is of the language model
+        if not routed or not torch.is_grad_enabled():  # evaluations report only the language model's loss
             return loss
         config = self.pretrained_config
         weight = self.loss_weight(targets)
@@ -127,7 +129,7 @@ class CausalLanguageModelTask(Task):
         }
 
     def cut(self, model: nn.Module) -> Sequence[Layer] | None:
-        """Raises TaskError where the model is no chain of its layers."""
+        """Raises TaskError if the model is not a chain of its layers."""
         decoder.refuse_other_models(small(self.pretrained_config))
         return decoder.cut(model)
 
@@ -147,7 +149,7 @@ class CausalLanguageModelTask(Task):
         if isinstance(model, str):
             generation = _transformers.generation_config(model)
         if self.tokenizer is not None and not self._knows_tokens:
-            # A tokenizer from elsewhere: its special tokens are those that the model has learned.
+            # With another tokenizer, the model has learned that one's special tokens.
             ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             config |= ids
             generation = json.dumps(json.loads(generation or "{}") | ids)
@@ -165,7 +167,7 @@ class CausalLanguageModelTask(Task):
 
     @functools.cached_property
     def _knows_tokens(self) -> bool:
-        """Whether the tokenizer is the model folder's, or has all its tokens and more."""
+        """True if the tokenizer is from the model's folder, or has all its tokens and more."""
         tokenizer, model = self.settings.tokenizer, self.settings.model
         if not tokenizer:
             return isinstance(model, str)
@@ -174,7 +176,8 @@ class CausalLanguageModelTask(Task):
 
     @property
     def unknown_end(self) -> int | None:
-        """The tokenizer's end, which the training writes behind texts, where the model folder says that others are the end."""
+        """The tokenizer's end token, which training appends to texts, if the model's folder declares other end tokens;
+        else None."""
         if self.tokenizer is None or not self._knows_tokens or not isinstance(self.settings.model, str):
             return None
         end, generation = self.tokenizer.eos_token_id, _transformers.generation_config(self.settings.model)
@@ -194,7 +197,7 @@ class CausalLanguageModelTask(Task):
         return self._sources
 
     def _encode(self, content: Tensor) -> Tensor:
-        try:  # some editors write a mark at the beginning
+        try:  # some editors write a byte order mark
             words = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
@@ -204,13 +207,13 @@ class CausalLanguageModelTask(Task):
 
 
 def _ends(config: Json, generation: str | None) -> list[int]:
-    """The tokens at which a model folder's generation ends."""
+    """Returns the tokens at which generation ends, according to the model's folder."""
     ends = json.loads(generation or "{}").get("eos_token_id", config.get("eos_token_id"))
     return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Returns the logits of a model, or of its last pipeline stage, which gives nothing else."""
+    """Returns the logits of a model, or of its last pipeline stage, whose output has only these."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
 
@@ -222,19 +225,20 @@ def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
 
 
 def small(config: Any) -> Any:
-    """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
+    """Returns a copy of the configuration with one layer of each type, a small vocabulary and small layers between the
+    attentions."""
     small_config = copy.deepcopy(config)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
     changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
     for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
         if getattr(small_config, name, None) is not None:
-            with contextlib.suppress(AttributeError):  # it follows from another setting
+            with contextlib.suppress(AttributeError):  # derived from another setting
                 setattr(small_config, name, value)
     return small_config
 
 
 def _size_of(look: Json) -> int | None:
-    """The height in pixels that a preprocessor_config.json gives images; None where it says nothing of it."""
+    """Returns the height in pixels that a preprocessor_config.json resizes images to; None if it has none."""
     size = look.get("crop_size") if look.get("do_center_crop") else look.get("size")
     if isinstance(size, Mapping):
         size = size.get("height") or size.get("shortest_edge")
@@ -242,7 +246,7 @@ def _size_of(look: Json) -> int | None:
 
 
 def _normalisation(look: Json) -> Sequence[tuple[float, ...]]:
-    """Mean and standard deviation of each channel that a preprocessor_config.json gives; empty where it says nothing of them."""
+    """Returns the mean and standard deviation of each channel from a preprocessor_config.json; empty if it has none."""
     if look.get("do_normalize") is False:
         return (0.0,) * 3, (1.0,) * 3
     values = [look.get(key) for key in ("image_mean", "image_std")]
@@ -250,20 +254,18 @@ def _normalisation(look: Json) -> Sequence[tuple[float, ...]]:
 
 
 _ELSEWHERE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_pad", "do_thumbnail")
-"""What some image processors of transformers do to pictures, and no training here: channels in the order blue, green, red; a
-second division; values from -1 on; borders."""
+"""Steps of some image processors in transformers that training here does not do: channels in the order blue, green,
+red; a second division; values from -1 on; borders."""
 
 
 class ImageClassificationTask(ImagesTask):
-    """Classes of images, by transformers' own loss; reports loss and accuracy."""
+    """Classifies images, with transformers' own loss. Reports loss and accuracy."""
 
     def __init__(self, settings: sections.ImageClassificationTask, seed: int) -> None:
-        """Raises TaskError where there is no such model or where it cannot take the images."""
+        """Raises TaskError if there is no such model or if it does not accept the images."""
         super().__init__(settings, seed)
         self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
-        if (
-            settings.dataset == "image-folder" and settings.image_size is None
-        ):  # of files, which have no size of their own
+        if settings.dataset == "image-folder" and settings.image_size is None:  # files have no fixed size
             self.images = replace(self.images, size=_size_of(self._look) or self.images.size)
         facts = {
             "num_labels": self.images.classes,
@@ -277,7 +279,7 @@ class ImageClassificationTask(ImagesTask):
         }
         config.num_labels, config.problem_type = self.images.classes, "single_label_classification"
         if names := self.images.names:
-            if set(known) == set(names):  # a model that knows these classes keeps their numbers
+            if set(known) == set(names):  # keep the numbers of a model with the same classes
                 names = tuple(sorted(names, key=lambda name: int(known[name])))
                 self.images = replace(self.images, names=names)
             config.id2label = dict(enumerate(names))
@@ -297,7 +299,7 @@ class ImageClassificationTask(ImagesTask):
         self.batch_dependent = self.images.tried(model, "task.model:")
 
     def _unlike(self) -> list[str]:
-        """What the folder's own processor does to pictures, and the training does not."""
+        """Returns the steps of the folder's own processor that training does not do."""
         other = [name for name in _ELSEWHERE if self._look.get(name)]
         scaled = self._look.get("do_rescale", True) and abs(self._look.get("rescale_factor", 1 / 255) * 255 - 1) < 0.01
         return other if scaled else [*other, "rescale_factor"]
@@ -329,7 +331,7 @@ class ImageClassificationTask(ImagesTask):
     def pretrained(self) -> Json:
         facts = self.images
         sides = {"height": facts.size, "width": facts.size}
-        look = {  # nothing of the folder's own: another processor does more with its keys
+        look = {  # without the folder's other keys, which change the result of other processors
             "image_processor_type": "ViTImageProcessor",
             "do_resize": True,
             "size": sides,
@@ -339,7 +341,7 @@ class ImageClassificationTask(ImagesTask):
             "image_mean": list(facts.mean),
             "image_std": list(facts.std),
         }
-        if self.settings.dataset == "image-folder":  # as dsframe.data.folder evaluates
+        if self.settings.dataset == "image-folder":  # as in evaluations by dsframe.data.folder
             look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
             look |= {"do_center_crop": True, "crop_size": sides}
         return {

@@ -1,4 +1,4 @@
-"""Language modelling on bytes: a GPT that predicts each next byte of a text."""
+"""Language modelling on bytes: a GPT that predicts the next byte of a text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 
 BYTES = 256
-"""The vocabulary."""
+"""Vocabulary size."""
 
 
 class LanguageTask(Task):
-    """Cross entropy over the next byte; reports loss (nats per byte), bits per byte, and accuracy."""
+    """Computes cross entropy over the next byte. Reports loss (nats per byte), bits per byte, and accuracy."""
 
     unit = "tokens"
     partition_config = {  # noqa: RUF012  # Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053): whole heads, then whole rows
@@ -94,10 +94,10 @@ class LanguageTask(Task):
 
 
 def gpt(*, layers: int, heads: int, width: int, context: int, tie_embeddings: bool = True) -> list[Layer]:
-    """A GPT-2 of ``layers`` blocks as layers: int64 ``[batch, time]`` to logits ``[batch, time, 256]``.
+    """Returns a GPT-2 of ``layers`` blocks as layers: int64 ``[batch, time]`` to logits ``[batch, time, 256]``.
 
-    Pre-norm blocks, learned positions, causal attention, GPT-2's initialisation: standard deviation 0.02, and
-    0.02 / sqrt(2 x layers) where a block adds to the residual stream. Tied, the scores are products with the bytes' embeddings.
+    Pre-norm blocks, learned positions, causal attention, GPT-2's initialization: standard deviation 0.02, and 0.02 /
+    sqrt(2 x layers) in projections to the residual stream. If tied, the output layer uses the embeddings of the bytes.
     """
     return [
         partial(Tokens, BYTES, width),
@@ -109,7 +109,7 @@ def gpt(*, layers: int, heads: int, width: int, context: int, tie_embeddings: bo
 
 
 class _Linear(nn.Linear):
-    """A linear layer that initialises itself, because ZeRO-3 splits its weight as soon as ``__init__`` returns."""
+    """A linear layer that initializes itself, because ZeRO-3 partitions its weight as soon as ``__init__`` returns."""
 
     def __init__(self, inputs: int, outputs: int, std: float = 0.02, bias: bool = True) -> None:
         self.std = std
@@ -122,17 +122,17 @@ class _Linear(nn.Linear):
 
 
 class Tokens(nn.Embedding):
-    """What each byte is: int64 ``[batch, time]`` to ``[batch, time, width]``. Initialises itself, for the same reason."""
+    """Embeds bytes: int64 ``[batch, time]`` to ``[batch, time, width]``. Initializes itself, like :class:`_Linear`."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
 
 class Positions(Tokens):
-    """Adds where each byte stands: ``[batch, time, width]`` to the same shape."""
+    """Adds learned position embeddings: ``[batch, time, width]`` to the same shape."""
 
     part = 0
-    """Which of equal slices of the time this process has."""
+    """Index of this process's slice along time."""
 
     def forward(self, stream: Tensor) -> Tensor:
         time = stream.shape[-2]
@@ -140,14 +140,14 @@ class Positions(Tokens):
 
 
 class Output(_Linear):
-    """Scores each byte, from weights of its own: ``[batch, time, width]`` to ``[batch, time, 256]``."""
+    """Computes logits with separate weights: ``[batch, time, width]`` to ``[batch, time, 256]``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention to what came before: ``[batch, time, heads, head size]`` each, and of the outcome."""
+    """Computes causal attention: ``[batch, time, heads, head size]`` for each input and the result."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.shape[-2] <= _SHORT:
         return _products(query, key, value).transpose(1, 2)
@@ -155,15 +155,17 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 _SHORT = 512
-"""Up to so many positions matrix products beat torch 2.13's own attention in bfloat16 on a CPU, whose backward pass takes longer
-than in fp32: forward and backward in a quarter of the time at 128 positions, in two thirds at 512; gradients are as exact."""
+"""Up to this number of positions, matrix products are faster than torch 2.13's attention in bfloat16 on a CPU, whose
+backward pass is slower than in fp32: forward and backward take a quarter of the time at 128 positions, two thirds at
+512; gradients are as exact."""
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same attention, ``[batch, heads, time, head size]``, as two matrix products that keep the whole table of scores.
+    """Computes the same attention, ``[batch, heads, time, head size]``, as two matrix products that keep the full score
+    matrix.
 
-    The plan does not see it: on the meta device it counts torch's own attention, which keeps none. So for a bf16 model on CPUs it
-    says 2 x batch x heads x time² bytes a layer too little, less 4 x batch x heads x time that torch's keeps instead.
+    The memory plan ignores it: on the meta device it counts torch's attention. For a bf16 model on CPUs it is too low
+    by 2 x batch x heads x time² bytes a layer, less the 4 x batch x heads x time that torch's attention keeps.
     """
     time, size = query.shape[-2:]
     later = query.new_full((time, time), -math.inf).triu_(1)
@@ -173,7 +175,7 @@ def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then two dense layers, each on a normalised copy and added to the residual stream."""
+    """Attention, then an MLP, each on a normalized copy and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, residual_std: float) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         batch, time, _ = stream.shape
-        # [batch, time, 3 x heads x head size] to three of [batch, time, heads, head size]; a rank may have a share of the heads
+        # [batch, time, 3 x heads x head size] to three of [batch, time, heads, head size]; heads may be sharded
         packed = self.query_key_value(self.norm_1(stream)).view(batch, time, 3, -1, self.head_size)
         mixed = self.attention(*packed.unbind(2))
         stream = stream + self.projection(mixed.reshape(batch, time, -1))

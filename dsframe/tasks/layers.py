@@ -1,8 +1,9 @@
-"""A model as a list of layers: each can be built by itself, on the process that needs it, and is the same everywhere.
+"""A model as a list of layers, each of which can be built alone on the process that needs it, with the same weights
+everywhere.
 
-Every layer that is given as a function is built under a seed of its own, so that a process which holds only some layers draws
-the same weights for them as one that holds all. A layer may also be a ready module: then every process builds it, with whatever
-else the task's ``layers()`` builds, before those that do not need it drop it.
+Every layer given as a function is built with its own seed, so a process with only some layers draws the same weights
+for them as one with all. A layer may also be an existing module: then every process builds it, with everything else
+that the task's ``layers()`` builds, before processes that do not need it drop it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dsframe.host import generators
 
 @dataclass(frozen=True)
 class Tied:
-    """A layer that computes with the weight of an earlier one: ``outputs = function(inputs, weight)``.
+    """A layer that uses the weight of an earlier one: ``outputs = function(inputs, weight)``.
 
-    ``Tied(0, torch.nn.functional.linear)`` scores each token by its own embedding, the weight of layer 0.
+    With ``Tied(0, torch.nn.functional.linear)`` the output layer uses the embeddings, the weight of layer 0.
     """
 
     layer: int
@@ -31,11 +32,12 @@ class Tied:
 
 
 Layer = nn.Module | Callable[[], nn.Module] | Tied
-"""A function without arguments that makes the layer (a class, ``functools.partial(Block, width)``), a module, or a tie."""
+"""A function without arguments that creates the layer (a class, ``functools.partial(Block, width)``), a module, or a
+tie."""
 
 
 class TiedLayer(nn.Module):
-    """A :class:`Tied` layer if the complete model is on one process. It holds the Parameter that it shares."""
+    """A :class:`Tied` layer if the complete model is on one process. It holds the shared Parameter."""
 
     def __init__(self, tie: Tied, weight: nn.Parameter) -> None:
         super().__init__()
@@ -46,7 +48,8 @@ class TiedLayer(nn.Module):
 
 
 def make(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Layer ``index`` by itself, drawn from its own seed. Raises TaskError for what makes no module, and for a tie."""
+    """Returns layer ``index``, drawn from its own seed. Raises TaskError for a tie or a function that returns no
+    module."""
     if isinstance(layer, nn.Module):
         return layer
     generators.seed(seed * 1_000_003 + index)
@@ -59,7 +62,8 @@ def make(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def tied_weight(layers: Sequence[Layer], index: int, owner: nn.Module) -> nn.Parameter:
-    """The weight that the tie at ``index`` shares, out of the layer that owns it. Raises TaskError where there is none."""
+    """Returns the weight that the tie at ``index`` shares, from the layer that owns it. Raises TaskError if there is
+    none."""
     tie = layers[index]
     assert isinstance(tie, Tied)
     names = [name for name, _ in owner.named_parameters()]
@@ -72,14 +76,14 @@ def tied_weight(layers: Sequence[Layer], index: int, owner: nn.Module) -> nn.Par
 
 
 def check_ties(layers: Sequence[Layer]) -> None:
-    """Raises TaskError where a tie points at nothing that can own a weight."""
+    """Raises TaskError if a tie does not refer to an earlier layer that can own a weight."""
     for index, tie in enumerate(layers):
         if isinstance(tie, Tied) and not (0 <= tie.layer < index and not isinstance(layers[tie.layer], Tied)):
             raise TaskError(f"layer {index} is tied to layer {tie.layer}; it has to be an earlier one with a weight")
 
 
 def ready(layers: Sequence[Layer]) -> list[nn.Module]:
-    """Returns layers that are modules already, and ties, as modules. Raises TaskError for one that is to be made."""
+    """Returns existing modules, and ties, as modules. Raises TaskError for a function."""
 
     def there(layer: Layer, index: int) -> nn.Module:
         if isinstance(layer, nn.Module):
@@ -90,12 +94,12 @@ def ready(layers: Sequence[Layer]) -> list[nn.Module]:
 
 
 def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:
-    """The whole model: parameter names are ``INDEX.rest``. Raises TaskError as :func:`make` does."""
+    """Returns the complete model; parameter names are ``INDEX.rest``. Raises TaskError like :func:`make`."""
     return nn.Sequential(*_with_ties(layers, lambda layer, index: make(layer, index, seed)))
 
 
 def _with_ties(layers: Sequence[Layer], module: Callable[[Layer, int], nn.Module]) -> list[nn.Module]:
-    """``layers`` as modules: ties by themselves, the others by ``module``."""
+    """Returns ``layers`` as modules, of which ``module`` creates all but the ties."""
     check_ties(layers)
     modules: list[nn.Module] = []
     for index, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Torch's meta device for what tasks give: shapes without memory and without numbers."""
+"""Runs tasks on torch's meta device: shapes without memory and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
 
 
 class NoNumbers(TorchFunctionMode):
-    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
+    """Skips random initialization, which torch does in Python on the meta device, in seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
@@ -33,8 +33,8 @@ class NoNumbers(TorchFunctionMode):
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Everything inside is made and run without memory. Raises TaskError where a model needs numbers."""
-    # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
+    """Creates and runs everything inside the context without memory. Raises TaskError if a model needs values."""
+    # Libraries that branch on values take another path while compiling, where there are none either.
     compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
     with torch.device("meta"), NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
         try:
@@ -47,7 +47,8 @@ def meta_device() -> Iterator[None]:
 
 
 def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
-    """Shapes of one sample, as the task tells them, else from its training data, which a run has ``prepared``."""
+    """Returns a batch of one sample for its shapes, from ``Task.example`` or the training data, which a run has
+    ``prepared``."""
     example = task.example()
     if example is not None:
         return example
@@ -57,7 +58,7 @@ def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """``batch`` with so many samples, on the meta device."""
+    """Returns ``batch`` with ``rows`` samples, on the meta device."""
 
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -68,5 +69,5 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 
 def map_floats(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``change`` of every tensor of floating-point numbers."""
+    """Applies ``change`` to every floating-point tensor."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)

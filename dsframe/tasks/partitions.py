@@ -1,6 +1,6 @@
-"""How tensor parallelism cuts models of transformers about which the library itself says nothing that DeepSpeed knows.
+"""Tensor-parallel partitions for transformers models for which the library has none that DeepSpeed understands.
 
-A mixture's attention is cut, its experts are whole on each rank: transformers has ways of its own to cut those.
+A mixture's attention is sharded; each rank has complete experts, which transformers shards in ways of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Calls :meth:`Task.prepare` once for a folder before anybody reads, and ends all ranks with one message where it fails.
+"""Calls :meth:`Task.prepare` once for each folder before any rank reads, and ends all ranks with one message if it
+fails.
 
-Ranks talk through a store of torch's, which there is under every launcher before there is an engine. The first process of each
-host prepares, the others wait. Hosts that share the folder take turns by a lock on a file in it. A process that prepares gives
-signs of life to those that wait.
+Ranks communicate through a torch store, which every launcher allows before there is an engine. The first process of
+each node prepares, the others wait. Nodes that share the folder take turns, by a lock on a file in it. A preparing
+process gives signs of life to the waiting ones.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from dsframe.tasks.task import Task
 from dsframe.text import Say, reason
 
 SILENT_SECONDS = 60.0
-"""How long a process that prepares may give no sign of life."""
+"""Longest time without a sign of life from a preparing process."""
 _SIGN_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 _FAREWELL_SECONDS = 10.0
-"""How long the process that has the store waits until the others have read how it went."""
+"""Time that the store's process waits until the others have read the outcome."""
 
 
 def prepare(task: Task, world: World, say: Say) -> None:
-    """**Collective.** Has the data prepared, if the task has something to prepare. Raises DsframeError, the same on every rank.
+    """**Collective.** Prepares the data, if the task has something to prepare. Raises DsframeError, the same on every
+    rank.
 
-    Where ranks cannot meet (an MPI that gives no address), each calls it in turn.
+    If ranks cannot connect (an MPI that gives no address), each prepares in turn.
     """
     if not task.prepares:
         return
     store = None
     if world.size > 1:
-        with contextlib.suppress(WorldError):  # the launcher gives no address: the same on all ranks
+        with contextlib.suppress(WorldError):  # no address from the launcher: the same on all ranks
             rendezvous_address(world)
             store = meet(world, *rendezvous_address(world), timedelta(seconds=SILENT_SECONDS))
     if store is None:
@@ -56,21 +58,21 @@ def prepare(task: Task, world: World, say: Say) -> None:
 
 
 def alone(task: Task, say: Say) -> None:
-    """Prepares in this process, under the lock of the folder. Raises DsframeError."""
+    """Prepares in this process, holding the folder's lock. Raises DsframeError."""
     if task.prepares:
         with _lock(task, say):
             _call(task, say)
 
 
 class _SharedPreparation:
-    """The ranks of a run, one of each host preparing."""
+    """The preparation by several ranks, one on each node."""
 
     def __init__(self, task: Task, world: World, say: Say, store: Any) -> None:
         self._task, self._world, self._say, self._store = task, world, say, store
         self._signs: dict[int, tuple[bytes, float]] = {}
 
     def run(self) -> None:
-        """Prepares or waits; then every rank has the same outcome. Raises DsframeError."""
+        """Prepares or waits, until every rank has the same outcome. Raises DsframeError."""
         failure = _failure_of(self._guarded) if self._world.local_rank == 0 else ""
         try:
             self._store.set(f"outcome/{self._world.rank}", failure)
@@ -82,7 +84,7 @@ class _SharedPreparation:
             raise _error(failure)
 
     def _guarded(self) -> None:
-        """Prepares, and gives signs of life meanwhile."""
+        """Prepares, giving signs of life."""
         over = threading.Event()
         signs = threading.Thread(target=self._give_signs, args=(over,), name="dsframe-prepare", daemon=True)
         signs.start()
@@ -99,7 +101,7 @@ class _SharedPreparation:
                 over.wait(_SIGN_SECONDS)
 
     def _wait(self) -> str:
-        """Returns the first failure, as :func:`_failure_of` has it; empty where all is well."""
+        """Returns the first failure, as from :func:`_failure_of`; "" if there is none."""
         waiting = list(range(self._world.size))
         while waiting:
             for rank in list(waiting):
@@ -113,7 +115,7 @@ class _SharedPreparation:
         return ""
 
     def _is_silent(self, rank: int) -> bool:
-        """True if a rank that prepares has given no sign of life for long. Others give none."""
+        """Returns True if a rank that prepares has given no sign of life for too long. Others give none."""
         if not self._store.check([f"sign/{rank}"]):
             return False
         sign, now = self._store.get(f"sign/{rank}"), time.monotonic()
@@ -123,7 +125,7 @@ class _SharedPreparation:
         return sign == before and now - since > SILENT_SECONDS
 
     def _leave(self) -> None:
-        """Rank 0 stays until all have read how it went: the store may end with it."""
+        """Keeps rank 0 until all have read the outcome, because the store may end with it."""
         self._store.set(f"read/{self._world.rank}", "1")
         limit = time.monotonic() + _FAREWELL_SECONDS * self._world.is_main
         keys = [f"read/{rank}" for rank in range(self._world.size)]
@@ -136,7 +138,7 @@ def _call(task: Task, say: Say) -> None:
         task.prepare(say)
     except DsframeError:
         raise
-    except Exception as error:  # of the user's code
+    except Exception as error:  # from the user's code
         frames = traceback.extract_tb(error.__traceback__)
         raised_in = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
         raise DataError(
@@ -145,7 +147,7 @@ def _call(task: Task, say: Say) -> None:
 
 
 def _failure_of(work: Callable[[], None]) -> str:
-    """Runs ``work``; returns its failure in a form that other ranks can raise again; empty where all is well."""
+    """Runs ``work``. Returns its failure in a form that other ranks can raise again; "" on success."""
     try:
         work()
     except DsframeError as error:
@@ -173,7 +175,8 @@ def _lost(rank: int) -> str:
 
 @contextlib.contextmanager
 def _lock(task: Task, say: Say) -> Iterator[None]:
-    """No other process prepares the same in the folder of the data inside. Ends with the process, however that ends."""
+    """Prevents other processes from preparing the same data in the folder. The lock ends with the process, however that
+    ends."""
     folder, cls = data_root(task.data_dir), type(task)
     path = folder / f".{cls.__module__}.{cls.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
     with writing(path):

@@ -1,9 +1,11 @@
-"""Models of transformers on slices of sequences: each rank has a slice of the positions, and attention is over all of them.
+"""Runs transformers models with sequence parallelism: each rank has a slice of the positions, and attention covers all
+of them.
 
-transformers asks its models' attention by name. Here it has a name of its own, so that no other model of the process is changed:
-slices of all heads are exchanged for all positions of some heads (Ulysses; Jacobs et al. 2023, arXiv 2309.14509), and back. Where a
-document begins is known from the positions of the whole row, which each rank has read; documents of one row do not see each other.
-Rows are padded on the right, so that no token comes after padding and none needs a mask.
+Transformers selects a model's attention by name. A separate name is used here, so that other models in the process do
+not change. Slices of all heads are exchanged for all positions of some heads (Ulysses; Jacobs et al. 2023, arXiv
+2309.14509), and back. The positions of the complete row, which each rank has read, show where documents begin;
+documents in a row do not attend to each other. Rows are padded on the right, so no token comes after padding and none
+needs a mask.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ _OWNER = "_dsframe_sequences"
 """Attribute of a model's modules: the object that computes their attention."""
 _ALONE = {"position_ids", "is_causal", "sliding_window", "cache_position", "use_cache", "output_attentions"}
 _ALONE |= {"output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
-"""Arguments of attention that change nothing here, or are honoured."""
+"""Arguments of attention that have no effect here, or that are supported."""
 
 
 class Sequences:
-    """Attention over whole sequences for a model that has slices of them."""
+    """Computes attention over complete sequences for a model that has slices of them."""
 
     def __init__(self, model: nn.Module, parts: int, exchange: Callable[[Attention], Attention]) -> None:
-        """Makes ``model`` ask it. ``exchange``: as ``Task.share_sequences`` has it; ``parts``: slices of a sequence."""
+        """Makes ``model`` use it. ``exchange``: as in ``Task.share_sequences``; ``parts``: slices of a sequence."""
         self._parts, self._exchange = parts, exchange
         self._documents: list[list[int]] | None = None
         self.calls = 0
@@ -44,7 +46,7 @@ class Sequences:
         model.set_attn_implementation(_NAME)  # type: ignore[operator]
 
     def see(self, inputs: Any) -> dict[str, Any]:
-        """Returns whole ``inputs`` with the position of each token, after noting where documents begin."""
+        """Returns complete ``inputs`` with the position of each token, and remembers where documents begin."""
         named = dict(inputs) if isinstance(inputs, dict) else {"input_ids": inputs}
         tokens, places = named["input_ids"], named.get("position_ids")
         self._documents = None
@@ -58,11 +60,12 @@ class Sequences:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
-        """``[rows, heads, slice of the time, head size]`` each, keys and values of fewer heads; ``[rows, time, heads, size]``."""
+        """Computes attention for this rank's slice. Inputs: ``[rows, heads, slice of time, head size]``, of which keys
+        and values may have fewer heads. Result: ``[rows, slice of time, heads, head size]``."""
         self.calls += 1
         heads, groups = query.shape[1], key.shape[1]
         copies = _copies(heads, groups, self._parts)
-        if copies > 1:  # so that each rank has whole heads
+        if copies > 1:  # so that each rank has complete heads
             key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
 
         def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class Sequences:
 
 
 def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
-    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` only to its last positions."""
+    """Computes causal attention, ``[rows, heads, time, head size]``; with ``window`` only to the last positions."""
     query, key, value = parts
     time, mask = query.shape[2], None
     if window is not None and window < time:
@@ -96,13 +99,14 @@ def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int 
 
 
 def _lengths(begins: Tensor) -> list[int]:
-    """Returns how long the documents of a row are; ``begins``: whether one begins at each position but the first."""
+    """Returns the lengths of a row's documents. ``begins``: whether one begins at each position but the first."""
     starts = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return [end - start for start, end in pairwise(starts)]
 
 
 def _copies(heads: int, groups: int, parts: int) -> int:
-    """Returns how often each of ``groups`` key heads is repeated, so that ``parts`` ranks have whole ones, for the same queries."""
+    """Returns how often each of ``groups`` key heads is repeated, so that each of ``parts`` ranks has complete ones for
+    its queries."""
     few = parts // math.gcd(groups, parts)
     return few if (heads // groups) % few == 0 else heads // groups
 
@@ -115,7 +119,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Is what transformers calls; ``named`` are the model's own arguments. Raises TaskError for one that is not known."""
+    """The function that transformers calls; ``named``: the model's own arguments. Raises TaskError for unknown ones."""
     scale, dropout = named.pop("scaling", None), named.pop("dropout", 0.0)
     strange = [name for name, value in named.items() if value is not None and name not in _ALONE]
     if strange or attention_mask is not None or named.get("is_causal") is False:
@@ -128,10 +132,10 @@ def _attention(
 
 
 def refuse_unshareable(config: Any, parts: int) -> None:
-    """Raises TaskError where ``parts`` ranks cannot share the heads of a model of this configuration, or where its positions look
-    at each other outside of attention, as a small one of its kind shows.
+    """Raises TaskError if ``parts`` ranks cannot split the heads of a model of this configuration, or if a small one
+    shows that its positions interact outside attention.
 
-    ``config``: of a small model, whose numbers of heads are those of the large one.
+    ``config``: of a small model with as many heads as the large one.
     """
     model_type, heads = config.model_type, getattr(config, "num_attention_heads", 0)
     if heads and heads % parts:

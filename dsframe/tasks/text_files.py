@@ -1,4 +1,5 @@
-"""Language models of transformers on documents and conversations from files, as the file's ``data`` section says."""
+"""Trains transformers language models on documents and conversations from files, as described by the file's ``data``
+section."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ _SHOWN = 3
 
 
 class WindowsTask(CausalLanguageModelTask):
-    """All documents joined, each behind the end of the one before; every token is a target."""
+    """Joins all documents; every token is a target."""
 
     packing = "concatenate"
 
     def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
-        """Raises TaskError, DataError where the section contradicts itself, the tokenizer or the model."""
+        """Raises TaskError or DataError if the section contradicts itself, the tokenizer or the model."""
         super().__init__(settings, seed)
         assert settings.data is not None
         self._files = settings.data
@@ -58,7 +59,7 @@ class WindowsTask(CausalLanguageModelTask):
 
     @cached_property
     def _recipes(self) -> dict[str, Recipe]:
-        """For training, and for evaluation where there are files for it."""
+        """Recipes for training, and for validation if there are files for it."""
         files, template = self._files, ""
         if files.chat_template:
             template = encoders.template_of(files.chat_template)
@@ -74,7 +75,7 @@ class WindowsTask(CausalLanguageModelTask):
             )
             listed = [patterns] if isinstance(patterns, str) else patterns
             places = [documents.local(pattern, self.settings.data_dir) for pattern in listed]
-            dated = [encoders.NO_DATE] if encoder.dated else []  # older tokens have some day's
+            dated = [encoders.NO_DATE] if encoder.dated else []  # tokens made earlier have the date of some day
             recipes[name] = Recipe(
                 tuple(documents.find_files(places, f"task.data.{name}")),
                 encoder,
@@ -113,7 +114,7 @@ class WindowsTask(CausalLanguageModelTask):
     def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
         recipe = self._recipes[name]
         opened = tokenised.find_tokens(recipe)
-        if opened is None:  # asked by a program that has not called prepare()
+        if opened is None:  # called by a program that has not called prepare()
             tokenised.make(recipe, lambda line: None)
             opened = tokenised.find_tokens(recipe)
         assert opened is not None
@@ -138,7 +139,8 @@ class WindowsTask(CausalLanguageModelTask):
 
 
 class RowsTask(WindowsTask):
-    """One document a row, or several that do not see each other; the loss is the mean over the targets of the global batch."""
+    """Has one document in a row, or several that do not attend to each other. The loss is the mean over the targets of
+    the global batch."""
 
     packing = "rows"
 
@@ -150,7 +152,7 @@ class RowsTask(WindowsTask):
             self._refuse_leaks()
 
     def _refuse_leaks(self) -> None:
-        """Raises TaskError where a small model of this kind lets a document see the one before it in its row."""
+        """Raises TaskError if a document attends to the previous one in its row in a small model of this type."""
         config = small(self.pretrained_config)
         model_type = config.model_type
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -164,7 +166,7 @@ class RowsTask(WindowsTask):
                     for document in (first, other)
                 )
                 alone = model(input_ids=second).logits
-            except Exception as error:  # of whatever model this is
+            except Exception as error:  # any error, since the model is unknown
                 what = f'model_type "{model_type}" cannot take documents that are packed ({reason(error)})'
                 raise TaskError(f'task.data.packing: {what}; write "rows"') from error
         difference = max(float((behind - outputs).abs().max()) for outputs in (elsewhere, alone))
@@ -185,7 +187,7 @@ class RowsTask(WindowsTask):
     def metrics(self, outputs: Any, targets: Tensor) -> Sums:
         count = self.loss_weight(targets)
         mean = self._cross_entropy(logits_of(outputs), targets)
-        total = torch.where(count > 0, mean * count, torch.zeros_like(mean))  # of a slice nothing may count
+        total = torch.where(count > 0, mean * count, torch.zeros_like(mean))  # a slice may have no targets
         return {
             "loss": Sum(total, count),
             "bits_per_token": Sum(total / math.log(2), count),
@@ -193,7 +195,7 @@ class RowsTask(WindowsTask):
         }
 
     def train_data(self) -> Any:
-        # The unit of rates: tokens that are no padding.
+        # The unit of rates: tokens that are not padding.
         counts = self._opened("train")[1].counts
         self.units_per_sample = max(round(counts.positions / counts.rows), 1)
         return super().train_data()
@@ -210,7 +212,7 @@ class RowsTask(WindowsTask):
 
 
 def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:
-    """The task for the settings' source of text. Raises TaskError, DataError."""
+    """Returns the task for the settings' source of text. Raises TaskError, DataError."""
     if settings.data is None:
         return CausalLanguageModelTask(settings, seed)
     joined = settings.data.packing == "concatenate" or (

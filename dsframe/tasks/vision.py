@@ -1,4 +1,4 @@
-"""Image classification: a small CNN of our own or any torchvision model, on images in memory or in folders."""
+"""Image classification with a small built-in CNN or any torchvision model, on images in memory or in folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ImagesTask(Task):
-    """The data of a task whose samples are images and their classes."""
+    """A base class for tasks whose samples are images and their classes."""
 
     def __init__(self, settings: Any, seed: int) -> None:
         """``settings``: of a section with images."""
@@ -46,7 +46,7 @@ class ImagesTask(Task):
 
 
 class VisionTask(ImagesTask):
-    """Cross entropy over classes; reports loss and accuracy."""
+    """Computes cross entropy over classes. Reports loss and accuracy."""
 
     def __init__(self, settings: VisionSettings, seed: int) -> None:
         super().__init__(settings, seed)
@@ -78,17 +78,18 @@ class VisionTask(ImagesTask):
 
 
 def cnn(channels: int, size: int, classes: int) -> list[Layer]:
-    """A small convolutional network as layers: float ``[n, channels, size, size]`` to logits ``[n, classes]``.
+    """Returns a small convolutional network as layers: float ``[n, channels, size, size]`` to logits ``[n, classes]``.
 
-    Four neighbouring pixels become channels of one, so that no convolution runs at full resolution. No BatchNorm: its
-    statistics would depend on the micro-batch, and so on the number of ranks. Raises TaskError where the size does not fit.
+    Four neighbouring pixels become channels of one, so that no convolution runs at full resolution. There is no
+    BatchNorm, whose statistics would depend on the micro-batch, and so on the number of ranks. Raises TaskError if the
+    size does not fit.
     """
     if size % 4 or size < 8:
         raise TaskError(
             f'model "cnn" takes images whose sides are multiples of 4, and 8 pixels at least; these have {size}'
         )
     side = min(size // 4, 8)
-    pool = [nn.AdaptiveAvgPool2d(side)] if size // 4 > side else []  # large images: the dense layer stays small
+    pool = [nn.AdaptiveAvgPool2d(side)] if size // 4 > side else []  # keeps the dense layer small for large images
     return [
         lambda: nn.Sequential(
             nn.PixelUnshuffle(2), nn.Conv2d(4 * channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
