@@ -1,9 +1,10 @@
-"""Adapters by peft: a few new weights in a model whose own weights, the base, are frozen and in no checkpoint.
+"""Adapters by peft: a few new weights in a model whose own weights, the base, are frozen and not in checkpoints.
 
-The adapter's layers are put into the task's model where it is built, so every engine trains them as it trains a model with frozen
-parameters. A checkpoint has the adapter and names the base by a digest.
+The adapter's layers are inserted when the task's model is built, so every engine trains it like a model with frozen
+parameters. A checkpoint has the adapter and a digest of the base.
 
-Source: peft 0.21.2, ``mapping.py`` (inject_adapter_in_model) and ``utils/save_and_load.py`` (names in adapter_model.safetensors).
+Source: peft 0.21.2, ``mapping.py`` (inject_adapter_in_model) and ``utils/save_and_load.py`` (names in
+adapter_model.safetensors).
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ NAME = "default"
 """peft's name of the adapter, which is part of its parameters' names."""
 FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _OF_ADAPTER = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{NAME}(\.|$)")
-"""In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
+"""Matches the names of an adapter's own parameters. A base may also have a module called "default"."""
 _HEADS = ("classifier", "score", "qa_outputs")
-"""Output layers that peft trains whole, by the end of their names (peft_model.py)."""
+"""Output layers that peft trains completely, by the end of their names (peft_model.py)."""
 _BY_ITS_MODEL = ("alora_invocation_tokens", "monteclora_config", "kasa_config", "arrow_config")
-"""Settings of which a part is in the forward pass or the loss of peft's own model."""
+"""Settings that are partly implemented in the forward pass or the loss of peft's own model."""
 _BY_PEFT = "give a folder that peft has written"
 PREFIX = "base_model.model."
-"""Before every name in peft's files."""
+"""Prefix of every name in peft's files."""
 
 
 def add(config: Config, model: nn.Module) -> str:
-    """Puts the file's adapter into ``model`` and freezes the rest; returns peft's settings as JSON, empty without an adapter.
+    """Inserts the file's adapter into ``model`` and freezes the rest. Returns peft's settings as JSON, "" without an
+    adapter.
 
-    Draws from torch's generator. The model may be without numbers (device "meta"). Raises ConfigError where peft is missing or
-    refuses, a module that the file names is not there, or the folder is no adapter for this model.
+    Draws from torch's generator. The model may be on the meta device. Raises ConfigError if peft is missing or refuses,
+    if a module that the file names does not exist, or if the folder has no adapter for this model.
     """
     section = config.settings.adapter
     if section is None:
@@ -82,15 +84,15 @@ def settle_adapter(
     exchange: Callable[[str], Sequence[str]],
     touched: Callable[[int], None],
 ) -> Adapter:
-    """**Collective.** Leaves the base out of checkpoints; returns the adapter with the base's digest.
+    """**Collective.** Excludes the base from checkpoints; returns the adapter with the base's digest.
 
     Args:
         config: The run's file.
-        model: As :func:`add` has left it, whole on every rank.
-        peft: What :func:`add` returned.
-        share: This rank and the number of ranks: each computes the digests of its share of the parameters.
+        model: The complete model after :func:`add`.
+        peft: Result of :func:`add`.
+        share: This rank and the number of ranks: each computes the digests of its part of the parameters.
         exchange: Returns the texts of all ranks.
-        touched: Is told the bytes of each parameter that was read.
+        touched: Called with the size in bytes of each parameter that was read.
     """
     section = config.settings.adapter
     assert section is not None
@@ -113,10 +115,10 @@ def settle_adapter(
 
 
 def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the frozen linear layers by layers of bitsandbytes in 4 bits, one after the other, where the file asks for it.
+    """Replaces the frozen linear layers by 4-bit layers of bitsandbytes, one at a time, if the file asks for it.
 
-    As transformers does, the layer that gives logits stays as it is, and so do weights that other modules use too. Products are
-    computed in ``dtype``. Raises ConfigError where bitsandbytes is missing.
+    Keeps the output layer and shared weights, as transformers does. Products are computed in ``dtype``. Raises
+    ConfigError if bitsandbytes is missing.
     """
     number_format = config.settings.adapter.base_format if config.settings.adapter else None
     if number_format is None:
@@ -143,22 +145,22 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
         layer.bias = module.bias
         layer.support_avx512bf16_for_cpu = False  # an evaluation would repack the weights, which training then reads
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer.to("cpu"))  # this is where it is rounded
+        setattr(model.get_submodule(parent), attribute, layer.to("cpu"))  # this quantizes
 
 
 def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns what is frozen and no part of the adapter: a group may freeze some of that too, and checkpoints have it."""
+    """Returns the frozen parameters outside the adapter. Frozen adapter parameters are in checkpoints."""
     every = model.named_parameters()
     return {name: parameter for name, parameter in every if not (parameter.requires_grad or is_adapters(name))}
 
 
 def digest_of(model: nn.Module) -> str:
-    """The base's digest, of a model that this process has whole."""
+    """Returns the base's digest, for a complete model on this process."""
     return digest(base_of(model))
 
 
 def compare(manifest: Json, digest: str, where: object) -> None:
-    """Raises CheckpointError where the checkpoint's adapter was trained with another base."""
+    """Raises CheckpointError if the checkpoint's adapter was trained with another base."""
     saved = manifest["training"].get("adapter's base")
     if saved is not None and saved != digest:
         raise CheckpointError(
@@ -168,12 +170,11 @@ def compare(manifest: Json, digest: str, where: object) -> None:
 
 
 def is_adapters(name: str) -> bool:
-    """True for the name of an adapter's own parameter."""
+    """Returns True for the name of an adapter's own parameter."""
     return _OF_ADAPTER.search(name) is not None
 
 
 def _wrong(config: Config, message: str, remedy: str) -> ConfigError:
-    """An error about the section."""
     return ConfigError([config.error(("dsframe", "adapter"), message, remedy, code="model")])
 
 
@@ -196,7 +197,7 @@ def _bitsandbytes(config: Config) -> Any:
 
 
 def _kind(model: nn.Module) -> str | None:
-    """peft's name for what the model does, which says as what class others load the adapter."""
+    """Returns peft's name of the model's purpose, which determines the class with which others load the adapter."""
     name = type(model).__name__
     kinds = {
         "ForCausalLM": "CAUSAL_LM",
@@ -208,7 +209,7 @@ def _kind(model: nn.Module) -> str | None:
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """The output layers of a classifier of transformers, which are new where its model folder has none."""
+    """Returns the output layers of a transformers classifier, which are new if its model folder has none."""
     if not re.search(r"For\w*(Classification|QuestionAnswering)", type(model).__name__):
         return []
     classes, base = getattr(getattr(model, "config", None), "num_labels", None), getattr(model, "base_model_prefix", "")
@@ -221,10 +222,10 @@ def _heads(model: nn.Module) -> list[str]:
 
 
 def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
-    """Raises ConfigError for a module that is not there: peft says nothing where another one of the list is."""
+    """Raises ConfigError for a missing module. peft does not report it if another module in the list exists."""
     named = [name for name, _ in model.named_modules() if name]
     if settings.target_modules == "all-linear" and not hasattr(model, "get_output_embeddings"):
-        # peft knows only the layers of transformers' models.
+        # peft knows only the layers of transformers models.
         settings.target_modules = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     for key in ("target_modules", "modules_to_save"):
@@ -237,7 +238,7 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
 
 
 def _check_new_rows(config: Config, model: Any, settings: Any) -> None:
-    """Raises ConfigError where rows of new tokens would stay as they were drawn."""
+    """Raises ConfigError if the rows of new tokens would not be trained."""
     if not getattr(config.settings.task, "resize_embeddings", False):
         return
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -270,7 +271,7 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
 
 
 def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
-    """The saved values. Raises ConfigError where names or shapes are others."""
+    """Loads the saved adapter. Raises ConfigError if names or shapes differ."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -280,7 +281,7 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
         raise _wrong(config, f"{folder / FILE} cannot be read: {error}", _BY_PEFT) from None
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    parameters = {**model.state_dict(), **expected}  # peft saves embeddings of the base too, where they have an adapter
+    parameters = {**model.state_dict(), **expected}  # peft also saves the base's embeddings if they have an adapter
     differing = sorted(expected.keys() - saved.keys()) or [
         name for name, tensor in saved.items() if name not in parameters or parameters[name].shape != tensor.shape
     ]

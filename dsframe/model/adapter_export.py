@@ -1,4 +1,5 @@
-"""A model with an adapter as others load it: merged, or a folder for peft. Compared with the outputs of training's model."""
+"""Exports a model with an adapter: merged, or as a folder for peft. Compares its outputs with those of the training
+model."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ TOLERANCE = 1e-3
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Adds the adapter to the base, in place; the model has its own layers and names again.
+    """Adds the adapter to the base, in place, and restores the model's own layers and names.
 
-    Raises CheckpointError where the model gives other numbers then.
+    Raises CheckpointError if the outputs change.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -41,7 +42,7 @@ def merge(model: nn.Module) -> nn.Module:
             module.merge(safe_merge=True)
             whole = module.get_base_layer()
             merged.add(name)
-            if parent in merged:  # of several parameters of a module: the outermost layer was replaced
+            if parent in merged:  # one module with several adapted parameters: its outermost layer was replaced
                 continue
         else:
             continue
@@ -51,7 +52,8 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def _untie(model: nn.Module) -> None:
-    """Gives layers with an adapter weights of their own: what is added to one of two tied layers is not the other's."""
+    """Gives layers with an adapter separate weights: an addition to one of two tied layers must not change the
+    other."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
@@ -63,9 +65,10 @@ def _untie(model: nn.Module) -> None:
 
 
 def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> None:
-    """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it so beside ``base``, which changes.
+    """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it into ``base``, which changes.
 
-    ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError where peft loads something else.
+    ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError if peft loads anything
+    else.
     """
     import peft
     from safetensors.torch import save_file
@@ -92,7 +95,8 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
 
 
 def difference(expected: Tensors, loaded: Tensors) -> str:
-    """The first name whose tensor is there only once, or differs in its shape, its format or a value; empty for none."""
+    """Returns the first name whose tensor is missing on one side, or differs in shape, dtype or value; "" if there is
+    none."""
     alone = sorted(expected.keys() ^ loaded.keys())
     both = (name for name in expected if not _same(expected[name], loaded[name])) if not alone else iter(alone)
     return next(both, "")
@@ -108,7 +112,7 @@ def _same(first: Any, second: Any) -> bool:
 
 @torch.no_grad()
 def outputs_of(model: nn.Module) -> Tensor | None:
-    """What a model of transformers gives for a small batch; None for other models, and inputs that are not known here."""
+    """Returns the outputs of a transformers model for a small batch; None for other models or unknown inputs."""
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     try:
         if name == "input_ids":
@@ -121,13 +125,13 @@ def outputs_of(model: nn.Module) -> Tensor | None:
         else:
             return None
         outputs: Tensor = model.eval()(**{name: inputs})[0]
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # a model that needs more than this
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # a model that needs more inputs
         return None
     return outputs.float()
 
 
 def _compare_outputs(expected: Tensor | None, given: Tensor | None, when: str) -> None:
-    """Raises CheckpointError where the outputs differ by more than the order of float32's sums explains."""
+    """Raises CheckpointError if outputs differ by more than the rounding of float32 sums."""
     if expected is None or given is None or not expected.isfinite().all():
         return
     off = float((expected - given).abs().max() / expected.abs().max().clamp(min=1e-30))

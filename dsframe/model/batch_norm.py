@@ -1,10 +1,12 @@
-"""BatchNorm over the global batch: statistics of the micro-batches of all ranks, in the forward and the backward pass.
+"""BatchNorm over the global batch: its statistics cover the micro-batches of all ranks, in the forward and the backward
+pass.
 
-torch's own SyncBatchNorm needs GPUs and torch.distributed; this one uses the sum over ranks that every engine has, in two small
-collectives for each layer and pass. Names, parameters and buffers stay, so checkpoints do not know of it. A layer's own forward
-runs, also one that a subclass adds to, with another ``torch.nn.functional.batch_norm``.
+Torch's SyncBatchNorm needs GPUs and torch.distributed. This one uses the sum over ranks that every engine has, in two
+small collectives for each layer and pass. Names, parameters and buffers do not change, so checkpoints are independent
+of it. It runs the layer's own forward, including a subclass's, with a replaced ``torch.nn.functional.batch_norm``.
 
-In a 16-bit model the running statistics are float32, and torch wants weights in their format: they are, for the call.
+In a 16-bit model running statistics are float32, and torch requires weights in the same dtype: they are cast for the
+call.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ from dsframe.errors import TaskError
 
 
 def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Makes BatchNorm layers use the samples of all ranks in training, where the file asks for it; and :func:`accept`.
+    """Makes BatchNorm layers use the samples of all ranks in training, if the file asks for it. Also calls
+    :func:`accept`.
 
-    Raises TaskError where the file asks for it and the model has no BatchNorm, or where a step has several micro-batches.
+    Raises TaskError if the file asks for it and the model has no BatchNorm, or if a step has several micro-batches.
     """
     for layer in model.modules():
-        if isinstance(layer.__dict__.get("forward"), _Forward):  # of an earlier training of the same module
+        if isinstance(layer.__dict__.get("forward"), _Forward):  # from an earlier training of the module
             del layer.__dict__["forward"]
     plan = ranks.plan
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    # Of several models another may have some.
+    # With several models, another may have some.
     if plan.config.settings.model.sync_batch_norm and (layers or not plan.part):
         _refuse(layers, plan)
         for layer in layers if plan.world.size > 1 else ():
@@ -42,7 +45,7 @@ def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def accept(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes layers with running statistics, which are float32, take weights of ``dtype``."""
+    """Lets layers with running statistics, which are float32, use weights of ``dtype``."""
     for layer in model.modules() if dtype.itemsize < 4 else ():
         if isinstance(layer, _NormBase) and not isinstance(layer.__dict__.get("forward"), _Forward):
             _replace_forward(layer, None)
@@ -59,7 +62,7 @@ def _refuse(layers: list[_BatchNorm], plan: Any) -> None:
 
 
 class _Forward(partial):  # type: ignore[type-arg]
-    """Of :func:`_forward`."""
+    """A replacement by :func:`_forward`, recognizable by its class."""
 
 
 def _replace_forward(layer: nn.Module, ranks: Ranks | None) -> None:
@@ -80,7 +83,7 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], ranks: Ranks | None,
 
 
 class _Redirected(TorchFunctionMode):
-    """Inside, norms take 16-bit weights, and with ``ranks`` batch_norm has the samples of all ranks."""
+    """Casts 16-bit weights of norms inside the context; with ``ranks``, batch_norm uses the samples of all ranks."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         super().__init__()
@@ -105,7 +108,8 @@ def _wide(value: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks. Each rank's loss depends on every rank's summand, so the gradient is the sum of all ranks'."""
+    """Sums over the ranks. Each rank's loss depends on every rank's summand, so the gradient is the sum of all ranks'
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: Ranks) -> Tensor:
@@ -132,7 +136,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """**Collective.** ``torch.nn.functional.batch_norm`` in training, of ``rows``, ``[samples, channels, ...]``."""
+    """**Collective.** Computes ``torch.nn.functional.batch_norm`` in training mode. ``rows``: ``[samples, channels,
+    ...]``."""
     wide = _wide(rows)
     others = [dimension for dimension in range(wide.ndim) if dimension != 1]
     shape = [1, -1, *[1] * (wide.ndim - 2)]

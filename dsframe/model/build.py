@@ -1,4 +1,4 @@
-"""Builds a task's model, the same on every rank and engine, before a library sees it."""
+"""Builds a task's model, the same on every rank and engine, before a library wraps it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ from dsframe.values import elements
 
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
 LARGE = 1 << 24
-"""Elements. Freed memory of a larger sharded model goes back to the system; smaller models keep it,
-for speed."""
+"""Number of elements. A larger sharded model returns freed memory to the system; smaller ones keep it, for speed."""
 
 
 def build_model(
@@ -47,15 +46,13 @@ def build_model(
 
     Raises TaskError if it differs between ranks, and on every rank if one of them could not build it.
 
-    The model is built on the CPU and then moved to the plan's device, so that initial weights depend
-    on neither the engine nor the device: CUDA's generator gives other numbers on other GPUs. (A
-    task's layers have a seed each.)
+    The model is built on the CPU and then moved to the plan's device, so that initial weights depend on neither the
+    engine nor the device: CUDA's generator gives other numbers on other GPUs. (Each layer of a task has its own seed.)
 
     Args:
-        ranks: The engine, whose plan says what to build, and which can sum over ranks already.
+        ranks: The engine with its plan; it can already sum over ranks.
         keeps_float64: True if the engine trains a model in float64; else such a model is refused.
-        spill: Where large parameters lie instead of in memory. The model then stays on the CPU, and
-            the engine shards it from there.
+        spill: Stores large parameters outside memory. The model then stays on the CPU, where the engine shards it.
     """
     plan: Plan = ranks.plan
     task, settings = plan.task, plan.config.settings
@@ -72,11 +69,11 @@ def build_model(
     parts = parts_of(model)
     adapter = _adapter(ranks, model, peft, spill) if peft else None
     origin = _place(plan, model, spill)
-    # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
+    # Loaded models are in evaluation mode.
     _to_training_mode(model, task)
     batch_norm.apply(model, weakref.proxy(ranks), formats.parameter_dtype(plan.config))
-    # A task may return the same module again, with gradients of an earlier training or of a step
-    # that lost a process.
+    # A task may return the same module again, with gradients of an earlier training, or of a step interrupted by a lost
+    # process.
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
@@ -96,7 +93,7 @@ def build_model(
         watch=None if plan.part else WeightWatch(ranks, model, memory, max_norm.written(model)),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
-    # Dropout differs between ranks that see different samples, as it must.
+    # Ranks see different samples, so their dropout must differ.
     generators.seed(plan.seed + 1 + plan.data_rank)
     return model, built
 
@@ -134,7 +131,7 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
 
 
 def _adapter(ranks: Ranks, model: nn.Module, peft: str, spill: Spill | None) -> Adapter:
-    """**Collective.** Returns the file's adapter; its base is quantised if the file asks for it."""
+    """**Collective.** Returns the file's adapter; quantizes its base if the file asks for it."""
     plan = ranks.plan
     adapter = adapters.settle_adapter(
         plan.config,
@@ -149,8 +146,8 @@ def _adapter(ranks: Ranks, model: nn.Module, peft: str, spill: Spill | None) -> 
 
 
 def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
-    """**Collective.** Builds the task's model on the CPU, with the file's adapter in it; returns also
-    peft's settings, or ""."""
+    """**Collective.** Returns the task's model on the CPU, with the file's adapter in it, and peft's settings, or
+    ""."""
     plan = ranks.plan
     generators.seed(plan.seed)
     if spill is not None and plan.device.type == "cpu":
@@ -166,28 +163,28 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     problems = failures(ranks, str(failed or ""))
     if failed is not None:
         raise failed
-    if model is None or problems:  # of another rank
+    if model is None or problems:  # on another rank
         raise WorldError(f"the model could not be built: {'; '.join(problems)}")
     assert_same_model(ranks, model)
     return model, peft
 
 
 def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
-    """Moves the model to the device; with ``spill``, what did not pass through it into files. Returns
-    where a large model was built."""
+    """Moves the model to the device; with ``spill``, writes parameters that it missed to files. Returns where a large
+    model was built."""
     if spill is None:
         dtype = formats.parameter_dtype(plan.config)
-        for parameter in model.parameters():  # rounded first: the device never holds all in fp32
+        for parameter in model.parameters():  # round first, so that the device never holds all in fp32
             if parameter.is_floating_point():
                 rounded = dtype if dtype.itemsize < 4 and not formats.is_kept(parameter) else parameter.dtype
                 parameter.data = parameter.data.to(rounded)
                 parameter.data = parameter.data.to(plan.device)
-        model.to(plan.device)  # its buffers, and weights in 4 bits with their scales
+        model.to(plan.device)  # buffers, and 4-bit weights with their scales
         return ""
     large = elements(model.parameters()) > LARGE
     if plan.device.type == "cpu" and not large:
         keep_freed()
-    # What a constructor put there without registering it, such as deep copies.
+    # Parameters that a constructor put there without registering them, such as deep copies.
     for parameter in model.parameters():
         spill.add(parameter)
     spill.evict()
@@ -195,24 +192,24 @@ def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
 
 
 def small_copy(model: nn.Module, what: Any) -> Any:
-    """A deep copy of ``what``, which is ``model`` or holds it; None where that would need much memory, or cannot be made."""
+    """Returns a deep copy of ``what``, which is ``model`` or contains it; None if that needs much memory or fails."""
     if elements(model.parameters()) > LARGE:
         return None
     try:
         return copy.deepcopy(what)
-    except Exception:  # modules may hold anything
+    except Exception:  # modules may contain anything
         return None
 
 
 def without_elements(model: nn.Module) -> str:
-    """The names of the parameters without elements, which no library shards; empty where all have some."""
+    """Returns the names of parameters without elements, which no library shards; "" if there are none."""
     return ", ".join(name for name, parameter in model.named_parameters() if not parameter.numel())
 
 
 def dependences(
     task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False
 ) -> tuple[Dependence, ...]:
-    """Returns what the result depends on other than the file, as far as task and model show it.
+    """Returns the known dependencies of the result on anything but the file.
 
     Args:
         task, model: Of the run, the model in training mode.
@@ -240,16 +237,16 @@ def dependences(
 
 
 def _statistics(model: nn.Module, kind: type[nn.Module]) -> frozenset[str]:
-    """The names of the buffers that modules of a ``kind`` change in training."""
+    """Returns the names of the buffers in modules of class ``kind`` in training mode."""
     changing = {name for name, module in model.named_modules() if isinstance(module, kind) and module.training}
     return frozenset(name for name, _ in model.named_buffers() if name.rpartition(".")[0] in changing)
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint tells of a model that was just built: equal on every engine and number of ranks."""
+    """Returns a checkpoint's description of a newly built model: the same for every engine and number of ranks."""
     printed = re.sub("0x[0-9a-f]+", "", str(model))
     named = dict(model.named_parameters())
-    # What a group of an earlier training has frozen trains, unless a group says so again.
+    # Parameters frozen by a group of an earlier training count as trained.
     trained = [name for name, of in named.items() if of.requires_grad or FROZEN in vars(of)]
     return {
         "digest of str(model)": xxh3_64_hexdigest(printed.encode()),
@@ -259,8 +256,8 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def _sizes_of_others(model: nn.Module) -> Iterator[str]:
-    """Yields the size of each tensor and array in a buffer that is not saved or in an attribute, in few digits: other processors
-    compute sines in other last digits."""
+    """Yields the size of each tensor and array in a transient buffer or an attribute, with few digits, because the last
+    digits of sines depend on the processor."""
     for name, module in model.named_modules():
         transient = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
         for key, value in {**transient, **vars(module)}.items():
@@ -272,9 +269,10 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:
-    """**Collective.** Raises TaskError on every rank if ``models`` differ between ranks: names, order,
-    shapes, dtypes, what is trained, classes of modules. Called before a library sees them: engines match parameters by
-    position, and would fail inside or mix them up.
+    """**Collective.** Raises TaskError on every rank if ``models`` differ between ranks in names, order, shapes,
+    dtypes, trained parameters or module classes.
+
+    Called before a library wraps them: engines match parameters by position, and would fail internally or mix them up.
     """
     differing = first_difference(ranks, [entry for model in models for entry in _entries(model)])
     if differing:
@@ -297,7 +295,7 @@ def _entries(model: nn.Module) -> Iterator[str]:
     for name, buffer in model.named_buffers():
         yield f"buffer {name} {_form(buffer)}"
     for name, module in model.named_modules():
-        # What torch's modules say of themselves is what they compute with; others may name a rank or a device there.
+        # The extra_repr of torch's modules has what they compute with; others may include a rank or device.
         is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
         yield f"module {name} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
 

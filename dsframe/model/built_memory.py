@@ -1,7 +1,7 @@
-"""Memory in which weights lay when ``model()`` returned them.
+"""Remembers the memory of weights when ``model()`` returned them.
 
-A module may keep another tensor of a weight's memory: ``self.w = self.linear.weight.detach()``. An engine that moves weights
-(shards, flat buffers, 16 bits) leaves that tensor behind: it has the numbers of the start for ever.
+A module may keep another tensor in a weight's memory: ``self.w = self.linear.weight.detach()``. An engine that moves
+weights (shards, flat buffers, 16 bits) does not update that tensor: it keeps the initial values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class BuiltMemory:
-    """Where each weight lay; without keeping its memory."""
+    """The storage address of each weight, without keeping its memory alive."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         weak: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
@@ -27,14 +27,14 @@ class BuiltMemory:
 
     @classmethod
     def together(cls, of_models: Iterable[BuiltMemory]) -> BuiltMemory:
-        """Several models as one."""
+        """Returns the memory of several models as one."""
         joined = cls([])
         for memory in of_models:
             joined._of |= memory._of
         return joined
 
     def keep_left(self, model: nn.Module) -> None:
-        """Forgets the weights of ``model`` that lie where they lay, and memory that nothing holds any more."""
+        """Forgets weights of ``model`` that were not moved, and memory that has been freed."""
         now = {name: storage_of(weight) for name, weight in model.named_parameters()}
         self._of = {
             name: (storage, held)
@@ -43,13 +43,13 @@ class BuiltMemory:
         }
 
     def name_of(self, tensor: Tensor) -> str:
-        """The weight that lay where ``tensor`` lies, and has been moved; "" for none."""
+        """Returns the name of the weight that was moved out of the memory of ``tensor``; "" if there is none."""
         storage = storage_of(tensor) if self._of else 0
         return next((name for name, (of, held) in self._of.items() if of == storage and not held.expired()), "")
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 where it has none that torch shows."""
+    """Returns the address of a tensor's storage; 0 if torch does not provide one."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, a shard of FSDP, or without memory

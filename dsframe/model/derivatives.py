@@ -1,4 +1,5 @@
-"""Finds code that takes derivatives in the middle of a step, before an engine is made: such code needs whole weights."""
+"""Finds code that takes derivatives during a step, before an engine is created, because such code needs complete
+weights."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ _TRANSFORMS = frozenset({"functional_call", "hessian", "jacfwd", "jacobian", "ja
 
 
 def line_of(task: Task, model: nn.Module) -> str:
-    """Returns file and line of a method of the task or the model that takes derivatives, or of a function that it calls; or "".
+    """Returns file and line of a method of the task or model, or of a function that it calls, that takes derivatives;
+    "" if none.
 
-    Looks at names in compiled code, not at what runs: such code may be there and never run.
+    Inspects names in compiled code, so the code may never run.
     """
     ahead = [value for value in vars(task).values() if isinstance(value, FunctionType)]
     for cls in dict.fromkeys(cls for owner in (task, *model.modules()) for cls in type(owner).__mro__):

@@ -1,4 +1,4 @@
-"""Digests of tensors by their names: the same in any number format that holds their values."""
+"""Digests of tensors by name: the same in any dtype that represents their values exactly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The digest of tensors by their names, which this process has whole: of their values as float32."""
+    """Returns the digest of complete tensors by name, from their values as float32."""
     return combined({name: digest_of_one(tensor) for name, tensor in tensors.items()})
 
 
 def digest_of_one(parameter: Tensor) -> str:
-    """The digest of its shape and of its values as float32."""
+    """Returns the digest of the parameter's shape and its values as float32."""
     state = xxhash.xxh3_128()
     for piece in _pieces(parameter.detach()):
         state.update(piece.to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data)
@@ -25,7 +25,7 @@ def digest_of_one(parameter: Tensor) -> str:
 
 
 def flat_copy(tensor: Tensor) -> Tensor:
-    """A copy of its elements on the CPU. Of its own memory NumPy is to see nothing: torch never resizes what NumPy has seen."""
+    """Returns a flat copy on the CPU. NumPy must not see a tensor's own memory, because torch then never resizes it."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
@@ -34,11 +34,11 @@ def _pieces(tensor: Tensor, elements: int = 1 << 22) -> Iterator[Tensor]:
 
 
 def combined(digests: Mapping[str, str]) -> str:
-    """One digest of those of tensors, by their names."""
+    """Returns one digest of the ``digests`` of tensors by name."""
     lines = (f"{_without_wrappers(name)} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
 def _without_wrappers(name: str) -> str:
-    """The name in the model without an adapter: which layers have one does not make another base."""
+    """Returns the name in the model without an adapter: the base's digest does not depend on which layers have one."""
     return re.sub(r"\.(base_layer|original_module)\.", ".", name)

@@ -1,7 +1,8 @@
 """An exponential moving average of the weights (Polyak averaging), in each engine's own shards.
 
-The average of a parameter is one more tensor of the optimizer's state about it: so engines shard it, checkpoints have it by the
-parameter's name, and it is the same on any engine. Arithmetic as in torch 2.13, ``optim/swa_utils.py`` (get_ema_multi_avg_fn).
+The average of a parameter is another tensor in its optimizer state, so engines shard it, checkpoints save it by the
+parameter's name, and it is the same with any engine. Formula as in torch 2.13, ``optim/swa_utils.py``
+(get_ema_multi_avg_fn).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 KEY = "ema"
-"""Name of the average among the optimizer's tensors, and in checkpoints."""
+"""Name of the average in the optimizer state and in checkpoints."""
 
 
 @torch.no_grad()
@@ -23,11 +24,11 @@ def update(
     decay: float,
     start: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
-    """Average = decay x average + (1 - decay) x weight, of what this rank holds. The first time the average is the weight, or
-    begins at what ``start`` has for it.
+    """Updates this rank's part: average = decay x average + (1 - decay) x weight. At the first call the average is the
+    weight, or starts from its tensor in ``start``.
 
-    ``masters``: the tensors that ``optimizer`` updates. To be called after an update: an optimizer that finds any state
-    about a tensor makes none of its own.
+    ``masters``: the tensors that ``optimizer`` updates. Call it after an update: an optimizer does not initialize the
+    state of a tensor that already has some.
     """
     later = []
     for master in masters:
@@ -46,15 +47,15 @@ def update(
 
 @torch.no_grad()
 def copies(masters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Returns what this rank holds of each master now."""
+    """Returns copies of this rank's part of each master."""
     return {master: _local(master.detach()).clone() for master in masters}
 
 
 @contextmanager
 def swapped(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], publish: Callable[[], None]) -> Iterator[None]:
-    """**Collective** where ``publish`` is. Weights and averages have changed places inside.
+    """**Collective** if ``publish`` is. Swaps weights and averages inside the context.
 
-    ``publish``: makes the model have what the masters have.
+    ``publish``: copies the masters to the model.
     """
     _swap(optimizer, masters, publish)
     try:
@@ -75,5 +76,5 @@ def _swap(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], publish: 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's, whose class takes half a second to import
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, whose class takes half a second to import
     return local

@@ -1,5 +1,7 @@
-"""What modules keep by ``get_extra_state()``: saved among the buffers, by the names of a ``state_dict``, as bytes of ``torch.save``
-that ``torch.load(weights_only=True)`` reads: a checkpoint runs no code."""
+"""Saves the ``get_extra_state()`` of modules with the buffers, by the names of a ``state_dict``.
+
+The bytes are of ``torch.save``, readable by ``torch.load(weights_only=True)``, because a checkpoint must not run code.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,35 @@ KEY = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def is_extra(name: str) -> bool:
-    """True of a name that :func:`pack` gives."""
+    """Returns True for a name from :func:`pack`."""
     return name.rpartition(".")[2] == KEY
 
 
 def pack(model: nn.Module) -> Tensors:
-    """The extra state of each module that has one, as uint8, by name. Raises TaskError for what ``unpack`` would not read."""
+    """Returns the extra state of each module that has one, as uint8, by name. Raises TaskError if ``unpack`` could not
+    read it."""
     return {name: _bytes(module) for name, module in keepers(model).items()}
 
 
 def unpack(packed: Tensor) -> Any:
-    """What ``get_extra_state()`` returned, on the CPU."""
+    """Returns the value of ``get_extra_state()``, on the CPU."""
     return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def unpacked(name: str, tensor: Tensor) -> Any:
-    """A value of a ``state_dict``: ``tensor`` itself where ``name`` is none of an extra state."""
+    """Returns a value of a ``state_dict``: unpacked if ``name`` is an extra state, else ``tensor``."""
     return unpack(tensor) if is_extra(name) else tensor
 
 
 def load(model: nn.Module, packed: Tensors) -> None:
-    """Calls ``set_extra_state()`` of each module that ``packed`` names."""
+    """Calls ``set_extra_state()`` of each module in ``packed``."""
     for name, module in keepers(model).items() if packed else ():
         if name in packed:
             module.set_extra_state(unpack(packed[name]))
 
 
 def keepers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
-    """The modules that have an extra state, by its name; without ``remove_duplicate`` under each of their names."""
+    """Returns the modules with an extra state, by its name; without ``remove_duplicate`` under each of their names."""
     return {
         f"{prefix}.{KEY}".removeprefix("."): module
         for prefix, module in model.named_modules(remove_duplicate=remove_duplicate)
@@ -61,7 +64,7 @@ def _bytes(module: nn.Module) -> Tensor:
         torch.save(module.get_extra_state(), file)
         packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         unpack(packed)
-    except Exception as error:  # whatever the user's class raises, pickle, or torch for a class that it does not know
+    except Exception as error:  # any error of the user's class or pickle, or torch's for an unknown class
         raise TaskError(
             f"{type(module).__name__}.get_extra_state() cannot be saved ({type(error).__name__}): let it return tensors, numbers, "
             "texts, and lists and dicts of them"

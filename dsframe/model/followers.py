@@ -1,7 +1,7 @@
-"""What follows the evaluations of a training: early stopping, and the rate of ReduceLROnPlateau.
+"""Early stopping and ReduceLROnPlateau, which follow the metrics of evaluations.
 
-Evaluations are the same on every rank, so all ranks decide the same. Every checkpoint has the state, a few numbers: a run that goes
-on does what the run that was not interrupted does.
+Evaluations are the same on every rank, so all ranks decide the same. Every checkpoint contains the state, a few
+numbers, so that a resumed run continues like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsframe.text import Json
 
 
 class Follower:
-    """Looks at one metric of each evaluation."""
+    """Follows one metric of each evaluation."""
 
     key: str
     """The key of the file that names the metric."""
@@ -29,17 +29,17 @@ class Follower:
     def __init__(self, metric: str) -> None:
         self.metric = metric
         self.observed = 0
-        """The step of the last evaluation that was looked at."""
+        """The step of the last evaluation that was observed."""
 
     def check(self, metrics: Metrics) -> None:
-        """Raises TaskError where an evaluation has no such metric."""
+        """Raises TaskError if an evaluation does not have the metric."""
         if self.metric not in metrics:
             known = ", ".join(metrics) or "none"
             raise TaskError(f"{self.key}: no metric {self.metric!r} in the evaluation; it has {known}")
 
 
 class EarlyStop(Follower):
-    """Training ends where the metric no longer gets better: counts evaluations without a better value."""
+    """Ends training if the metric stops improving. Counts evaluations without a better value."""
 
     key = "dsframe.stop.metric"
 
@@ -51,14 +51,14 @@ class EarlyStop(Follower):
 
     @property
     def reached(self) -> str:
-        """Why training ends, or nothing."""
+        """Why training ends, or ""."""
         if self._waited < self._wanted.patience:
             return ""
         best = f"{self._sign * self._best:.6g} after step {self._best_step:,}" if self._best_step else "no finite value"
         return f"{self.metric} is not better in {self._waited} evaluation(s); the best was {best}"
 
     def observe(self, step: int, metrics: Metrics) -> str:
-        """Takes in the evaluation after ``step``. A value that is not finite is no better one. Returns nothing to be said."""
+        """Observes the evaluation after ``step``. A value that is not finite is not an improvement. Returns ""."""
         self.check(metrics)
         value = self._sign * metrics[self.metric]
         if math.isfinite(value) and value > self._best + self._wanted.min_delta:
@@ -69,7 +69,7 @@ class EarlyStop(Follower):
         return ""
 
     def state(self) -> Json:
-        """Everything that decides the end, as JSON has it: infinite is null."""
+        """Returns the complete state as JSON values; infinity is null."""
         return {
             "metric": self._wanted.metric,
             "best": self._best if math.isfinite(self._best) else None,
@@ -79,7 +79,7 @@ class EarlyStop(Follower):
         }
 
     def restore(self, state: Json) -> None:
-        """Continues from :meth:`state`; of another metric nothing is taken. Raises CheckpointError for anything else."""
+        """Restores :meth:`state`; ignores that of another metric. Raises CheckpointError if it is invalid."""
         counts: list[Any] = [state.get(key) for key in ("best_step", "waited", "observed")]
         counted = all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not counted or not _is_number(state["best"]):
@@ -90,7 +90,7 @@ class EarlyStop(Follower):
 
 
 def _is_number(value: Any) -> bool:
-    """True for numbers of JSON, and for null, which stands for infinity."""
+    """Returns True for JSON numbers, and for null, which represents infinity."""
     return type(value) in (int, float, type(None))
 
 
@@ -98,15 +98,15 @@ _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class Plateau(Follower):
-    """A rate that falls where the metric no longer gets better, the only schedule that the step number does not decide.
+    """A learning rate that falls if the metric stops improving: the only schedule that depends on more than the step.
 
-    torch's class with a stand-in optimizer, as a :data:`dsframe.model.rates.Schedule`.
+    Runs torch's class with a dummy optimizer, as a :data:`dsframe.model.rates.Schedule`.
     """
 
     key = "scheduler.params.metric"
 
     def __init__(self, base: float, params: Mapping[str, Any]) -> None:
-        """``params``: torch's arguments, and ``metric``. Raises ConfigError for what torch refuses."""
+        """``params``: torch's arguments, and ``metric``. Raises ConfigError if torch refuses them."""
         arguments = dict(params)
         super().__init__(str(arguments.pop("metric", "loss")))
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=base)
@@ -118,11 +118,11 @@ class Plateau(Follower):
         self._watched, self._base = f"{self.metric}:{self._torchs.mode}", base
 
     def __call__(self, updates: int) -> Rates:
-        """The rate that the evaluations so far have left."""
+        """Returns the current learning rate."""
         return Rates(float(self._optimizer.param_groups[0]["lr"]))
 
     def observe(self, step: int, metrics: Metrics) -> str:
-        """Takes in the evaluation after ``step``. Returns what is to be said where the rate falls."""
+        """Observes the evaluation after ``step``. Returns a message if the learning rate falls."""
         self.check(metrics)
         before = self(0).learning_rate
         self._torchs.step(metrics[self.metric])
@@ -130,15 +130,15 @@ class Plateau(Follower):
         return f"{self.metric} no longer gets better: learning rate {before:g} -> {now:g}" if now != before else ""
 
     def state(self) -> Json:
-        """Everything that decides the rates to come, as JSON has it: infinite is null."""
+        """Returns the complete state as JSON values; infinity is null."""
         values = {key: float(getattr(self._torchs, key)) for key in _KEPT}
         values |= {"rate": self(0).learning_rate, "observed": self.observed, "base": self._base}
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         return {"metric": self._watched, **finite}
 
     def restore(self, state: Json) -> None:
-        """Continues from :meth:`state`; of another metric only the rate is taken. Raises CheckpointError for anything else."""
-        state = {"metric": self._watched, "base": self._base, **state}  # an older checkpoint lacks them
+        """Restores :meth:`state`; of another metric only the learning rate. Raises CheckpointError if it is invalid."""
+        state = {"metric": self._watched, "base": self._base, **state}  # missing in older checkpoints
         if state.keys() != self.state().keys() or not all(_is_number(state[key]) for key in state if key != "metric"):
             raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
         rate = float(state["rate"]) * (self._base / state["base"]) if state["base"] else self._base

@@ -1,4 +1,4 @@
-"""Number formats of a model that the file says nothing about."""
+"""Dtypes of a model that the file does not specify."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 _KEPT = "_dsframe_fp32"
-"""Attribute of a parameter that stays in fp32 where the others are in 16 bits."""
+"""Attribute of a parameter that stays in fp32 if the others are in 16 bits."""
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -28,9 +28,11 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Returns the parts of a transformers model that its library keeps in fp32 where others are ``dtype``, and the file does not.
+    """Returns the parts of a transformers model that transformers keeps in fp32 if others are ``dtype``, and the file
+    does not.
 
-    Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: fp16 alone, _keep_in_fp32_modules_strict: bf16 too).
+    Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: only fp16, _keep_in_fp32_modules_strict: bf16
+    too).
     """
     attributes = {torch.bfloat16: ["_strict"], torch.float16: ["", "_strict"]}.get(dtype, [])
     parts = {name for kind in attributes for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()}
@@ -39,9 +41,9 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def keep_in_fp32(config: Config, model: nn.Module) -> None:
-    """Marks the parameters that the file keeps in fp32; modules of which all are kept compute in it.
+    """Marks the parameters that the file keeps in fp32. Modules whose parameters are all kept compute in fp32.
 
-    Raises ConfigError for a pattern that matches no parameter, or some of those that a layer of torch's needs in one format.
+    Raises ConfigError if a pattern matches no parameter, or only some of those that a torch layer needs in one dtype.
     """
     dtype, names = parameter_dtype(config), dict(model.named_parameters(remove_duplicate=False))
     for parameter in names.values():  # a task may return the same module again
@@ -56,7 +58,7 @@ def keep_in_fp32(config: Config, model: nn.Module) -> None:
             setattr(names[name], _KEPT, True)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn.") and list(module.parameters(recurse=False)):
-            kept = [is_kept(parameter) for parameter in module.parameters()]  # of attention also the layer behind it
+            kept = [is_kept(parameter) for parameter in module.parameters()]  # including attention's output layer
             if any(kept) and not all(kept):
                 message = (
                     f"{name} is a {type(module).__name__}, whose parameters have one format, and some of them are kept"
@@ -68,12 +70,12 @@ def keep_in_fp32(config: Config, model: nn.Module) -> None:
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
-    """True if the file keeps this parameter of the model in fp32."""
+    """Returns True if the file keeps this parameter in fp32."""
     return hasattr(parameter, _KEPT)
 
 
 def kept_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of which all parameters are kept in fp32, without those inside of them."""
+    """Returns the outermost modules whose parameters are all kept in fp32."""
     kept: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -89,7 +91,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def plain_buffers(model: nn.Module) -> None:
-    """Copies the buffers that ``expand`` or a conjugation has made: torch refuses writes, or libraries read them as they lie."""
+    """Copies buffers made by ``expand`` or a conjugation: torch refuses writes to them, or libraries read the memory
+    directly."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided:
@@ -100,9 +103,10 @@ def plain_buffers(model: nn.Module) -> None:
 
 
 def integers_as_buffers(model: nn.Module) -> None:
-    """Makes the parameters of whole numbers buffers, in place and under their names: codes and hashes, which nothing trains.
+    """Replaces integer parameters, such as codes and hashes, by buffers of the same names, because nothing trains them.
 
-    What shards or rounds parameters would make floats of them. Weights in 4 bits, which have classes of their own, stay.
+    Sharding or rounding would convert them to floats. Weights in 4 bits, which have classes of their own, do not
+    change.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -113,12 +117,11 @@ def integers_as_buffers(model: nn.Module) -> None:
 
 
 def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool, part: str = "") -> torch.dtype:
-    """Returns what the masters of ``model``'s parameters are to be in; the model's own where the file names no format.
+    """Returns the dtype of the master weights: the model's own if the file specifies none. ``part``: name of one of
+    several models.
 
-    ``part``: its name among several.
-
-    Raises TaskError for a model that is in 16 bits, or in several formats, without the file saying so; EngineError where the
-    model is in float64 and the engine cannot keep it.
+    Raises TaskError if the model is in 16 bits or several dtypes and the file does not specify one, EngineError if it
+    is in float64 and the engine does not support that.
     """
     file = config.deepspeed
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

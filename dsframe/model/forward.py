@@ -1,4 +1,4 @@
-"""How the model is called, and how the task judges what it returns."""
+"""Calls the model, and the task's loss on its outputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
-    positional ones, anything else, a packed sequence too, the one argument."""
+    """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list positional ones,
+    anything else, including a packed sequence, a single argument."""
     if isinstance(inputs, Arguments):
         return model(*inputs.args, **inputs.kwargs)
     if isinstance(inputs, Mapping):
@@ -34,7 +34,8 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, watch: WeightWatch | None) -> Any:
-    """:func:`call`, watched; objects of the model's own classes can be mapped over afterwards."""
+    """Does the same as :func:`call`, watched. Registers the model's own output classes, so that their tensors can be
+    mapped."""
     with _watched(watch):
         outputs = call(model, inputs)
     output_classes.register(outputs)
@@ -50,10 +51,11 @@ def loss_of(
     *,
     reaches: bool = False,
 ) -> Tensor:
-    """Returns the task's loss of a micro-batch times its weight, a scalar; 0 where the weight is 0.
+    """Returns the task's loss of a micro-batch times its weight, a scalar; 0 if the weight is 0.
 
-    What the task returns with it is added to ``terms``. ``reaches``: backward passes have to reach the model on every rank, also of
-    a loss that the task made of nothing, as for a batch that it leaves out. Raises TaskError for what is no loss.
+    Adds the other values that the task returns to ``terms``. ``reaches``: backward passes have to reach the model on
+    every rank, even if the loss does not depend on outputs, as for a skipped batch. Raises TaskError if the result is
+    not a loss.
     """
     with _watched(watch):
         if batch.inspect:
@@ -103,7 +105,7 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms, reaches: bool) -
 
 
 class _Reaching(torch.autograd.Function):
-    """A loss that is made of no outputs, whose backward pass goes through them with zeros."""
+    """Connects a loss that does not depend on the outputs with them, by gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *outputs: Tensor) -> Tensor:
@@ -126,5 +128,5 @@ def _watched(watch: WeightWatch | None) -> AbstractContextManager[None]:
 
 
 def elsewhere(watch: WeightWatch | None) -> AbstractContextManager[None]:
-    """Around a loss or metrics alone: uses of what other ranks have of the model are refused."""
+    """Encloses a loss or metrics. Refuses uses of model parts that other ranks have."""
     return nullcontext() if watch is None else watch.elsewhere()

@@ -1,4 +1,4 @@
-"""Whole weights where ranks hold shards of them: for losses that read weights, or for a whole step."""
+"""Gathers weights of which ranks hold shards: for losses that read weights, or for a complete step."""
 
 from __future__ import annotations
 
@@ -17,64 +17,63 @@ from dsframe.errors import TaskError
 
 
 class Shards(ABC):
-    """How a library cuts parameters. The engine's file of that library adds one to ``LIBRARIES``."""
+    """How a library shards parameters. The engine's module for that library adds an instance to ``LIBRARIES``."""
 
     puts_others = False
-    """True if whole parameters are other objects, which lie in the model while its modules run."""
+    """True if complete parameters are other objects, which the model contains while its modules run."""
 
     never_whole = ""
-    """If no rank ever has whole parameters, because each computes with its part: what to do instead of reading them."""
+    """If ranks never have complete parameters, because each computes with its part: what to do instead of reading
+    them."""
 
     @abstractmethod
     def cuts(self, weight: Any) -> bool:
-        """True of a parameter that this library has cut."""
+        """Returns True for a parameter that this library has sharded."""
 
     @abstractmethod
     def is_whole(self, weight: Any) -> bool:
-        """True if this rank has all of such a parameter at the moment."""
+        """Returns True if this rank has all of such a parameter now."""
 
     def gathering(self, weights: Sequence[Any]) -> AbstractContextManager[None]:
-        """**Collective.** Around :meth:`copies`, and around autograd's look at the shapes of ``weights``."""
+        """**Collective.** Encloses :meth:`copies`, and autograd's check of the shapes of ``weights``."""
         return nullcontext()
 
     @abstractmethod
     def copies(self, weights: Sequence[Any]) -> list[Tensor]:
-        """**Collective.** Whole copies of such parameters, in the format in which the model computes."""
+        """**Collective.** Returns complete copies of such parameters, in the dtype of the model's computation."""
 
     def keep(self, weight: Any) -> None:  # noqa: B027  # most libraries need nothing
-        """Keeps what was written to a whole ``weight`` in this rank's shard of it, where that is no part of its memory."""
+        """Copies changes of a complete ``weight`` to this rank's shard, if the shard is separate memory."""
 
     @abstractmethod
     def gradients(self, weights: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """**Collective.** What the parameters' gradients are, given those of this rank's copies."""
+        """**Collective.** Returns the parameters' gradients, given those of this rank's copies."""
 
 
 LIBRARIES: list[Shards] = []
 
 
 def library_of(weight: Any) -> Shards | None:
-    """Returns whose shard ``weight`` is; None of a plain parameter."""
+    """Returns the library that shards ``weight``; None for a plain parameter."""
     return next((library for library in LIBRARIES if library.cuts(weight)), None)
 
 
 def is_whole(weight: Any) -> bool:
-    """False where this rank has a shard of ``weight`` at the moment."""
+    """Returns False if this rank has only a shard of ``weight`` now."""
     library = library_of(weight)
     return library is None or library.is_whole(weight)
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[nn.Module]:
-    """**Collective.** ``with dsframe.gathered(self.net) as net:`` all weights of ``net`` are whole
-    inside, on every engine, for a loss that reads them::
+    """**Collective.** Gathers all weights of ``module`` inside the context, on every engine, for a loss to read::
 
         with dsframe.gathered(self.net) as net:
             penalty = sum(weight.square().sum() for weight in net.parameters())
 
-    Gradients reach the weights. Take the weights from the module inside: what was kept from before is
-    a shard. Where ranks hold shards (ZeRO-3, FSDP) each gets a copy of the module's weights, which
-    lives until the backward pass. Raises TaskError where the copy was written to:
-    :meth:`Task.after_step <dsframe.Task.after_step>` writes.
+    Gradients reach the weights. Take the weights from the module inside the context: earlier references are shards. If
+    ranks hold shards (ZeRO-3, FSDP), each gets a copy of the module's weights, which lives until the backward pass.
+    Raises TaskError if the copy was written to: use :meth:`Task.after_step <dsframe.Task.after_step>` to write.
     """
     if all(is_whole(weight) for weight in module.parameters()):
         yield module
@@ -85,7 +84,8 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """**Collective.** Copies of weights are in the place of shards inside. Raises TaskError where one was written to."""
+    """**Collective.** Replaces shards by complete copies of the weights inside the context. Raises TaskError if one was
+    written to."""
     places = {  # a module may have two names, and torch would leave a copy in it
         f"{prefix}.{key}".removeprefix("."): weight
         for prefix, part in module.named_modules()
@@ -97,13 +97,13 @@ def whole(module: nn.Module) -> Iterator[None]:
         yield
         return
     copies = dict(zip(sharded, _copies(list(sharded)), strict=True))
-    if not torch.is_grad_enabled():  # a model may take derivatives in an evaluation all the same
+    if not torch.is_grad_enabled():  # a model may take derivatives in an evaluation nevertheless
         for weight, copy in copies.items():
             copy.requires_grad_(weight.requires_grad)
     before = [(copy._version, copy.data_ptr()) for copy in copies.values()]
     recurrent = [(inner, inner._flat_weights) for inner in module.modules() if isinstance(inner, nn.RNNBase)]
     with _reparametrize_module(module, {name: copies[weight] for name, weight in places.items()}):
-        for inner, _ in recurrent:  # which keep their weights in a list as well
+        for inner, _ in recurrent:  # RNNs also keep their weights in a list
             inner._flat_weights = [getattr(inner, name, None) for name in inner._flat_weights_names]
         try:
             yield
@@ -119,7 +119,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_calls(module: nn.Module) -> Any:
-    """A library's hooks look for its own weights in a module that is called."""
+    """Returns a hook that refuses calls, because a library's hooks expect its own weights in a called module."""
     inside = set(module.modules())
 
     def refuse(called: nn.Module, _: Any) -> None:
@@ -140,7 +140,8 @@ def _copies(weights: list[Any]) -> tuple[Tensor, ...]:
 
 
 class _Copies(Function):
-    """Copies of weights. One function for all, so that ranks reduce the same gradients in the same order: zeros are some."""
+    """Copies weights in one function for all, so that ranks reduce the same gradients in the same order; some may be
+    zeros."""
 
     @staticmethod
     def forward(ctx: Any, library: Shards, *weights: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Hooks on gradients of parameters: they are to see the gradient of the global batch, once a step."""
+"""Hooks on gradients of parameters, which are to get the gradient of the global batch, once a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from dsframe.errors import EngineError, TaskError
 
 GradientHooks = Mapping[str, Sequence[Callable[[Tensor], Any]]]
-"""Parameter's name -> what ``Tensor.register_hook`` was given, in order."""
+"""Arguments of ``Tensor.register_hook``, in order, by parameter name."""
 
 
 def find(model: nn.Module) -> GradientHooks:
-    """Returns the hooks of ``model``. Raises TaskError for those that torch calls after it has accumulated a gradient."""
+    """Returns the hooks of ``model``. Raises TaskError for hooks that torch calls after accumulating a gradient."""
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     if names := [name for name, parameter in parameters if parameter._post_accumulate_grad_hooks]:
         raise TaskError(
@@ -28,14 +28,14 @@ def find(model: nn.Module) -> GradientHooks:
 
 
 def take(model: nn.Module, hooks: GradientHooks) -> None:
-    """Takes ``hooks`` off ``model``: the engine itself will call them."""
+    """Removes ``hooks`` from ``model``, because the engine calls them."""
     for name in hooks:
         parameter: Any = model.get_parameter(name)
         parameter._backward_hooks.clear()
 
 
 def call(hooks: Sequence[Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
-    """Returns what torch makes of ``gradient`` by ``hooks``."""
+    """Returns the result of ``hooks`` for ``gradient``, as torch would compute it."""
     for hook in hooks:
         returned = hook(gradient)
         gradient = gradient if returned is None else returned
@@ -44,7 +44,8 @@ def call(hooks: Sequence[Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refuse_nonlinear(model: nn.Module, hooks: GradientHooks, engine: str) -> None:
-    """Raises EngineError where torch itself calls ``hooks``, with parts of the global gradient, and their sum is not the same."""
+    """Raises EngineError if torch itself calls ``hooks``, with parts of the global gradient, and a hook is not
+    linear."""
     draw = torch.Generator().manual_seed(0)
     for name, of_parameter in hooks.items():
         shape = model.get_parameter(name).shape

@@ -1,7 +1,7 @@
-"""Groups of parameters: which of them decay otherwise, learn faster, or are frozen; the same on every engine.
+"""Groups of parameters with other weight decay or learning rate, or frozen ones; the same on every engine.
 
-They are settled by names, when the model is built and before an engine changes it. What an engine trains in the end, such as its
-masters, shards or a stage's layers, it looks up here by the names of the model.
+Groups are determined by name when the model is built, before an engine changes it. An engine then looks up what it
+trains, such as masters, shards or a stage's layers, by the model's names.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 
 
 class _Wanted:
-    """The groups that the file or the task asks for, and how a mistake in them is said."""
+    """The groups requested by the file or the task, which also creates errors about them."""
 
     def __init__(self, config: Config, task: Task, model: nn.Module) -> None:
-        """Raises TaskError where both have some, or the task's are none."""
+        """Raises TaskError if both have some, or if the task's are invalid."""
         self._config, self._whose = config, ""
         self.groups: Sequence[ParameterGroup] = config.settings.parameter_groups
         given = task.parameter_groups(model)
@@ -54,7 +54,6 @@ class _Wanted:
                 raise self.wrong(index, *group.contradiction)
 
     def wrong(self, index: int, message: str, remedy: str) -> DsframeError:
-        """An error about one group."""
         if self._whose:
             return TaskError(f"{self._whose}[{index}]: {message}; {remedy}")
         where = ("dsframe", "parameter_groups", index)
@@ -62,17 +61,17 @@ class _Wanted:
 
 
 def are_asked(config: Config, task: Task) -> bool:
-    """True if :func:`settle_groups` may find groups."""
+    """Returns True if :func:`settle_groups` may find groups."""
     settings = config.settings
     task_has_groups = gives(task, "parameter_groups")
     return bool(settings.parameter_groups) or settings.no_decay != "none" or task_has_groups
 
 
 def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
-    """The file's and the task's groups for ``model``, whose parameters of frozen groups no longer need a gradient.
+    """Returns the groups of file and task for ``model``, and freezes its parameters of frozen groups.
 
-    Looks only at names, sizes and classes, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
-    where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
+    Uses only names, sizes and classes, so the model may be on the meta device. Raises ConfigError, or TaskError for the
+    task's groups, if a pattern matches nothing, a parameter is in two groups, or all parameters are frozen.
     """
     for parameter in model.parameters():
         if vars(parameter).pop(FROZEN, False):
@@ -102,7 +101,7 @@ def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGrou
 
 
 def without_decay(model: nn.Module) -> list[str]:
-    """Names of the parameters that Hugging Face's Trainer does not decay."""
+    """Returns the names of the parameters that Hugging Face's Trainer does not decay."""
     normed = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     return [
         name
@@ -111,8 +110,36 @@ def without_decay(model: nn.Module) -> list[str]:
     ]
 
 
+def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
+    """Returns the factors of ``layer_decay``, as in BEiT and MAE (He et al. 2021, arXiv 2111.06377), with blocks
+    counted from 1."""
+    decay = config.settings.layer_decay
+    if decay is None:
+        return {}
+    block_class = switches.repeated(model)
+    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == block_class]
+    inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
+    if not inside:
+        message, remedy = (
+            "the model repeats no block, so it has no layers to count",
+            "write parameter_groups with lr_scale",
+        )
+        path = ("dsframe", "layer_decay")
+        raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
+    scales = {}
+    last_block = 0
+    for name, parameter in model.named_parameters():
+        layer = inside.get(id(parameter))
+        last_block = max(last_block, layer or 0)
+        if layer is None:  # before or after the blocks
+            layer = 0 if last_block == 0 else len(blocks) + 1
+        if layer <= len(blocks) and decay != 1.0:
+            scales[name] = decay ** (len(blocks) + 1 - layer)
+    return scales
+
+
 def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:
-    """The group and the pattern that match each parameter, under whichever of its names."""
+    """Returns group and pattern for each matched parameter, under any of its names."""
     first: dict[int, str] = {}
     every = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     claims: dict[str, tuple[int, str]] = {}

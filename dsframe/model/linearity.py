@@ -1,9 +1,9 @@
-"""Finds what a user's code makes of gradients in the middle of a backward pass where it is not linear: a clip, a sign, a norm.
+"""Finds user code that changes gradients nonlinearly during a backward pass: a clip, a sign, a norm.
 
-Gradients there are of one micro-batch's loss: parts of the global gradient, on a scale of their own. What is not linear makes
-another sum of them for each size of the micro-batch. Hooks of outputs and of modules, and the ``backward`` of a
-``torch.autograd.Function``, are asked twice in the first step: with the gradients, and with twice the gradients. A ``backward``
-that may go through a graph is not asked: a second time would add to gradients.
+Gradients there are of one micro-batch's loss: parts of the global gradient, with a different scale. After a nonlinear
+change their sum depends on the micro-batch size. Hooks of outputs and modules, and the ``backward`` of a
+``torch.autograd.Function``, are called twice in the first step: with the gradients, and with twice the gradients. A
+``backward`` that may run autograd is not tested, because a second call would accumulate gradients.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dsframe.text import Say
 from dsframe.values import tensors_of
 
 _DIFFERENTIATES = {"backward", "grad", "autograd", "enable_grad", "func", "checkpoint"}
-"""Names in code that goes through a graph."""
+"""Names in code that runs autograd."""
 _PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
 
 
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
-    """Returns whether ``function`` gives twice what it has ``returned`` for twice the ``gradients``; True where it cannot be asked
+    """Returns True if ``function`` returns twice ``returned`` for twice the ``gradients``, or if it cannot be called
     again."""
     devices = {leaf.device for leaf in tensors_of(gradients) if leaf.is_cuda}
     try:
@@ -40,12 +40,12 @@ def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returne
             for first, second in zip(tree_leaves(returned), tree_leaves(again), strict=True)
             if isinstance(first, Tensor) and isinstance(second, Tensor)
         )
-    except Exception:  # such as tensors of a context that may be read once, and results that have no one shape
+    except Exception:  # for example a context whose tensors can be read only once, or results of varying shape
         return True
 
 
 def examining(hook: Callable[[Tensor], Any], place: str, say: Say) -> Callable[[Tensor], Any]:
-    """Returns ``hook`` of an output's gradient, registered at ``place``, so that it is examined."""
+    """Returns ``hook``, a hook on an output's gradient registered at ``place``, wrapped to test it."""
 
     def examined(gradient: Tensor) -> Any:
         returned = hook(gradient)
@@ -57,7 +57,7 @@ def examining(hook: Callable[[Tensor], Any], place: str, say: Say) -> Callable[[
 
 
 def examine_hooks(model: nn.Module, say: Say) -> None:
-    """Examines each backward hook of the modules of ``model`` at its first call."""
+    """Tests each backward hook of the modules of ``model`` at its first call."""
     for name, module in model.named_modules():
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             for key, hook in hooks.items():
@@ -81,7 +81,7 @@ def _examined_once(hook: Callable[..., Any], name: str, say: Say) -> Callable[..
 
 
 def examine_functions(nodes: Iterable[Any], say: Say) -> None:
-    """Examines the user's ``torch.autograd.Function`` among a loss's ``nodes``, each class once."""
+    """Tests each of the user's ``torch.autograd.Function`` classes among a loss's ``nodes`` once."""
     by_class = {function: node for node in nodes if (function := getattr(type(node), "_forward_cls", None))}
     for function, node in by_class.items():
         if isinstance(function.backward, FunctionType) and _may_be_asked(function.backward, node):
@@ -89,7 +89,8 @@ def examine_functions(nodes: Iterable[Any], say: Say) -> None:
 
 
 def _may_be_asked(backward: FunctionType, context: Any) -> bool:
-    """Returns whether ``backward``, and the user's functions that it calls, use only torch and the numbers in its ``context``."""
+    """Returns True if ``backward``, and the user's functions that it calls, use only torch and values in its
+    ``context``."""
     known = {*dir(builtins), *dir(torch), *dir(nn.functional), *dir(Tensor), *dir(type(context))} - _DIFFERENTIATES
     functions = [backward]
     for function in functions:

@@ -1,8 +1,8 @@
-"""``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)`` on any number of ranks.
+"""Implements ``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)`` on any number of ranks.
 
-torch shortens the rows that a forward pass looks up, in place: the rows of one rank's samples, in the model's weights. Where
-ranks hold copies these drift apart; where the optimizer has masters or shards it writes over them. So the rows of all ranks are
-shortened, where the optimizer has them. Arithmetic as in torch 2.13, ``aten/src/ATen/native/Embedding.cpp``
+Torch renormalizes the rows that a forward pass looks up, in place: those of one rank's samples, in the model's weights.
+Full replicas on ranks then diverge, and an optimizer with masters or shards overwrites the change. So the rows of all
+ranks are renormalized, in the optimizer's copy. Arithmetic as in torch 2.13, ``aten/src/ATen/native/Embedding.cpp``
 (embedding_renorm_cpu_).
 """
 
@@ -19,15 +19,15 @@ from dsframe.model.gathered import library_of
 
 
 class _Limited:
-    """What an embedding with a limit has."""
+    """Attributes of an embedding with a maximum norm."""
 
     limit: float
     shorten: Callable[[Any, Tensor], None] | None
-    """**Collective.** Shortens the rows of all ranks; None of a frozen one, which is left as it is."""
+    """**Collective.** Renormalizes the rows that any rank uses; None for a frozen embedding, which does not change."""
 
 
 class LimitedEmbedding(_Limited, nn.Embedding):
-    """An embedding whose limit holds on all ranks."""
+    """An embedding whose maximum norm applies on all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         if self.training and self.shorten:
@@ -37,7 +37,7 @@ class LimitedEmbedding(_Limited, nn.Embedding):
 
 
 class LimitedBag(_Limited, nn.EmbeddingBag):
-    """A sum or mean of embeddings whose limit holds on all ranks."""
+    """A sum or mean of embeddings whose maximum norm applies on all ranks."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if self.training and self.shorten:
@@ -65,7 +65,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Embedding: LimitedEmbedding
 
 
 def share_limits(model: nn.Module, engine: Any) -> None:
-    """Lets the limits of the embeddings of ``model`` hold on all ranks of ``engine``, a ``ModelEngine``."""
+    """Makes the maximum norms of embeddings in ``model`` apply on all ranks of ``engine``, a ``ModelEngine``."""
     for name, module in model.named_modules():
         kind: Any = next((kind for base, kind in _KINDS.items() if isinstance(module, base)), None)
         limit = module.limit if isinstance(module, _Limited) else getattr(module, "max_norm", None)
@@ -85,26 +85,26 @@ def share_limits(model: nn.Module, engine: Any) -> None:
 
 
 def _names_limit(cls: type) -> bool:
-    """Returns whether a method of a user's class reads ``max_norm`` other than to hand it to torch's constructor."""
+    """Returns True if a method of a user's class reads ``max_norm`` outside ``__init__``."""
     users = [base for base in cls.__mro__ if issubclass(base, tuple(_KINDS)) and base not in _KINDS]
     functions = [value for base in users for name, value in vars(base).items() if name != "__init__"]
     return any("max_norm" in getattr(getattr(value, "__code__", None), "co_names", ()) for value in functions)
 
 
 def written(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights that forward passes in training write for it."""
+    """Returns the names of the weights that are renormalized in training."""
     limited = {name: module for name, module in model.named_modules() if isinstance(module, _Limited)}
     return frozenset(f"{name}.weight".removeprefix(".") for name, module in limited.items() if module.shorten)
 
 
 def refuse(model: nn.Module) -> None:
-    """Raises EngineError where a pipeline would leave each rank with limits of its own."""
+    """Raises EngineError if the model has a maximum norm, which ranks of a pipeline cannot share."""
     if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
         raise EngineError("a pipeline cannot keep an embedding's max_norm; leave it out, or train without a pipeline")
 
 
 def _shortening(engine: Any, name: str) -> Callable[[Any, Tensor], None]:
-    """**Collective.** What shortens the rows that any rank looks up."""
+    """Returns a **collective** function that renormalizes the rows that any rank looks up."""
 
     @torch.no_grad()
     def shorten(module: Any, indices: Tensor) -> None:

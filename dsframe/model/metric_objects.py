@@ -1,7 +1,7 @@
-"""torchmetrics objects of a task: each sample counts once, whatever the engine and the number of ranks.
+"""Runs a task's torchmetrics objects so that each sample counts once, with any engine and number of ranks.
 
-torchmetrics gathers states by torch.distributed, which not every engine has. It takes another function for it
-(``dist_sync_fn``, torchmetrics 1.x, ``metric.py``), and here gets the collective that all engines have.
+torchmetrics gathers states by torch.distributed, which not every engine has. It accepts another function
+(``dist_sync_fn``, torchmetrics 1.x, ``metric.py``): here the collective that all engines have.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dsframe.values import copied, same
 
 
 class FailedMetricError(TaskError):
-    """A metric that raises: of more samples, or of others, it may not."""
+    """A metric that raises; with more or other samples it may not."""
 
 
 def reset(engine: Ranks) -> None:
-    """Empties the metric objects. Raises TaskError where one is none, or keeps what cannot be gathered."""
+    """Resets the metric objects. Raises TaskError for objects of another type, or with a state that cannot be
+    gathered."""
     for name, metric in engine.plan.task.metric_objects.items():
         whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
         if not all(callable(getattr(metric, verb, None)) for verb in ("update", "compute", "reset", "modules")):
@@ -41,9 +42,10 @@ def reset(engine: Ranks) -> None:
 
 
 def compute(engine: Ranks) -> dict[str, float]:
-    """**Collective.** Returns the metric objects' numbers over all samples; those of a dict are named ``name_key``.
+    """**Collective.** Returns the metrics over all samples; those in a dict are named ``name_key``.
 
-    Raises FailedMetricError where one raises (a RuntimeError goes through), TaskError where one gives something else than numbers.
+    Raises FailedMetricError if one raises (except RuntimeError, which passes through), TaskError if a result is not a
+    number.
     """
     numbers: dict[str, float] = {}
     for name, metric in engine.plan.task.metric_objects.items():
@@ -69,14 +71,15 @@ def compute(engine: Ranks) -> dict[str, float]:
 
 
 def _connect(engine: Ranks, metric: Any, whose: str) -> None:
-    """Raises TaskError where a state is a list that is not joined: ranks have other numbers of entries."""
+    """Makes a metric gather its states. Raises TaskError for a list that is not concatenated: its length differs
+    between ranks."""
     for state, reduction in metric._reductions.items():
         if isinstance(metric._defaults[state], list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
             raise TaskError(
                 f"{whose} keeps {state!r} as a list for each batch, which ranks cannot join; compute it in metrics_of_all()"
             )
 
-    # Tensors that are no states, as MinMaxMetric's bounds, are not reset; the first ones are kept on the object.
+    # Tensors that are not states, such as MinMaxMetric's bounds, are not reset; the object keeps the initial ones.
     loose = {name for name, value in vars(metric).items() if isinstance(value, Tensor) and not name.startswith("_")}
     first = {name: vars(metric)[name] for name in loose - metric._defaults.keys()}
     vars(metric).update(vars(metric).setdefault("_dsframe_first", first))
@@ -84,14 +87,15 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [gathered.to(tensor.device) for gathered in all_gather_tensor(engine, tensor)]
 
-    metric.sync_on_compute = metric._to_sync = True  # else each rank has the number of its own samples
+    metric.sync_on_compute = metric._to_sync = True  # else each rank has the value of its own samples
     metric.dist_sync_fn = gather
     metric.distributed_available_fn = lambda: engine.plan.world.size > 1
     vars(metric)["_dsframe_reset"] = {name: copied(value) for name, value in _but_states(metric)}
 
 
 def _but_states(metric: Any) -> list[tuple[str, Any]]:
-    """What a metric keeps that torchmetrics neither gathers nor resets. A private switch may be set by the first batch."""
+    """Returns the attributes that torchmetrics neither gathers nor resets, without private bools, which the first batch
+    may set."""
     import torchmetrics
 
     known = {name for name in vars(torchmetrics.SumMetric()) if name.startswith("_")} | metric._defaults.keys()
@@ -104,11 +108,11 @@ def _but_states(metric: Any) -> list[tuple[str, Any]]:
 
 
 def _refuse_unknown_states(metric: Any, whose: str) -> None:
-    """Raises TaskError where the updates since the reset have changed what is no state: each rank has its own."""
+    """Raises TaskError if updates have changed attributes that are not states, because each rank has its own."""
     for part in metric.modules():
         before = getattr(part, "_dsframe_reset", {})
         for name, value in _but_states(part) if before else ():
-            if before.get(name) is not None and not same(before[name], value):  # what is made late is a setting
+            if before.get(name) is not None and not same(before[name], value):  # None before: a setting
                 raise TaskError(
                     f"{whose} keeps {name!r}, which ranks cannot gather; make it a state: self.add_state({name!r}, ...)"
                 )

@@ -1,4 +1,4 @@
-"""One micro-batch: what goes into a forward and backward pass."""
+"""Defines a micro-batch: the input of one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ Pair = tuple[Inputs, Any]
 """Inputs and targets of a batch."""
 
 Measure = Callable[[Any, Any], Sums]
-"""Makes sums of the outputs and the targets of an evaluation batch."""
+"""Computes sums from the outputs and targets of an evaluation batch."""
 
 Terms = dict[str, Sum]
-"""The terms that a task's loss returned with the loss, added up over the micro-batches of a step."""
+"""Values that a task returned with the loss, summed over the micro-batches of a step."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass is computed from."""
+    """The input of one forward and backward pass."""
 
     inputs: Inputs
     targets: Any
     weight: Tensor | float = 1.0
-    """Factor on the loss: a number, or a 0-d float32 tensor on the device, which may be 0 and is 1
-    on average."""
+    """Factor on the loss: a number, or a 0-d float32 tensor on the device, which may be 0 and is 1 on average."""
     inspect: Callable[[Any, Any], None] | None = None
-    """Called with the outputs and the targets before the backward pass."""
+    """Called with outputs and targets before the backward pass."""
     draws: SampleDraws | None = None
-    """Gives the random numbers of the loss to samples."""
+    """Assigns the random numbers of the loss to samples."""
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Inputs, Any]], weight: float = 1.0) -> Iterator[MicroBatch]:
@@ -47,7 +46,7 @@ class MicroBatch:
 
 
 class Arguments(NamedTuple):
-    """Inputs of a model that is called with positional arguments and keywords."""
+    """Inputs of a model that is called with positional and keyword arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -1,14 +1,12 @@
-"""The optimizer that the file names, the same one on every engine.
+"""Creates the optimizer that the file names, the same on every engine.
 
-DeepSpeed's ``Adam`` and ``AdamW`` compile a C++ op at first use, for about two minutes on a cold machine (measured). torch's
-own ``AdamW(fused=True)`` is the same mathematics, compiled already; it is what every engine runs unless the file asks for
-DeepSpeed's op with ``"torch_adam": false``, for Muon's Adam half too. Where the two differ in a default, DeepSpeed's wins: weight
-decay is 0 when the file is silent (torch's AdamW would take 0.01).
+DeepSpeed's ``Adam`` and ``AdamW`` compile a C++ op at first use, for about two minutes on a cold machine (measured).
+Torch's ``AdamW(fused=True)`` computes the same and is already compiled. Every engine uses it unless the file asks for
+DeepSpeed's op with ``"torch_adam": false`` (also for Muon's Adam half), or for an option that only DeepSpeed has (no
+bias correction). Where defaults differ, DeepSpeed's apply: weight decay is 0 if the file does not set it (torch's
+AdamW: 0.01).
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
-
-Where torch's cannot do what the file asks for (an Adam without bias correction), it is
-DeepSpeed's op as well.
 """
 
 from __future__ import annotations
@@ -34,22 +32,23 @@ _DEEPSPEED_ONLY = frozenset({"lamb", "lion", "muon"})
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The meaning of the file's ``optimizer`` section."""
+    """The file's ``optimizer`` section."""
 
     kind: str
     """``optimizer.type`` as written."""
     cls: Callable[..., torch.optim.Optimizer] | None
-    """torch's class, or what makes the user's own; None for DeepSpeed's own optimizers, which torch lacks."""
+    """Torch's class, or a function that creates the user's; None for optimizers that only DeepSpeed has."""
     arguments: Mapping[str, Any]
     """Keyword arguments of ``cls``, or ``optimizer.params`` as written."""
     legacy_fusion: bool = False
-    """DeepSpeed's choice between the wrappers of its fused Adam."""
+    """Selects among DeepSpeed's wrappers of its fused Adam."""
     kept_outside: set[str] = field(default_factory=set, compare=False)
-    """What a user's optimizer has changed in its first step that is not in its state: no checkpoint has it."""
+    """Attributes that a user's optimizer has changed in its first step outside its state; no checkpoint has them."""
 
     @property
     def learning_rate(self) -> float:
-        """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
+        """The base learning rate of schedules: the file's, else the optimizer's default; the higher one of Muon's
+        halves."""
         if self.kind.lower() == "muon":
             return max(muon_rates(self.arguments))
         if self.is_custom:
@@ -59,18 +58,19 @@ class OptimizerSpec:
 
     @property
     def is_custom(self) -> bool:
-        """True for an optimizer of the user's own, by class or made by the task."""
+        """True for an optimizer of the user's, given by class or made by the task."""
         return ":" in self.kind or self.kind == OF_TASK
 
     @property
     def name(self) -> str:
-        """The class, or where the task makes it its method."""
+        """Name of the class, or of the task's method."""
         return self.kind if self.cls is None else self.cls.__name__
 
     def build(self, parameters: list[Any]) -> torch.optim.Optimizer:
-        """torch's optimizer over ``parameters``, or groups of them.
+        """Returns torch's optimizer of ``parameters``, or groups of them.
 
-        Raises EngineError for DeepSpeed's own optimizers, ConfigError where an argument is unknown or out of range.
+        Raises EngineError for optimizers that only DeepSpeed has, ConfigError if an argument is unknown or out of
+        range.
         """
         if self.cls is None:
             raise EngineError(
@@ -94,7 +94,7 @@ class OptimizerSpec:
         return optimizer
 
     def for_deepspeed(self) -> dict[str, Any]:
-        """The ``optimizer`` section from which DeepSpeed builds this very optimizer."""
+        """Returns the ``optimizer`` section that makes DeepSpeed build the same optimizer."""
         if self.cls in (torch.optim.Adam, torch.optim.AdamW):
             decoupled = self.cls is torch.optim.AdamW
             return {"type": "Adam", "params": {**self.arguments, "adam_w_mode": decoupled, "torch_adam": True}}
@@ -109,16 +109,16 @@ def _tensors(parameters: list[Any]) -> set[int]:
 
 
 def refuse_decay(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError where parameters have a weight decay of their own, of which this optimizer knows nothing."""
+    """Raises ConfigError if parameter groups have a weight decay, which this optimizer does not support."""
     if "weight_decay" not in optimizer.defaults and any("weight_decay" in group for group in optimizer.param_groups):
         message = f"{type(optimizer).__name__} has no weight_decay, and parameter groups have one"
         raise ConfigError([Problem("error", "optimizer.type", message, "choose another optimizer", code="value")])
 
 
 def read(config: Config) -> OptimizerSpec:
-    """The file's optimizer. Raises ConfigError where there is none, or neither DeepSpeed nor torch knows it.
+    """Returns the file's optimizer. Raises ConfigError if there is none, or if neither DeepSpeed nor torch has it.
 
-    DeepSpeed's names are read in any case, torch's as torch writes them.
+    DeepSpeed's names are case-insensitive, torch's are not.
     """
     section = config.deepspeed.optimizer
     if section is None:
@@ -144,7 +144,7 @@ def read(config: Config) -> OptimizerSpec:
 
 
 def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
-    """``spec``, with the task's method where the file's type is "task". Raises TaskError where it has none."""
+    """Returns ``spec``, with the task's method if the file's type is "task". Raises TaskError if it has none."""
     if spec.kind != OF_TASK:
         return spec
     if not gives(task, "optimizer"):
@@ -155,7 +155,8 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
 
 
 def try_out(spec: OptimizerSpec, device: torch.device) -> None:
-    """Makes one update of a number with torch's optimizer. Raises ConfigError where torch refuses its arguments on this device."""
+    """Makes one update of a scalar with torch's optimizer. Raises ConfigError if torch refuses its arguments on this
+    device."""
     if spec.is_custom or spec.cls is None or spec.cls is torch.optim.SparseAdam:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
@@ -168,7 +169,8 @@ def try_out(spec: OptimizerSpec, device: torch.device) -> None:
 
 
 def _users_class(name: str) -> type[torch.optim.Optimizer]:
-    """The user's class ``module:Class``. Raises ConfigError where there is none, or it is no optimizer of torch's kind."""
+    """Returns the user's class ``module:Class``. Raises ConfigError if it does not exist or is not a torch
+    optimizer."""
     module, _, attribute = name.partition(":")
     try:
         cls = getattr(import_module(module), attribute)
@@ -181,11 +183,11 @@ def _users_class(name: str) -> type[torch.optim.Optimizer]:
 
 def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     arguments = dict(params)
-    # "Adam" means AdamW unless it says otherwise.
+    # "Adam" means AdamW unless adam_w_mode is false.
     decoupled = arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
     torch_adam = arguments.pop("torch_adam", None)
     arguments.pop("bias_correction", None)  # torch's always corrects it
-    arguments.pop("set_grad_none", None)  # of no effect on what is trained
+    arguments.pop("set_grad_none", None)  # no effect on training
     arguments.pop("fp32_optimizer_states", None)  # the masters are fp32, and torch's moments have their dtype
     if torch_adam is None:
         arguments.setdefault("weight_decay", 0.0)

@@ -1,4 +1,4 @@
-"""Objects of a model's own classes that hold tensors: torch and libraries see into them as into tuples and dicts."""
+"""Makes tensors in objects of a model's own classes visible to torch and libraries, like those in tuples and dicts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dsframe.errors import TaskError
 from dsframe.values import attributes_of, tensors_of
 
 _DEPTH = 3
-"""Levels of attributes that are looked at for a tensor."""
+"""Levels of attributes that are searched for tensors."""
 _REGISTERED: set[type] = set()
 _TRANSPARENT = (Tensor, tuple, list, dict, type(None))
-"""What every library looks into."""
+"""Types that every library searches."""
 
 
 def register(value: Any) -> None:
-    """Registers the classes of ``value``, and of what it contains, as nodes of torch's trees where they hold tensors.
+    """Registers the classes of ``value``, and of objects in it, as pytree nodes if they contain tensors.
 
-    Casts of outputs and evaluations then treat their attributes as they treat the fields of a named tuple. For the rest of the
-    process; objects are rebuilt without calling ``__init__``.
+    Casts of outputs and evaluations then treat their attributes like fields of a named tuple. Lasts until the process
+    ends; objects are rebuilt without calling ``__init__``.
     """
     for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED - {deque}:
         pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls), flatten_with_keys_fn=_flatten_with_keys)
@@ -34,9 +34,12 @@ def register(value: Any) -> None:
 
 
 def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Lets hooks see the tensors in objects that ``modules`` take and return, and those that they leave in attributes, such as an
-    auxiliary loss: hooks that a library adds until what is returned is called. Torch's own hooks, and those of libraries, find none
-    there, and then miss a module's backward pass."""
+    """Makes tensors visible to hooks: those in objects that ``modules`` take and return, and those left in attributes,
+    such as an auxiliary loss.
+
+    Applies to hooks that a library adds before it calls the returned function. Without it, they do not find such
+    tensors, and miss a module's backward pass.
+    """
     modules = list(modules)
     shown = [
         (module, _Shown(), _Shown(refuses=True, parts=_users_parts(module, {*modules} - {module})))
@@ -56,10 +59,10 @@ def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 class _Shown:
-    """What a module takes, or what it returns, together with a list of the tensors in its objects."""
+    """Replaces a module's inputs or outputs by a tuple with a list of the tensors in their objects, and back."""
 
     _places: list[tuple[Any, Any]] | None = None
-    """Object and attribute, or deque and index, of each; None where libraries see all by themselves."""
+    """Object and attribute, or deque and index, of each tensor; None if libraries see all of them."""
 
     def __init__(self, *, refuses: bool = False, parts: Iterable[nn.Module] = ()) -> None:
         self._refuses, self._attributes = refuses, [vars(part) for part in parts]
@@ -87,8 +90,8 @@ class _Shown:
 
 
 def _refuse_hidden(module: nn.Module, value: Any) -> None:
-    """Raises TaskError where what ``module`` returns holds a tensor with a gradient that no hook can see: in a function, for
-    example. Its backward pass would then come before, or after, what a library does around it."""
+    """Raises TaskError if the output of ``module`` contains a tensor with a gradient that no hook can see, for example
+    in a function. Its backward pass would then run outside the library's hooks."""
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, Tensor) and _hides(leaf, _DEPTH):
             name = type(module).__name__.removeprefix("FSDP")
@@ -112,7 +115,7 @@ def _hides(value: Any, depth: int) -> bool:
         inside = [value.__self__]
     elif isinstance(value, partial):
         inside = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, Iterator):  # what it holds shows only when it is used up
+    elif isinstance(value, Iterator):  # its contents show only when it is consumed
         return True
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         inside = list(value)
@@ -131,12 +134,12 @@ def _content(cell: CellType) -> Any:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """True of a layer, which takes and returns tensors."""
+    """Returns True for a torch layer, which takes and returns tensors."""
     return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
 
 
 def _users_parts(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yields ``module`` and what is inside of it, but for ``others`` and torch's layers."""
+    """Yields ``module`` and the modules inside it, without ``others`` and torch's layers."""
     if not _is_torchs(module):
         yield module
     for child in module.children():
@@ -170,7 +173,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
-    """Yields the objects that hold tensors, and those around them."""
+    """Yields the objects that contain tensors, and those around them."""
     if isinstance(value, (Tensor, str, bytes, int, float, nn.Module, type, type(None))):
         return
     cls = type(value)
@@ -178,7 +181,7 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
         parts = value.values() if isinstance(value, dict) else value
         for part in parts if isinstance(value, (dict, tuple, list, deque)) else ():
             yield from _objects(part, depth)
-        if isinstance(value, deque) and _holds_tensors(value):  # which torch's trees know, and FSDP does not
+        if isinstance(value, deque) and _holds_tensors(value):  # a pytree node, but unknown to FSDP
             yield value
     elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes_of(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]

@@ -1,4 +1,5 @@
-"""Methods of nn.Module that a model overrides: libraries call them as torch does, and count on what they give."""
+"""Checks methods of nn.Module that a model overrides, because libraries call them like torch and rely on the
+results."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 
 def refuse(model: Any, task: str) -> None:
-    """Raises TaskError for what is no nn.Module, or has an override that cannot be called as nn.Module's or leaves parameters out.
+    """Raises TaskError if the model is no nn.Module, or if an override has another signature or omits parameters.
 
     ``task``: the name of the task's class.
     """
@@ -67,7 +68,7 @@ def _overrides(cls: type[nn.Module], names: Collection[str]) -> bool:
 
 
 def _walk(module: nn.Module) -> list[nn.Module]:
-    """The module and all below it, in torch's order."""
+    """Returns the module and all below it, in torch's order."""
     below = [part for child in module._modules.values() if child is not None for part in _walk(child)]
     return list(dict.fromkeys([module, *below]))
 
@@ -83,7 +84,7 @@ def _leaves_out(module: nn.Module) -> bool:
 
 
 def _lacks_unknown_names(module: nn.Module) -> bool:
-    """True if a name that nobody gives ends in AttributeError, as ``hasattr`` and ``getattr`` with a default need it."""
+    """Returns True if an unknown name raises AttributeError, which ``hasattr`` and ``getattr`` with a default need."""
     try:
         return not hasattr(module, "_dsframe_no_such_name")
     except Exception:
@@ -94,7 +95,7 @@ def _callable_alike(theirs: Callable[..., Any], torchs: Callable[..., Any]) -> b
     signature = inspect.signature(theirs)
     _, *arguments = inspect.signature(torchs).parameters.values()
     optional = [argument.name for argument in arguments if argument.default is not argument.empty]
-    required = [None] * (len(arguments) - len(optional) and 1)  # to() takes any number
+    required = [None] * (len(arguments) - len(optional) and 1)  # to() takes any number of arguments
     try:
         signature.bind(None, *required)
         signature.bind(None, *required, *[None] * len(optional))

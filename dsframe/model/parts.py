@@ -1,4 +1,4 @@
-"""The parts of a model, for a run's first lines: its children, with the numbers of their parameters."""
+"""Lists the children of a model with the numbers of their parameters, for a run's first lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dsframe.values import elements
 
 @dataclass(frozen=True)
 class Part:
-    """A child of a model, or what the model itself has beside its children."""
+    """A child of a model, or the model's own parameters outside its children."""
 
     name: str
     kind: str
     """Its class."""
     parameters: int
-    """Elements that no part before it has."""
+    """Elements that no earlier part has."""
     trained: int
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:
-    """Returns the parts of a model that is not sharded yet. A shared parameter counts where it comes first."""
+    """Returns the parts of an unsharded model. A shared parameter counts in its first part."""
     counted = set[int]()
     parts = []
     for name, module in [*model.named_children(), ("(itself)", model)]:

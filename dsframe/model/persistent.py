@@ -1,4 +1,4 @@
-"""What checkpoints have of a model: which parameters, buffers and extra states, by name; and how buffers are put back."""
+"""Defines which parameters, buffers and extra states checkpoints contain, by name, and restores buffers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dsframe.values import Tensors
 
 
 def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Tensors:
-    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
+    """Returns the buffers in the model's ``state_dict``, by name: BatchNorm's statistics are included, causal masks are
+    not.
 
-    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew. Without
-    ``remove_duplicate`` a buffer has each of its names.
+    Sparse ones, such as a graph's edges, are excluded: checkpoints hold dense tensors, and ``model()`` creates sparse
+    ones again. Without ``remove_duplicate`` a buffer has each of its names.
     """
     buffers = {}
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
@@ -29,12 +30,13 @@ def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Te
 
 
 def saved_buffers(model: nn.Module) -> Tensors:
-    """The persistent buffers, and the extra state of modules (``extra_state``)."""
+    """Returns the persistent buffers, and the extra state of modules (``extra_state``)."""
     return persistent_buffers(model) | extra_state.pack(model)
 
 
 def shapes_of(buffers: Tensors, resized: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """What :func:`compare` takes. The bytes of an extra state may be fewer or more each time, as the ``resized`` buffers."""
+    """Returns the shapes for :func:`compare`. The sizes of extra states and ``resized`` buffers may change, and are
+    omitted."""
     return {
         name: () if name in resized or extra_state.is_extra(name) else tuple(buffer.shape)
         for name, buffer in buffers.items()
@@ -45,25 +47,26 @@ _LEFT_OUT = "_dsframe_left_out"
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
+    """Excludes these parameters of ``model`` from checkpoints, because they are frozen and built again at each
+    start."""
     setattr(model, _LEFT_OUT, frozenset(names))
 
 
 def left_out(model: nn.Module) -> frozenset[str]:
-    """The names that :func:`leave_out` was given."""
+    """Returns the names given to :func:`leave_out`."""
     excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
     return excluded
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()`` without those that checkpoints leave out."""
+    """Returns ``model.named_parameters()`` without those that checkpoints exclude."""
     without = left_out(model)
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in without)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """The second and further names of parameters that the model has under several, such as tied embeddings, and of buffers and
-    extra states of such modules."""
+    """Returns the further names of parameters that have several, such as tied embeddings, and of buffers and extra
+    states of such modules."""
     first: dict[int, str] = {}
     every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     every |= persistent_buffers(model, remove_duplicate=False) | extra_state.keepers(model, remove_duplicate=False)
@@ -74,7 +77,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def load_buffers(model: nn.Module, saved: SavedState) -> None:
-    """Puts the saved buffers into the model, in place, and extra states. Raises CheckpointError where names or shapes differ."""
+    """Loads the saved buffers in place, and extra states. Raises CheckpointError if names or shapes differ."""
     kept = saved.buffers()
     make_room(model, kept, saved.resized)
     compare("buffer", shapes_of(saved_buffers(model)), shapes_of(kept))
@@ -85,15 +88,15 @@ def load_buffers(model: nn.Module, saved: SavedState) -> None:
 
 @torch.no_grad()
 def put(content: Tensor, buffer: Tensor) -> None:
-    """Copies in place. A forward pass may have given the ``buffer`` another size."""
+    """Copies in place. Also resizes the ``buffer``, if a forward pass changed its size."""
     if buffer.shape != content.shape:
         buffer.data = torch.empty_like(content, dtype=buffer.dtype, device=buffer.device)
     buffer.copy_(content)
 
 
 def make_room(model: nn.Module, saved: Tensors, resized: Collection[str]) -> None:
-    """Makes buffers that a forward pass makes of None (``register_buffer("mean", None)``), and gives those another shape that the
-    training has ``resized``, or whose module loads itself, as those of ``torch.ao.quantization`` do."""
+    """Creates buffers that were None before a forward pass (``register_buffer("mean", None)``), and resizes those that
+    training has ``resized``, or whose module loads itself, as in ``torch.ao.quantization``."""
     modules = dict(model.named_modules())
     for name, content in saved.items():
         path, _, key = name.rpartition(".")
@@ -109,7 +112,7 @@ def make_room(model: nn.Module, saved: Tensors, resized: Collection[str]) -> Non
 
 
 def compare(what: str, expected: Shapes, saved: Shapes) -> None:
-    """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
+    """Raises CheckpointError with the first few differences if names or shapes differ."""
     differences = [f"{name} is new" for name in expected if name not in saved]
     made = what == "buffer" and any(name not in expected for name in saved)
     differences += [f"{name} is gone" for name in saved if name not in expected]

@@ -1,4 +1,4 @@
-"""What an engine is built from: values that are decided before it exists."""
+"""Defines the values that are determined before an engine is created."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 _COLLECTIVE_SECONDS = 3600.0
-"""Shortest time that a collective may wait for other ranks. NCCL's own default is 600 s and Gloo's 1800 s: both would end a run
-before the watchdog does, which waits 900 s while an engine is set up, and neither names the rank that is missing."""
+"""Shortest timeout of a collective. NCCL's default is 600 s and Gloo's 1800 s: both could end a run before the watchdog
+does, which waits 900 s while an engine is set up, and neither names the missing rank."""
 _UNWATCHED_SECONDS = 30 * 24 * 3600.0
-"""The same where the file switches the watchdog off."""
+"""The same if the file disables the watchdog."""
 
 
 def collective_limit(watched_seconds: float) -> timedelta:
-    """Returns a limit longer than any of the watchdog, whose report names the rank that is missing.
+    """Returns a timeout longer than any of the watchdog, whose report names the missing rank.
 
-    ``watched_seconds``: ``hang_timeout_seconds`` of the file; 0 switches the watchdog off.
+    ``watched_seconds``: ``hang_timeout_seconds`` of the file; 0 disables the watchdog.
     """
     from_file = 6.0 * watched_seconds if watched_seconds else _UNWATCHED_SECONDS
     return timedelta(seconds=max(from_file, _COLLECTIVE_SECONDS))
@@ -39,7 +39,7 @@ def collective_limit(watched_seconds: float) -> timedelta:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything an engine needs to set itself up."""
+    """The input for creating an engine."""
 
     config: Config
     world: World
@@ -49,19 +49,19 @@ class Plan:
     batch: Batch
     device: torch.device
     verbose: bool = False
-    """Let the library print all it wants to."""
+    """Do not silence the library."""
     directory: Path = Path()
     """Directory of the run's results."""
     stop: EarlyStop | None = None
-    """Ends the training early, if the file asks for it."""
+    """Ends training early, if the file asks for it."""
     part: str = ""
-    """Name of the model that this engine holds, if the task has several models."""
+    """Name of this engine's model, if the task has several."""
     frozen: bool = False
     """True if nothing trains this model."""
 
     @property
     def followers(self) -> Mapping[str, Plateau | EarlyStop]:
-        """Returns what evaluations drive, by the key of its state in a checkpoint's manifest."""
+        """Returns the followers of evaluations, by the key of their state in a checkpoint's manifest."""
         plateau = self.schedule if isinstance(self.schedule, Plateau) else None
         candidates = {"schedule": plateau, "stop": self.stop}
         return {key: follower for key, follower in candidates.items() if follower is not None}
@@ -73,11 +73,11 @@ class Plan:
 
     @property
     def collective_limit(self) -> timedelta:
-        """How long a collective may wait for other ranks."""
+        """Timeout of collectives."""
         return collective_limit(self.config.settings.hang_timeout_seconds)
 
     @property
     def data_rank(self) -> int:
-        """This rank's share of each global batch: 0 to data_parallel_size - 1. Ranks that split
-        one model have the same."""
+        """Index of this rank's part of each global batch: 0 to data_parallel_size - 1. Ranks that split one model have
+        the same."""
         return self.batch.data_rank(self.world.rank)

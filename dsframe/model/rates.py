@@ -1,4 +1,4 @@
-"""The learning rate and momentum of one update, and their way into an optimizer's parameter groups."""
+"""The learning rate and momentum of one update, and how they are written to an optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a schedule sets for one update."""
+    """The values that a schedule sets for one update."""
 
     learning_rate: float
     momentum: float | None = None
-    """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
+    """Adam's first beta, or SGD's momentum, if the schedule cycles it."""
+    second_beta: float | None = None
+    """Adam's second beta, if the schedule fixes it."""
+
     weight_decay: float | None = None
-    """Of the groups that have one, where the task gives it."""
+    """For groups with a weight decay, if the task schedules it."""
 
     def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
-        """Writes the rates into a torch optimizer's ``param_groups``, to each the learning rate times its ``lr_scale``."""
+        """Writes the values to a torch optimizer's ``param_groups``; the learning rate is multiplied by each group's
+        ``lr_scale``."""
         for group in parameter_groups:
             group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum, group["betas"][1])
             elif self.momentum is not None and "momentum" in group:
                 group["momentum"] = self.momentum
-            # It may become 0 for a while.
+            # The weight decay may be 0 for some updates.
             if self.weight_decay is not None and group.setdefault("decays", bool(group.get("weight_decay"))):
                 group["weight_decay"] = self.weight_decay
 
 
 Schedule = Callable[[int], Rates]
-"""``schedule(updates)`` gives the rates of the next update, after ``updates`` have been applied."""
+"""``schedule(updates)`` returns the rates of the next update, after ``updates`` have been applied."""
 
 
 def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:
-    """Gives each group of an optimizer that has made groups itself its rate in terms of ``base`` as its ``lr_scale``."""
+    """Sets the ``lr_scale`` of groups that an optimizer created itself: their learning rate relative to ``base``."""
     for group in parameter_groups:
         known = base and group["lr"] is not None
         group.setdefault("lr_scale", float(group["lr"]) / base if known else 1.0)

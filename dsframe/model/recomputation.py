@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that compute again in the backward pass what they computed in the forward pass."""
+"""Activation checkpointing: blocks are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from dsframe.values import CONTAINERS, COUNTERS, ELEMENTS, copied, same
 
 
 def recompute(block: nn.Module) -> None:
-    """Keeps only the inputs of ``block`` and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    """Keeps only the inputs of ``block`` and recomputes the rest in the backward pass (Chen et al. 2016, arXiv
+    1604.06174).
 
-    The method is replaced, not the module wrapped: names stay.
+    Replaces the method instead of wrapping the module, so names do not change.
     """
     forward, again = block.forward, checkpoint_function(block)
 
@@ -39,11 +40,12 @@ def recompute(block: nn.Module) -> None:
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
-    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast and from the same state.
+    """Returns torch's ``checkpoint`` for functions that run parts of ``module``, with the same autocast and state.
 
-    What a block changes is, for the time in which it computes again, as it was before the first pass, which alone counts: buffers
-    (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, in globals and classes of the user's files,
-    generators of NumPy, of Python and of its own. What else may move shows in other outputs: these are refused.
+    During recomputation, everything that a block changes has its value from before the first pass, whose changes are
+    the only ones kept: buffers (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, globals
+    and classes of the user's files, and generators of NumPy, Python and the block. Other changing state is detected by
+    different outputs and refused.
     """
     state = _UserState(module)
 
@@ -64,13 +66,13 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
 
 
 _SAMPLE = 4096
-"""Elements of an output that are compared."""
+"""Number of output elements that are compared."""
 _ROUNDING = 16
-"""Roundings by which the largest may differ: of sums in another order, on a GPU."""
+"""Allowed difference, in rounding errors of the largest element: GPUs may sum in another order."""
 
 
 class _Compared:
-    """A function that raises TaskError where it returns other numbers than the first time."""
+    """A function that raises TaskError if its outputs differ from those of the first call."""
 
     def __init__(self, function: Callable[..., Any], block: str) -> None:
         self._function, self._block = function, block
@@ -107,33 +109,34 @@ def _alike(before: Tensor, now: Tensor) -> bool:
 
 
 _LOOKS = 16
-"""Passes of a block that look at all of its state; later ones at what has changed, and at all if their number is a power of 2."""
+"""The first passes of a block that inspect all of its state. Later ones inspect what has changed, and all if their
+number is a power of 2."""
 _FIRST = 2
-"""Passes whose large tensors are copied: the first may make them, and the second change them in place."""
+"""Number of passes whose large tensors are copied: the first may create them, and the second change them in place."""
 
 
 @lru_cache(4096)
 def _read_by(code: CodeType) -> frozenset[str]:
-    """Returns the names and texts in ``code``, but for names that are only written."""
+    """Returns the names and texts in ``code``, without names that are only written."""
     steps = (step for inner in codes_in(code) for step in dis.get_instructions(inner))
     read = (step.argval for step in steps if not step.opname.startswith(("STORE_", "DELETE_")))
     return frozenset(name for name in read if isinstance(name, str))
 
 
 class _UserState:
-    """What a block's code may change, and whether it draws from the generators of the process."""
+    """The state that a block's code may change, and whether it draws from the process's generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._passes, self._draws, self._suspected = module, 0, False, 0
-        self.block = type(module).__name__  # before FSDP makes a class of it
-        self.read = frozenset[str]()  # names: a value for a log is only written
-        self.norms = dict[int, nn.Module]()  # by the id of their buffers; BatchNorm's kernels count no version
+        self.block = type(module).__name__  # before FSDP replaces the class
+        self.read = frozenset[str]()  # names; a value for a log is only written
+        self.norms = dict[int, nn.Module]()  # by the id of their buffers; BatchNorm's kernels do not increment versions
         self._places: list[tuple[Space, str]] | None = None
         self.generators: list[Any] = []
         self.changing = set[tuple[int, str]]()
 
     def taken(self) -> _Taken:
-        """Returns it as it is before the next forward pass."""
+        """Returns the state before the next forward pass."""
         self._passes = number = self._passes + 1
         whole = number <= _LOOKS or number & (number - 1) == 0
         spaces, places = list[Space](), self._places
@@ -145,7 +148,8 @@ class _UserState:
         return _Taken(self, held, spaces if whole else [], self._draws or whole, number)
 
     def _looked_at(self) -> list[Space]:
-        """Returns them anew: an object of the user's in an attribute may be gone with the next pass."""
+        """Returns the spaces to inspect. They are collected each time, because an object in an attribute may be gone in
+        the next pass."""
         modules = list(self.module.modules())
         self.generators = generators_of(modules)
         names, self.read = names_of(modules), frozenset[str]().union(*map(_read_by, code_of(modules)))
@@ -161,19 +165,19 @@ class _UserState:
         return (id(space.owner), key) in self.changing
 
     def _moves(self, space: Space, key: str) -> bool:
-        """Whether later passes look at it: it has changed, or it costs nothing."""
+        """Returns True if later passes inspect the value, because it has changed or the inspection is cheap."""
         is_scalar = isinstance(space.owner, (dict, type)) and isinstance(space.values()[key], _SCALARS)
         return space.holds_buffers or is_scalar or self._changed(space, key)
 
     def keys(self, space: Space) -> list[str]:
-        """Names of plain values: what else a name stands for is no state that can be copied."""
+        """Returns the names of plain values; others cannot be copied."""
         values, whole = space.values(), space.holds_buffers or isinstance(space.owner, CellType)
         there = values.keys() & (space.names if whole else space.names & self.read)
         return [key for key in there if isinstance(values[key], _PLAIN) or type(values[key]) in CONTAINERS]
 
     def drew(self, number: int) -> None:
-        """NumPy's or Python's generator has moved in pass ``number``. Raises TaskError where earlier passes may have been computed
-        again otherwise: when it has moved twice, since another thread may have drawn once."""
+        """Records that NumPy's or Python's generator moved in pass ``number``. Raises TaskError if earlier passes may
+        have been recomputed with other numbers: if it has moved twice, because another thread may have drawn once."""
         if number > _LOOKS and not self._draws:
             self._suspected = number
         elif 0 < number - self._suspected <= _LOOKS < self._suspected:
@@ -189,9 +193,9 @@ _PLAIN = (*_SCALARS, Tensor, np.ndarray, tuple, *COUNTERS)
 
 
 class _Taken:
-    """Values and generators before a forward pass; then those of them that the pass has changed.
+    """Values and generators before a forward pass; afterwards those that the pass has changed.
 
-    A context around what is computed again: once for each backward pass through a block of several outputs.
+    A context for recomputation: entered once for each backward pass through a block with several outputs.
     """
 
     def __init__(self, state: _UserState, held: list[_Held], spaces: list[Space], looks: bool, number: int) -> None:
@@ -209,7 +213,7 @@ class _Taken:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The first pass."""
+        """Encloses the first pass, to find what it changes."""
         yield
         self._changed = [held for held in self._changed if held.changed(self._state.norms)]
         for held in self._changed:
@@ -230,7 +234,7 @@ class _Taken:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """The second pass has copies, which it may change as the first pass changed what was there."""
+        """Restores copies for the second pass, which it may change like the first pass did."""
         generators = Generators(self._state.generators, process=self.looks) if self._generators else None
         if self._generators:
             self._generators.put_back(process=True)
@@ -249,13 +253,13 @@ class _Taken:
 
 _LEAF = tree_flatten(0)[1]
 _FEW = 100
-"""Entries of a container that is copied."""
+"""Maximum number of entries in a copied container."""
 _SMALL = 1 << 16
-"""Elements of a tensor or an array that is copied before each pass."""
+"""Maximum number of elements in a tensor or array that is copied before each pass."""
 
 
 class _Held:
-    """A value before a forward pass; once that has ended copies of it, without autograd's history."""
+    """A value before a forward pass; after the pass, copies of it without autograd's history."""
 
     def __init__(self, space: Space, key: str, copies: bool = False, *, is_there: bool = True) -> None:
         self.space, self.key = space, key
@@ -270,7 +274,7 @@ class _Held:
         ]
 
     def changed(self, norms: Mapping[int, nn.Module]) -> bool:
-        """Returns whether there is another value now, or the same with another content."""
+        """Returns True if the value has been replaced or its content has changed."""
         now, norm = self.space.values().get(self.key, ABSENT), norms.get(id(self.space.owner))
         if now is not self._value or (norm is not None and norm.training):
             return True
@@ -278,7 +282,7 @@ class _Held:
         return spec != self._spec or any(map(_differs, self._parts, self._versions, self._copies, parts))
 
     def ended(self) -> bool:
-        """Lets go of what was there. Returns whether a part was not copied and is not any more what it was."""
+        """Releases the value. Returns True if a part was changed and not copied."""
         before = zip(self._parts, self._versions, self._is_copied, strict=True)
         lost = any(not is_copied and _version(part) != version for part, version, is_copied in before)
         if self._spec is not None:
@@ -286,7 +290,8 @@ class _Held:
         return lost
 
     def twin(self, twins: dict[int, Any]) -> Any:
-        """Returns a copy of what it was: of a value in two places one, which ``twins`` has by the value's id."""
+        """Returns a copy of the former value; ``twins``, by the value's id, gives a value in two places the same
+        copy."""
         if self._spec is None:
             return self._value
         for identity, kept in zip(self._ids, self._copies, strict=True):
@@ -297,11 +302,11 @@ class _Held:
 
 
 def _flat(value: Any) -> tuple[list[Any], TreeSpec | None]:
-    """The parts of a value that may change while it stays the same object; of containers with few of them."""
+    """Returns the mutable parts of a value, also of small containers."""
     if isinstance(value, (Tensor, np.ndarray, *COUNTERS)):
         return [value], _LEAF
     if (isinstance(value, tuple) or type(value) in CONTAINERS) and len(value) <= _FEW:
-        with suppress(RecursionError):  # of a list in itself
+        with suppress(RecursionError):  # a list in itself
             parts, spec = tree_flatten(value)
             return (parts, spec) if len(parts) <= 10 * _FEW else ([], None)
     return [], None
@@ -319,8 +324,8 @@ def _elements(part: Any) -> float:
 
 
 def _copy(part: Any) -> Any:
-    """A copy without autograd's history, but with a gradient where it had one: what is computed again gives the first pass the
-    tensors that it saved."""
+    """Returns a copy without autograd's history, which requires a gradient if the original did: recomputation then
+    saves the same tensors for the backward pass."""
     if isinstance(part, Tensor):
         if not part.requires_grad:
             return part.detach().clone()

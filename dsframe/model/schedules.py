@@ -1,10 +1,10 @@
-"""Learning-rate schedules: DeepSpeed's warm-ups, computed from the step number alone, and torch's own.
+"""Learning-rate schedules: DeepSpeed's five, computed only from the step number, and torch's.
 
-Every engine, DeepSpeed included, takes its learning rate from here, so that one file means one schedule everywhere and a
-resumed run needs nothing but its step number. The formulas are DeepSpeed 0.19.8's (``runtime/lr_schedules.py``); a test
-compares them with DeepSpeed's own classes, step by step.
+Every engine, including DeepSpeed, takes its learning rate from here, so that a file has the same schedule on every
+engine and a resumed run needs only its step number. The formulas are DeepSpeed 0.19.8's (``runtime/lr_schedules.py``);
+a test compares them with DeepSpeed's classes, step by step.
 
-``updates`` counts the optimizer updates that were applied; DeepSpeed's ``last_batch_iteration`` is ``updates - 1``.
+``updates`` counts applied optimizer updates; DeepSpeed's ``last_batch_iteration`` is ``updates - 1``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def constant(base: float) -> Schedule:
-    """The learning rate of the optimizer's params, unchanged."""
+    """Returns the constant learning rate ``base``."""
     return lambda updates: Rates(base)
 
 
 def scaled(schedule: Schedule, factor: float) -> Schedule:
-    """``schedule`` with every rate times ``factor``."""
+    """Returns ``schedule`` with its learning rates multiplied by ``factor``."""
 
     def at(updates: int) -> Rates:
         rates = schedule(updates)
@@ -45,7 +45,7 @@ def scaled(schedule: Schedule, factor: float) -> Schedule:
 
 
 def _ramp(last: int, steps: int, form: str) -> float:
-    """Warm-up from 0 at ``last`` = 0 to 1 at ``last`` = steps (linear) or steps - 1 (log)."""
+    """Returns the warm-up factor: 0 at ``last`` = 0, 1 at ``last`` = steps (linear) or steps - 1 (log)."""
     return math.log(last + 1) / math.log(steps) if form == "log" else last / steps
 
 
@@ -58,7 +58,7 @@ def warmup(
     warmup_type: str = "log",
     total_num_steps: int | None = None,
 ) -> Schedule:
-    """WarmupLR; with ``total_num_steps`` WarmupDecayLR: then linearly down to 0 at that step."""
+    """Returns WarmupLR; with ``total_num_steps`` WarmupDecayLR, which then falls linearly to 0 at that step."""
     highest = base if warmup_max_lr is None else warmup_max_lr
     steps = max(2, warmup_num_steps)
 
@@ -77,7 +77,7 @@ def warmup(
 
 
 def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **ramp: Any) -> Schedule:
-    """WarmupDecayLR. Its ``warmup_max_lr`` is 0.001 where absent, not the optimizer's rate: DeepSpeed's default."""
+    """Returns WarmupDecayLR. DeepSpeed's default of ``warmup_max_lr`` is 0.001, not the optimizer's learning rate."""
     return warmup(base, total_num_steps=total_num_steps, warmup_max_lr=warmup_max_lr, **ramp)
 
 
@@ -90,7 +90,7 @@ def warmup_cosine(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> Schedule:
-    """WarmupCosineLR: ratios of the optimizer's own learning rate."""
+    """Returns WarmupCosineLR, whose ratios apply to the optimizer's learning rate."""
     steps = max(2, warmup_num_steps)
 
     def at(updates: int) -> Rates:
@@ -106,15 +106,89 @@ def warmup_cosine(
     return at
 
 
-class TorchSchedule:
-    """One of ``torch.optim.lr_scheduler``, run with a stand-in optimizer and read off.
+def range_test(
+    base: float,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> Schedule:
+    """Returns LRRangeTest, which rises without end, to find the largest usable learning rate (Smith 2018, arXiv
+    1803.09820)."""
 
-    ZeRO's optimizers are no ``torch.optim.Optimizer`` and refuse these classes (measured, deepspeed 0.19.8); reading the
-    rate off makes them work on every engine. Stepping is sequential: a resumed run replays the steps.
+    def at(updates: int) -> Rates:
+        interval = updates / lr_range_test_step_size
+        interval = math.floor(interval) if lr_range_test_staircase else interval
+        return Rates(lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval))
+
+    return at
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """The OneCycle schedule: up, down, then decay, with the momentum inverted (Smith 2018, arXiv 1803.09820)."""
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __call__(self, updates: int) -> Rates:
+        """Returns the rates after ``updates``."""
+        first = float(self.cycle_first_step_size)
+        second = first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
+        last = updates - 1
+        if last < first + second:
+            if updates == 0:  # DeepSpeed starts at the lowest rate and, only here, at the lowest momentum too
+                return self._rates(self.cycle_min_lr, self.cycle_min_mom)
+            height = self._height(updates, first, second)
+            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+            return self._rates(rate, self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height)
+        rate, momentum = self.cycle_min_lr, self.cycle_max_mom
+        # As in DeepSpeed: a rate of 0 disables its own decay; a step size of 0 both.
+        if self.decay_step_size:
+            interval = (last - first - second + 1) / self.decay_step_size
+            rate /= 1 + self.decay_lr_rate * interval
+            momentum *= 1 + self.decay_mom_rate * interval
+        return self._rates(rate, momentum)
+
+    def _rates(self, rate: float, momentum: float) -> Rates:
+        if not self.cycle_momentum:
+            return Rates(rate)
+        return Rates(rate, momentum, 0.99)  # DeepSpeed fixes the second beta, and cycles nothing for SGD
+
+    def _height(self, updates: int, first: float, second: float) -> float:
+        total = first + second
+        position = 1.0 + updates / total - math.floor(1 + updates / total)
+        rising = position <= first / total
+        stairs = self.cycle_first_stair_count
+        if not rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        if stairs > 0:
+            inside = updates % total
+            steps = inside * stairs / first if inside <= first else (total - inside) * stairs / second
+            return math.floor(steps) / stairs
+        return position / (first / total) if rising else (position - 1) / (first / total - 1)
+
+
+class TorchSchedule:
+    """A schedule of ``torch.optim.lr_scheduler``, run with a dummy optimizer.
+
+    ZeRO's optimizers are not ``torch.optim.Optimizer``, and these classes refuse them (measured, deepspeed 0.19.8);
+    reading the dummy's learning rate works on every engine. Stepping is sequential: a resumed run replays the steps.
     """
 
     def __init__(self, name: str, base: float, params: Mapping[str, Any]) -> None:
-        """Raises ConfigError where torch has no such schedule, or it needs more than a step number."""
+        """Raises ConfigError if torch has no such schedule, or if it needs more than a step number."""
         self._name, self._base, self._params = name, base, params
         self._restart()
 
@@ -126,7 +200,7 @@ class TorchSchedule:
         self._updates = 0
 
     def __call__(self, updates: int) -> Rates:
-        """The rates after ``updates``; cheap when called in order."""
+        """Returns the rates after ``updates``; fast if called in order."""
         if updates < self._updates:
             self._restart()
         while self._updates < updates:
@@ -134,13 +208,14 @@ class TorchSchedule:
             self._scheduler.step()
             self._updates += 1
         group = self._optimizer.param_groups[0]
-        # OneCycleLR and CyclicLR, unless they are told not to.
+        # OneCycleLR and CyclicLR, unless configured otherwise.
         cycles = getattr(self._scheduler, "cycle_momentum", False)
         return Rates(float(group["lr"]), float(group["betas"][0]) if cycles else None)
 
 
 def _of_torch(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    """torch's schedule of this name; its parts, too, where it is made of others, and functions by ``module:function``."""
+    """Returns torch's schedule of this name. Also creates schedules that it is made of, and functions by
+    ``module:function``."""
     from torch.optim import lr_scheduler
 
     cls: Any = getattr(lr_scheduler, name, None)
@@ -168,9 +243,10 @@ _SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
-    """The schedule of the file's ``scheduler`` section (``name`` None: constant), over the optimizer's rate ``base``.
+    """Returns the schedule of the file's ``scheduler`` section (``name`` None: constant), for the optimizer's learning
+    rate ``base``.
 
-    Raises ConfigError where the name or a parameter is unknown.
+    Raises ConfigError if the name or a parameter is unknown.
     """
     if name is None:
         return constant(base)
@@ -182,7 +258,7 @@ def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
             return lambda updates: Rates(base * factor(updates))
         if name not in _SCHEDULES:
             return TorchSchedule(name, base, params)
-        # A list of rates has one for each parameter group, and there is one.
+        # A list has a rate for each parameter group; there is one group.
         single = {key: value[0] if isinstance(value, list) else value for key, value in params.items()}
         single.pop("last_batch_iteration", None)
         return _SCHEDULES[name](base, **single)
@@ -195,7 +271,7 @@ def _wrong(key: str, message: str) -> ConfigError:
 
 
 def of_task(task: Task, base: float) -> Schedule:
-    """The schedule of :meth:`dsframe.Task.schedule` over the optimizer's rate ``base``."""
+    """Returns the schedule of :meth:`dsframe.Task.schedule` for the optimizer's learning rate ``base``."""
 
     def at(updates: int) -> Rates:
         factor = task.schedule(updates)
@@ -223,15 +299,15 @@ def with_weight_decay(schedule: Schedule, task: Task) -> Schedule:
 
 
 def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -> Iterator[str]:
-    """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates, of which some are ``done``.
+    """Yields warnings about a schedule in a training of ``total_steps`` updates, of which ``done`` are complete.
 
-    Raises ConfigError where the schedule is for fewer updates and has no rate behind them.
+    Raises ConfigError if the schedule is for fewer updates and has no rate after them.
     """
     if total_steps > 1 and not done and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     scheduler = config.deepspeed.scheduler
     params = scheduler.params if scheduler else {}
-    if scheduler and "OneCycleLR" in f"{scheduler.type} {params}":  # of torch's the only one that ends
+    if scheduler and "OneCycleLR" in f"{scheduler.type} {params}":  # of torch's schedules only this one ends
         try:
             schedule(total_steps)
         except ValueError:
@@ -249,9 +325,9 @@ def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -
 
 
 def planned(config: Config, task: Task, base: float) -> Schedule:
-    """Returns the file's or the task's schedule over the optimizer's rate ``base``.
+    """Returns the schedule of the file or the task for the optimizer's learning rate ``base``.
 
-    Raises TaskError where both have one, or where the task's gives no number.
+    Raises TaskError if both have one, or if the task's does not return a number.
     """
     scheduler = config.deepspeed.scheduler
     schedule = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)

@@ -1,8 +1,9 @@
-"""Building a model without holding it: large parameters lie in unlinked files, whose pages the kernel takes back when told to.
+"""Builds a model that does not fit into memory: large parameters are in unlinked files, whose pages are released to the
+kernel.
 
-The user's constructor runs as it is, so that its random draws and whatever it does to a child's weights are those of a build in
-memory, to the bit. ``deepspeed.zero.Init`` around a constructor is not: a parent that fills a child's weight again sees an empty
-tensor there, and nobody says so (measured, deepspeed 0.19.8). The files have no name: nothing is left of them after a crash.
+The user's constructor runs unchanged, so random numbers and later changes of a child's weights are bitwise those of a
+build in memory. ``deepspeed.zero.Init`` does not achieve that: a parent that fills a child's weight again silently gets
+an empty tensor (measured, deepspeed 0.19.8). The files have no name, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from dsframe.errors import WorldError
 LEAST_BYTES = 1 << 20
 """Smaller parameters stay in memory."""
 WINDOW_BYTES = 64 << 20
-"""The newest parameters stay in memory, up to so many bytes; after so many bytes in files, the pages of all are given back."""
+"""The newest parameters stay in memory up to this size. After this many bytes in files, all pages are released."""
 _DONTNEED = 4  # MADV_DONTNEED of sys/mman.h
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 class Spill:
-    """Parameters in files of a folder on disk; each file lives as long as a tensor uses it."""
+    """Stores parameters in files in a folder on disk. Each file lives as long as a tensor uses it."""
 
     def __init__(
         self,
@@ -41,42 +42,43 @@ class Spill:
         why: str = "",
         share: float = 0.0,
     ) -> None:
-        """``folder`` exists, on a disk (:func:`on_disk`); None: parameters stay in memory, because ``why``.
+        """``folder``: exists on a disk (:func:`on_disk`); None: parameters stay in memory, for the reason ``why``.
 
-        ``share``: The part of the model that stays in memory, where that is more than the window: what the rank will hold.
+        ``share``: Fraction of the model that stays in memory, if that is more than the window: the part that the rank
+        will hold.
         """
         self.folder, self.why = folder, why
         self._least, self._window, self._share = least_bytes, window_bytes, share
-        self._newest: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id, with their bytes
+        self._newest: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id, with their sizes in bytes
         self._waiting = self._made = 0
-        # Held until the end: an address that was given back may be another tensor's, and DONTNEED would fill that with zeros.
+        # Kept until the end: a freed address may be reused by another tensor, which DONTNEED would fill with zeros.
         self._mapped: dict[int, torch.UntypedStorage] = {}
         self._fresh = 0
 
     @property
     def description(self) -> str:
-        """Returns where the model is built, for the first lines of a run."""
+        """Describes where the model is built, for the first lines of a run."""
         if self.folder is None:
             return f"the model is built in memory, whole on each rank: {self.why}; set TMPDIR to a folder on a disk"
         return f"the model is built in files of {self.folder}, whole in no rank's memory"
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Modules that are made in this context have their large parameters in files."""
+        """Stores the large parameters of modules created inside the context in files."""
         with register_module_parameter_registration_hook(self._registered):
             yield
         self.evict()
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Takes a parameter that was made: it stays in memory while it is among the newest, then it goes into a file.
+        """Takes a new parameter. It stays in memory while it is among the newest, then goes to a file.
 
-        Most are drawn right after they are made, which is quicker in memory than in a file's pages.
+        Most are initialized directly after creation, which is faster in memory than in a file's pages.
         """
         size = parameter.nbytes
         known, _ = self._newest.get(id(parameter), (None, 0))
         if self.folder is None or size < self._least or (known and known() is parameter) or self._holds(parameter.data):
             return
-        # One that is gone may have had the same id.
+        # A deleted parameter may have had the same id.
         self._waiting -= self._newest.pop(id(parameter), (None, 0))[1]
         self._newest[id(parameter)] = (weakref.ref(parameter), size)
         self._waiting += size
@@ -84,19 +86,20 @@ class Spill:
         while self._waiting > max(self._window, self._share * self._made):
             reference, bytes_of_it = self._newest.pop(next(iter(self._newest)))
             self._waiting -= bytes_of_it
-            oldest = reference()  # None: its constructor has put another in its place
-            # Another tensor that looks at the same numbers would not see what is written into the file.
+            oldest = reference()  # None: its constructor has replaced it
+            # A tensor that shares its memory would not see changes in the file.
             if oldest is not None and _users(oldest) == _ALONE:
                 self.move(oldest)
 
     def move(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
-        """Puts one parameter into a file, as ``dtype``; nothing happens where it is small or lies there so already."""
+        """Moves one parameter to a file, as ``dtype``. Only casts it if it is small or already in a file with that
+        dtype."""
         data = parameter.data
         wanted = dtype or data.dtype
         size = data.numel() * wanted.itemsize
         if data.device.type != "cpu" or (wanted == data.dtype and self._holds(data)):
             return
-        # A part of a larger tensor stays: whatever else looks at that tensor would no longer see the same numbers.
+        # A part of a larger tensor stays, because others sharing that memory would no longer see its values.
         part = not data.is_contiguous() or data.untyped_storage().nbytes() != data.nbytes
         part = part and wanted == data.dtype
         if self.folder is None or size < self._least or part:
@@ -106,7 +109,8 @@ class Spill:
         self.touched(size + data.nbytes)
 
     def fetch(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
-        """Puts one parameter into memory of its own, as ``dtype``: where it lies in a file, changes would be written there."""
+        """Moves one parameter from a file to separate memory, as ``dtype``, because changes would be written to the
+        file."""
         data = parameter.data
         if self._holds(data):
             parameter.data = data.to(dtype or data.dtype, copy=True)
@@ -115,7 +119,7 @@ class Spill:
             parameter.data = data.to(dtype or data.dtype)
 
     def converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of ``tensor`` as ``dtype``, in a file of their own where they are many; itself where it has that format."""
+        """Returns ``tensor`` as ``dtype``, in a separate file if it is large; unchanged if it has that dtype."""
         if tensor.dtype == dtype:
             return tensor
         parameter = nn.Parameter(tensor, requires_grad=False)
@@ -123,20 +127,21 @@ class Spill:
         return parameter.data
 
     def touched(self, size: int) -> None:
-        """Counts bytes of files that have been read or written: their pages are given back when a window is full."""
+        """Counts bytes of files that were read or written. Releases their pages if they exceed the window."""
         self._fresh += size
         if self._fresh > self._window:
             self.evict()
 
     def evict(self) -> None:
-        """Gives the pages of all files back; who reads a parameter later gets them from the disk or its cache."""
+        """Releases the pages of all files; later reads come from the disk or its cache."""
         libc = ctypes.CDLL(None, use_errno=True)
         for start, storage in self._mapped.items():
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(storage.nbytes()), _DONTNEED)
         self._fresh = 0
 
     def close(self) -> None:
-        """The engine has its shards: releases the files. One that a tensor still uses stays until the tensor is gone."""
+        """Releases the files when the engine has its shards. A file that a tensor still uses lives as long as the
+        tensor."""
         self.evict()
         self._newest.clear()
         self._mapped.clear()
@@ -150,12 +155,12 @@ class Spill:
 
     def _on_disk(self, folder: Path, data: Tensor, dtype: torch.dtype, size: int) -> Tensor:
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # the run's, on a host that does not share it
+            folder.mkdir(parents=True, exist_ok=True)  # the run's, on a node that does not share it
             handle, path = tempfile.mkstemp(prefix=".building-", dir=folder)
             try:
-                # Reserves the space: a disk that fills later would end this process by SIGBUS, without a word.
+                # Reserves the space: if the disk filled later, SIGBUS would end this process silently.
                 os.posix_fallocate(handle, 0, size)
-                # Not through the mapping, whose pages the kernel takes one by one: three times as quick (ext4, Linux 6.18).
+                # Not through the mapping, which faults page by page: three times as fast (ext4, Linux 6.18).
                 if data.dtype == dtype:
                     numbers: Any = data.contiguous().flatten().view(torch.uint8).numpy()
                     with open(handle, "wb", closefd=False) as file:
@@ -176,17 +181,18 @@ class Spill:
 
 
 def _users(parameter: nn.Parameter) -> int:
-    """Returns how many tensors and views look at the parameter's numbers, this function's own two among them."""
-    return int(torch._C._storage_Use_Count(parameter.data.untyped_storage()._cdata))  # torch has no public name for it
+    """Returns how many tensors and views share the parameter's storage, including two of this function."""
+    return int(torch._C._storage_Use_Count(parameter.data.untyped_storage()._cdata))  # no public name in torch
 
 
 _ALONE = _users(nn.Parameter(torch.empty(1)))
 
 
 def on_disk(directory: Path, ranks: int = 1, window_bytes: int = WINDOW_BYTES) -> Spill:
-    """Files in the folder for temporary files, else in the run's ``directory``; memory if both lie in it.
+    """Returns a spill in the folder for temporary files, else in the run's ``directory``; in memory if neither is on a
+    disk.
 
-    ``ranks``: Among which the model is sharded: one of several keeps as much of it in memory as it will hold.
+    ``ranks``: Number of ranks that shard the model; if several, each keeps as much of it in memory as it will hold.
     """
     places = (Path(tempfile.gettempdir()), directory)
     for candidate in places:
@@ -196,7 +202,7 @@ def on_disk(directory: Path, ranks: int = 1, window_bytes: int = WINDOW_BYTES) -
 
 
 def is_disk(folder: Path) -> bool:
-    """False where files in ``folder`` lie in memory (tmpfs), or where the system does not tell."""
+    """Returns False if files in ``folder`` are in memory (tmpfs), or if that is unknown."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

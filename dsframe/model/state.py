@@ -1,7 +1,7 @@
-"""The state of training, by the model's own names, in full shape and fp32: engines give it and load it.
+"""The training state that engines return and load: by the model's own names, in full shape and fp32.
 
-A parameter's state means the same on every engine, however it lies in memory: its fp32 weight (the master where the model
-computes in 16 bits), and for each tensor the optimizer keeps about it one of the same shape, by torch's own key names.
+A parameter's state means the same on every engine, whatever its memory layout: its fp32 weight (the master if the model
+computes in 16 bits), and a tensor of the same shape for each of the optimizer's tensors, by torch's keys.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dsframe.values import Tensors
 Shapes = Mapping[str, Sequence[int]]
 """Shapes by the name of a parameter."""
 Number = float | list[float]
-"""A number that an optimizer keeps; in a list, if a user's optimizer keeps it in a tensor without dimensions."""
+"""A scalar in an optimizer's state; in a list, if a user's optimizer keeps it in a 0-d tensor."""
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter. Tensors may be views of living state: they hold until the next training step."""
+    """State of one parameter. Tensors may be views of live state, valid until the next training step."""
 
     name: str
     """The name in ``model.named_parameters()``, on every engine."""
     weight: Tensor
-    """float32, float64 where the model trains in it; full shape."""
+    """float32, or float64 if the model trains in it; full shape."""
     moments: Tensors
-    """The optimizer's tensors, such as ``exp_avg``; as the weight is. Empty before the first update."""
+    """The optimizer's tensors, such as ``exp_avg``, in the weight's shape and dtype. Empty before the first update."""
     scalars: Mapping[str, Number]
-    """The optimizer's numbers, such as Adam's ``step``."""
+    """The optimizer's scalars, such as Adam's ``step``."""
 
     @property
     def bytes(self) -> int:
@@ -42,28 +42,29 @@ class ParameterState:
 
 
 WEIGHT = "weight"
-"""The key of a parameter's weight among its tensors, next to those of the moments."""
+"""The key of a parameter's weight in its tensors, next to the keys of the moments."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The range that this rank holds of one tensor, flattened: ``size`` elements from ``first`` on."""
+    """The range of one tensor that this rank holds, flattened: ``size`` elements starting at ``first``."""
 
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the complete tensor."""
     dtype: torch.dtype
-    """In which it is saved: float32, or float64."""
+    """Dtype in which it is saved: float32, or float64."""
     first: int
     size: int
     read: Callable[[], Tensor]
-    """Returns the range, flat, on any device: a view of living state where it can, which holds until the next training step."""
+    """Returns the range, flat, on any device; a view of live state if possible, valid until the next training step."""
     in_order: bool = False
-    """True if every rank that lists it has to read it, in the order of the list, once: it is gathered or swapped in."""
+    """True if every rank that lists it has to read it once, in the list's order, because it is gathered or swapped
+    in."""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What this rank holds of one parameter."""
+    """This rank's part of one parameter."""
 
     name: str
     tensors: Mapping[str, TensorShard]
@@ -72,21 +73,21 @@ class ParameterShard:
 
 
 class ShardedParameters:
-    """Parameters of which each rank holds ranges: to be iterated whole, or to be saved shard by shard."""
+    """Parameters of which each rank holds ranges: can be iterated in full, or saved shard by shard."""
 
     def __init__(self, shards: Sequence[ParameterShard], whole: Iterable[ParameterState]) -> None:
-        """``shards``: this rank's, in the order of training's own lists; ranks that list the same do so in the same order.
-        ``whole``: as ``EngineState.parameters``."""
+        """``shards``: this rank's, in the order of the training's lists; ranks that list the same do so in the same
+        order. ``whole``: as ``EngineState.parameters``."""
         self.shards, self._whole = shards, whole
 
     def __iter__(self) -> Iterator[ParameterState]:
-        """**Collective.**"""
+        """**Collective.** Iterates over complete parameters."""
         return iter(self._whole)
 
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """Dynamic loss scaling of fp16, DeepSpeed's meaning (``runtime/fp16/loss_scaler.py``)."""
+    """Dynamic loss scaling of fp16 as in DeepSpeed (``runtime/fp16/loss_scaler.py``)."""
 
     scale: float
     hysteresis_left: int
@@ -96,23 +97,25 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Everything an engine knows about the training, to be taken away."""
+    """The complete training state of an engine."""
 
     updates: int
-    """Optimizer updates applied: the schedule's only argument."""
+    """Optimizer updates applied: the only argument of schedules."""
     loss_scale: LossScaleState | None
     buffers: Tensors
-    """As ``persistent.saved_buffers`` of this rank: BatchNorm's statistics may differ between ranks."""
+    """``persistent.saved_buffers`` of this rank: BatchNorm's statistics may differ between ranks."""
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
-    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time. Where each
-    rank knows what it holds it is a :class:`ShardedParameters`, which nobody need gather to save; an iterator is gathered twice in
-    a save, once to lay out the files."""
+    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time.
+
+    If each rank knows what it holds, it is a :class:`ShardedParameters`, which can be saved without gathering. Saving
+    gathers another iterator twice: once to lay out the files.
+    """
 
 
 class SavedState(Protocol):
-    """State to be put back: the same on every rank."""
+    """The state to load: the same on every rank."""
 
     @property
     def updates(self) -> int: ...
@@ -122,38 +125,39 @@ class SavedState(Protocol):
 
     @property
     def shapes(self) -> Shapes:
-        """Every parameter's full shape."""
+        """Full shape of each parameter."""
 
     @property
     def resized(self) -> Collection[str]:
-        """The buffers to which the training has given another shape than the built model has."""
+        """Buffers to which training has given another shape than in the built model."""
 
     def buffers(self) -> Tensors: ...
 
     def parameter(self, name: str) -> ParameterState:
-        """One parameter, read anew each time, on the CPU. Not collective."""
+        """Returns one parameter on the CPU; reads it each time. Not collective."""
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """Elements ``first`` to ``first + size`` of one flattened parameter and of its moments; nothing else is read.
+        """Returns elements ``first`` to ``first + size`` of one flattened parameter and of its moments, and reads
+        nothing else.
 
-        Raises CheckpointError where a moment has another shape than the weight.
+        Raises CheckpointError if a moment has another shape than the weight.
         """
 
 
 class SavedView:
-    """A saved state seen another way: as saved, but for what a subclass says otherwise."""
+    """A view of a saved state: the same unless a subclass overrides it."""
 
     def __init__(self, saved: SavedState) -> None:
         self._saved = saved
 
     @property
     def updates(self) -> int:
-        """As saved."""
+        """The saved value."""
         return self._saved.updates
 
     @property
     def loss_scale(self) -> LossScaleState | None:
-        """As saved."""
+        """The saved value."""
         return self._saved.loss_scale
 
     @property
@@ -163,28 +167,28 @@ class SavedView:
 
     @property
     def resized(self) -> Collection[str]:
-        """As saved."""
+        """The saved value."""
         return self._saved.resized
 
     def buffers(self) -> Tensors:
-        """The visible buffers."""
+        """Returns the visible buffers."""
         return self._saved.buffers()
 
     def parameter(self, name: str) -> ParameterState:
-        """One visible parameter."""
+        """Returns one visible parameter."""
         return self.seen(self._saved.parameter(name))
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of one visible parameter."""
+        """Returns a range of one visible parameter."""
         return self.seen(self._saved.part(name, first, size))
 
     def seen(self, parameter: ParameterState) -> ParameterState:
-        """Returns a parameter, or a range of one, as this view has it."""
+        """Returns a parameter, or a range of one, as this view shows it."""
         return parameter
 
 
 def narrowed(parameter: ParameterState, first: int, size: int) -> ParameterState:
-    """The range of a whole parameter as :meth:`SavedState.part` returns it: views."""
+    """Returns views of a range of a complete parameter, like :meth:`SavedState.part`."""
     for key, moment in parameter.moments.items():
         if moment.shape != parameter.weight.shape:
             raise CheckpointError(
@@ -198,19 +202,20 @@ def narrowed(parameter: ParameterState, first: int, size: int) -> ParameterState
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """The format in which a tensor of ``dtype`` is kept: float32, or float64 where it is so."""
+    """Returns the dtype in which a tensor of ``dtype`` is kept: float32, or float64 if it has that."""
     return torch.promote_types(dtype, torch.float32)
 
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Names of counters that torch's optimizers keep as 0-d tensors for every weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
+"""Names of counters that torch's optimizers keep as 0-d tensors for every weight (torch 2.13: ``step`` all, ASGD,
+NAdam)."""
 
 
 def split(
     held: Mapping[str, Any], shape: Sequence[int], optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[Tensors, dict[str, Number]]:
-    """An optimizer's entry for a weight of ``shape`` as tensors and numbers. Entries that are None (SGD without momentum) are
-    left out. About a weight without dimensions, such as CLIP's ``logit_scale``, tensors have none either."""
+    """Returns an optimizer's state of a weight of ``shape`` as tensors and scalars, without None (SGD without
+    momentum). The tensors of a 0-d weight, such as CLIP's ``logit_scale``, are also 0-d."""
     users = optimizer is not None and not _is_of(optimizer, "torch.optim", "deepspeed.")
     tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
     moments = {key: value for key, value in tensors.items() if value.ndim or (not len(shape) and key not in _NUMBERS)}
@@ -221,7 +226,7 @@ def split(
 
 
 def _is_of(optimizer: torch.optim.Optimizer, *packages: str) -> bool:
-    """True of an optimizer of these packages, or of a class made from one."""
+    """Returns True for an optimizer of these packages, or of a subclass of one."""
     keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
     return any(cls.__module__.startswith(packages) for cls in type(keeper).__mro__[:-2])
 
@@ -233,10 +238,10 @@ def put_scalars(
     group: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Writes numbers as the optimizer keeps them: torch as 0-d float32 tensors, others as plain numbers.
+    """Writes scalars in the optimizer's form: torch's have 0-d float32 tensors, others plain numbers.
 
-    torch keeps them on the CPU unless the update is fused or capturable. Of DeepSpeed's Muon, which counts nothing itself, they are
-    those of the Adam inside.
+    Torch keeps them on the CPU unless the update is fused or capturable. DeepSpeed's Muon has no counters; they are
+    those of its inner Adam.
     """
     torchs_own = _is_of(optimizer, "torch.optim")
     step_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
@@ -249,4 +254,4 @@ def put_scalars(
 
 def _plain(value: float) -> int | float:
     whole = float(value).is_integer() and not isinstance(value, bool)
-    return int(value) if whole else value  # DeepSpeed's Adam counts its steps in whole numbers
+    return int(value) if whole else value  # DeepSpeed's Adam counts its steps in integers

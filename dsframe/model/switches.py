@@ -1,7 +1,8 @@
-"""Memory and speed switches of the ``model`` part of the file, applied to a model in place before any engine takes it.
+"""Applies the memory and speed options in the file's ``model`` section to a model, in place, before any engine takes
+it.
 
-They change neither the names nor the values of parameters and buffers, so a checkpoint does not know of them, and every engine
-gets them for nothing. Modules are found by class name; a block is a class that the model repeats, such as a transformer's layer.
+They change neither names nor values of parameters and buffers, so checkpoints are independent of them, and they work on
+every engine. Modules are found by class name; a block is a class that the model repeats, such as a transformer layer.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _UNIT = "_dsframe_unit"
-"""Attribute of a module that runs as one."""
+"""Attribute of a module that is recomputed or compiled separately."""
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 
 def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Module | None = None) -> None:
-    """Switches on what the file's ``dsframe.model`` asks for.
+    """Applies the options of the file's ``dsframe.model``.
 
-    ``whole``: the whole model, where ``model`` is the part of it that this rank has; without memory (device "meta") will do.
-    Raises ConfigError where the whole model has nothing that a switch could act on, or this machine cannot compile.
+    ``whole``: the complete model, if ``model`` is this rank's part of it; may be on the meta device. Raises ConfigError
+    if an option has no effect on the complete model, or if this machine cannot compile.
     """
     whole = model if whole is None else whole
     for parameter in model.parameters():
-        # A weight in another layout gives gradients in that layout: Horovod refuses them, and torch's fused optimizers walk
-        # through memory without looking (moments that a checkpoint brought back are laid out plainly).
+        # A weight's gradient has its memory layout: Horovod refuses non-contiguous gradients, and torch's fused
+        # optimizers ignore strides (moments loaded from a checkpoint are contiguous).
         parameter.data = parameter.data.contiguous()
     dense(model)
     wanted = config.settings.model
@@ -50,7 +51,7 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.compile == "blocks":
         for block in _of(model, picked(whole, names, "compile")):
             compile_(block, device)
-    elif wanted.compile:  # never of a part: the check refuses it
+    elif wanted.compile:  # never a part of a model, which the config check refuses
         compile_(model, device)
     if again:
         for block in _of(model, recomputed(whole, config)):
@@ -59,15 +60,15 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
 
 
 def recomputed(whole: nn.Module, config: Config) -> list[str]:
-    """The names of the modules that are recomputed. Raises ConfigError as :func:`apply`."""
+    """Returns the names of the recomputed modules. Raises ConfigError like :func:`apply`."""
     wanted = config.settings.model.recomputation
     return [] if wanted is None else picked(whole, wanted.modules, "activation_checkpointing")[:: wanted.every]
 
 
 def dense(model: nn.Module) -> None:
-    """Embeddings built with ``sparse=True`` give dense gradients, which are the same numbers; says so once in a process.
+    """Makes embeddings with ``sparse=True`` return dense gradients with the same values, and warns once in a process.
 
-    Norms, flat buckets and fused optimizers have no kernels for sparse ones, nor has Adam any.
+    Norms, flat buckets and fused optimizers have no kernels for sparse gradients, and Adam does not support them.
     """
     sparse = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     for module in sparse:
@@ -80,11 +81,12 @@ def dense(model: nn.Module) -> None:
 
 
 def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str]:
-    """The names of the modules that a file's ``wanted`` chooses, in the model's order; of nested ones the outermost.
+    """Returns the names of the modules that ``wanted`` selects, in the model's order; only the outermost of nested
+    ones.
 
-    An entry is the name of a class, or, with a dot or ``*``, of modules; with None it is the class of the blocks: the class with
-    submodules of its own (no container) that occurs at least twice and holds the most parameters.
-    Raises ConfigError, naming what there is, where an entry chooses nothing.
+    An entry is a class name, or, with a dot or ``*``, a pattern of module names. None selects the class of the blocks:
+    the class with submodules (no container) that occurs at least twice and has the most parameters. Raises ConfigError,
+    which lists the options, if an entry selects nothing.
     """
     named = [(name, module) for name, module in model.named_modules() if module is not model]
     classes = Counter(type(module).__name__ for _, module in named)
@@ -116,13 +118,13 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of these names, those that ``model`` has: it may be a part of what the names are from."""
+    """Returns those modules of the given names that ``model``, perhaps a part of the complete model, has."""
     chosen = set(names)
     return [module for name, module in model.named_modules() if name in chosen]
 
 
 def repeated(model: nn.Module) -> str | None:
-    """The class of the model's blocks, found as :func:`blocks` says; None where it repeats none."""
+    """Returns the class name of the model's blocks, as defined in :func:`picked`; None if it repeats none."""
     sizes: Counter[str] = Counter()
     for module in model.modules():
         inside = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
@@ -138,7 +140,7 @@ def _list(classes: Counter[str]) -> str:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules that are recomputed or compiled each by itself: all their parameters must be there while one runs."""
+    """Returns the modules that are recomputed or compiled separately: each needs all its parameters while it runs."""
     return [module for module in model.modules() if hasattr(module, _UNIT) and module is not model]
 
 
@@ -146,14 +148,14 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def channels_last(model: nn.Module, whole: nn.Module) -> None:
-    """Every 2-D convolution gets its input with the channels innermost, as processors' and GPUs' kernels like it best.
+    """Gives every 2-D convolution its input in channels_last layout, which kernels of CPUs and GPUs prefer.
 
-    Only activations change their layout. Weights stay as they are: ZeRO flattens them, Horovod refuses gradients that are not
-    contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError where the ``whole`` has no 2-D convolution.
+    Only activations change. Weights do not, because ZeRO flattens them, Horovod refuses non-contiguous gradients, and
+    torch gives a gradient the layout of its weight. Raises ConfigError if ``whole`` has no 2-D convolution.
 
-    Pooling follows in its backward pass the layout of what comes back, plain behind ``nn.Flatten``, and copies the gradient of its
-    input, which is larger, to that layout and back (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So what comes back is
-    laid out first. A compiler does that by itself.
+    The backward pass of pooling uses the layout of its output's gradient, which is contiguous after ``nn.Flatten``, and
+    converts the gradient of its larger input twice (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So the output's
+    gradient is converted first. A compiler does that by itself.
     """
     if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
         raise _wrong("channels_last", "channels_last affects 2-D convolutions only; this model has none", "remove it")
@@ -181,9 +183,9 @@ def _innermost_backward(module: nn.Module, inputs: tuple[Any, ...], output: Any)
 
 
 def compile_(module: nn.Module, device: torch.device) -> None:
-    """torch.compile of the module's forward pass, in place. Raises ConfigError where there is no compiler.
+    """Compiles the module's forward pass with torch.compile, in place. Raises ConfigError if there is no compiler.
 
-    The method and not the call: hooks that an engine puts on this module stay outside of the compiled graph.
+    Compiles the method and not the call, so that an engine's hooks on this module stay outside the graph.
     """
     if device.type == "cpu" and compiler() is None:
         message = "torch.compile needs a C++ compiler, which this machine does not have"

@@ -1,4 +1,4 @@
-"""Parameters that no engine trains, refused before one is built."""
+"""Refuses parameters that no engine can train, before one is created."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "in the forward pass; a frozen one may be a buffer",
     ),
 )
-"""Kinds of parameters that no engine trains, and what to do."""
+"""Tests for parameters that no engine trains, with the messages."""
 
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex and sparse ones, and for memory
-    that a trained one shares with another."""
+    """Raises TaskError for lazy, complex, meta and sparse parameters, and for memory that a trained one shares with
+    another tensor."""
     for is_unusual, text in _UNUSUAL:
         if names := [name for name, parameter in model.named_parameters() if is_unusual(parameter)]:
             raise TaskError(f"{whose}.model: {', '.join(names)} {text}")
@@ -50,7 +50,7 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
 
 
 def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of two tensors of which at least one is trained, and that have an element in common."""
+    """Returns the names of two tensors, at least one of them trained, that have an element in common."""
     tensors = [
         (name, tensor)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -69,6 +69,6 @@ def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Where the elements of a tensor lie in its storage."""
+    """Returns the positions of a tensor's elements in its storage."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.arange(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()

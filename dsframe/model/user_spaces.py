@@ -1,4 +1,5 @@
-"""Where a model's or a task's code keeps values that are no parameters: attributes, globals, classes and closures."""
+"""Finds where the code of a model or task keeps values that are not parameters: attributes, globals, classes and
+closures."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from dsframe.values import attributes_of, has_attributes
 
 ABSENT = object()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module has its hooks."""
+"""Attributes of a module with its hooks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """Where names have values."""
+    """A namespace."""
 
     owner: Any
-    """A dict, a class, an object, or a cell of a closure."""
+    """A dict, a class, an object, or a closure cell."""
     names: frozenset[str]
-    """Those that are looked at."""
+    """The names that are inspected."""
     label: str
     holds_buffers: bool = False
 
@@ -41,7 +42,7 @@ class Space:
         return vars(self.owner) if isinstance(self.owner, type) else attributes_of(self.owner)
 
     def put(self, key: str, value: Any) -> None:
-        """Not by a ``__setattr__`` of the user's. ABSENT drops the name."""
+        """Sets a value without the user's ``__setattr__``. ABSENT deletes the name."""
         base = type if isinstance(self.owner, type) else object
         if isinstance(self.owner, dict) and value is ABSENT:
             self.owner.pop(key, None)
@@ -54,21 +55,21 @@ class Space:
 
 
 def code_of(owners: Collection[object]) -> set[CodeType]:
-    """Returns the code of the owners' classes, and of the user's functions that it calls or that they hold."""
+    """Returns the code of the owners' classes, and of the user's functions that they call or contain."""
     functions = {*_reached(owners), *(function for cls in {*map(type, owners)} for function in functions_of(cls))}
     return {function.__code__ for function in functions}
 
 
 def names_of(owners: Collection[object]) -> frozenset[str]:
-    """Returns the names in that code: not what libraries keep in attributes."""
+    """Returns the names in that code, without the attributes of nn.Module."""
     return frozenset[str]().union(*map(words_of, code_of(owners))) - vars(nn.Module()).keys()
 
 
 def attributes(model: nn.Module) -> list[Space]:
-    """Returns the attributes of the modules of ``model``, and of objects of the user's classes there."""
+    """Returns the attributes of the modules of ``model``, and of objects of the user's classes in them."""
     modules = dict(model.named_modules())
-    constants = (getattr(module, "__constants__", ()) for module in modules.values())  # p of a Dropout
-    names = names_of(modules.values()).union(*constants)  # one set for all: it is large
+    constants = (getattr(module, "__constants__", ()) for module in modules.values())  # such as p of a Dropout
+    names = names_of(modules.values()).union(*constants)  # one large set shared by all
     spaces = [Space(vars(module), names, f"{name}.{{}}") for name, module in modules.items()]
     objects = [(name, key, value) for name, module in modules.items() for key, value in vars(module).items()]
     for name, key, value in objects:
@@ -78,7 +79,7 @@ def attributes(model: nn.Module) -> list[Space]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Returns the user's hooks on a module and on its own parameters: functions, methods and objects that can be called."""
+    """Returns the user's hooks on a module and its own parameters: functions, methods and callable objects."""
     hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
     for parameter in module.parameters(recurse=False):
         hooks += (parameter._backward_hooks or {}).values()
@@ -86,13 +87,13 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def _file_of(hook: Any) -> str:
-    """Where its code is; of what has none, such as a function in C, a library's."""
+    """Returns the file of a hook's code; that of a library for hooks without code, such as C functions."""
     function: Any = inspect.unwrap(hook) if hasattr(hook, "__code__") else type(hook).__call__
     return function.__code__.co_filename if hasattr(function, "__code__") else inspect.__file__
 
 
 def outside(owners: Collection[object]) -> list[Space]:
-    """Returns the globals, classes and closures that the user's code of ``owners`` names: of modules and tasks."""
+    """Returns the globals, classes and closures that the user's code of ``owners`` (modules and tasks) refers to."""
     spaces, names = dict[int, Space](), defaultdict[int, frozenset[str]](frozenset)
     for function in _reached(owners):
         code, file = function.__code__, Path(function.__code__.co_filename).name
@@ -108,7 +109,7 @@ def outside(owners: Collection[object]) -> list[Space]:
 
 
 def _reached(owners: Collection[object]) -> Iterator[FunctionType]:
-    """Yields the user's functions among those that ``owners`` and their classes have, and those that they call by a global name."""
+    """Yields the user's functions in ``owners`` and their classes, and those that they call by a global name."""
     held = [
         value for owner in owners for value in vars(owner).values() if isinstance(value, (FunctionType, MethodType))
     ]

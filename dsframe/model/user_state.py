@@ -1,4 +1,4 @@
-"""What a model's own code may move in a forward pass, beside weights, buffers and torch's generators."""
+"""State that a model's own code may change in a forward pass, except weights, buffers and torch's generators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def functions_of(cls: type) -> list[FunctionType]:
-    """Returns the functions of a class, but for those that each module has, and those of dsframe's tasks."""
+    """Returns the functions of a class, without those of nn.Module and dsframe's tasks."""
     own: list[Any] = [
         value
         for base in cls.__mro__
@@ -30,7 +30,7 @@ def functions_of(cls: type) -> list[FunctionType]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yields ``code`` and that of the functions inside of it."""
+    """Yields ``code`` and the code of functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -38,13 +38,13 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def words_of(code: CodeType) -> frozenset[str]:
-    """Returns the names and texts in ``code`` and in the functions inside of it."""
+    """Returns the names and texts in ``code`` and in the functions inside it."""
     parts = (part for inner in codes_in(code) for part in (*inner.co_names, *inner.co_consts))
     return frozenset(part for part in parts if isinstance(part, str))
 
 
 def is_generator(value: object) -> bool:
-    """True of a random generator with a state."""
+    """Returns True for a random generator with a state."""
     return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
@@ -57,27 +57,27 @@ def generators_of(holders: Iterable[object]) -> list[Any]:
 
 
 class Generators:
-    """Random generators as they were when this was made: those of NumPy and Python, and those that are ``held`` elsewhere."""
+    """The state of random generators: those of NumPy and Python, and ``held`` ones."""
 
     def __init__(self, held: Sequence[Any], *, process: bool = True) -> None:
-        """``process``: look at NumPy's and Python's, which takes 50 us."""
+        """``process``: include NumPy's and Python's, which takes 50 us."""
         self._process = _of_process() if process else None
         self._held = [(value, _state(value)) for value in held]
 
     def process_changed(self) -> bool:
-        """Returns whether NumPy's or Python's has moved since."""
+        """Returns True if NumPy's or Python's generator has moved since then."""
         return self._process is not None and _of_process() != self._process
 
     def changed(self) -> bool:
-        """Returns whether one has moved since."""
+        """Returns True if any generator has moved since then."""
         return self.process_changed() or self.held_changed()
 
     def held_changed(self) -> bool:
-        """Returns whether one that is held has moved since."""
+        """Returns True if a held generator has moved since then."""
         return any(state_of(value) != _comparable(before) for value, before in self._held)
 
     def put_back(self, *, process: bool = False) -> None:
-        """Puts those back that are held, in the same objects. ``process``: those of NumPy and Python, too."""
+        """Restores the held generators in place. ``process``: also those of NumPy and Python."""
         for value, before in self._held:
             if isinstance(value, random.Random):
                 value.setstate(before)

@@ -1,6 +1,7 @@
-"""Looks at each function of torch that a model, a loss or a hook calls with weights, and refuses what an engine cannot follow.
+"""Checks every torch function that a model, a loss or a hook calls with weights, and refuses calls that an engine
+cannot support.
 
-Who reads a shard computes with a part of a weight, and who writes to one writes to a copy.
+Code that reads a shard computes with a part of a weight, and code that writes to one writes to a copy.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _METADATA = frozenset(
     "__hash__ __repr__ __format__ __len__ data_ptr untyped_storage storage_offset _backward_hooks requires_grad_ "
     "register_post_accumulate_grad_hook".split()
 )
-"""What tells nothing of a tensor's numbers."""
+"""Functions and attributes that do not depend on a tensor's values."""
 _TORCH = str(Path(torch.__file__).parent)
 _SITE = str(Path(_TORCH).parent)
 _MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deepspeed/", "/horovod/"))
-"""Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
+"""Libraries that move weights. Other installed packages, such as transformers, count as the model's code."""
 _LINEAR = f"{_SITE}/deepspeed/runtime/zero/linear.py"
-"""What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at ZeRO-3."""
+"""DeepSpeed's replacement of ``torch.nn.functional.linear`` at ZeRO-3."""
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")
 _WHOLE_STEPS = (
@@ -48,42 +49,44 @@ _WHOLE_STEPS = (
 )
 
 _WATCH = (__file__, str(Path(__file__).with_name("weight_watch.py")))
-"""The watch's own files, which are between torch and who has called it."""
+"""The watch's own files, which are on the stack between torch and its caller."""
 
 
 class CallWatch(TorchFunctionMode):
-    """The watch over what is called with the weights of one engine's model."""
+    """Watches the calls with the weights of one engine's model."""
 
     def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights, as ``model()`` has returned them."""
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: that of the weights when ``model()``
+        returned them."""
         super().__init__()
         self._memory = memory
         self._engine, self._model = weakref.proxy(engine), model
-        # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
+        # Parameters that the model's code may hold and a library replaces; weak references, because they are a complete
+        # model.
         self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held = ""
-        """A digest of their names: ranks of another stage of a pipeline have others."""
+        """A digest of their names: ranks of another pipeline stage have others."""
         self._trained: list[bool] = []
         self._dtypes: list[torch.dtype] = []
         self._whole, self._never_whole, self._gives_up = True, "", False
         self.whole_steps = False
-        """True if the engine gathers what it shards for whole steps: copies of the weights, which anybody may read."""
+        """True if the engine gathers its shards for complete steps: copies of the weights that any code may read."""
         self._direct: dict[str, str] = {}
-        """Weight -> the line that has used it itself, not by a call of its module."""
+        """Weight -> the line that has used it directly, not by a call of its module."""
         self._writes: dict[str, str] = {}
         """Weight -> the line that has written to it."""
         self._replaced: dict[str, Tensor] | None = None
         """In a trial, the contents of the weights that it writes to."""
         self._examined = False
-        """True once the first loss of a step has been looked at."""
+        """True once the first loss of a step has been checked."""
         self._aside = False
         self._without_gradients: Counter[nn.Module] = Counter()
         self.notes: list[str] = []
-        """What the run says once."""
+        """Messages that the run prints once."""
 
     def note_parameters(self) -> None:
-        """The model as the engine has made it."""
+        """Records the parameters after the engine has been created."""
         if self._parameters:
             return
         self._parameters = dict(self._model.named_parameters())
@@ -99,12 +102,13 @@ class CallWatch(TorchFunctionMode):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is watched."""
+        """The watched model."""
         return self._model
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside of :meth:`inside`, around what dsframe makes the model do: not looked at, unless weights are shards."""
+        """Disables the checks around calls that dsframe itself makes inside :meth:`inside`, unless weights are
+        sharded."""
         self._aside = self._whole
         try:
             yield
@@ -112,7 +116,7 @@ class CallWatch(TorchFunctionMode):
             self._aside = False
 
     def _called(self, module: nn.Module, _: Any) -> None:
-        """Before each module is called, and before a library's own hooks."""
+        """Called before each module, and before a library's hooks."""
         self._refuse_transforms()
         if module.training and not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             self._without_gradients[module] += 1
@@ -120,7 +124,7 @@ class CallWatch(TorchFunctionMode):
     def _refuse_transforms(self) -> None:
         if self._whole or self.whole_steps or self._puts_others:
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch has no public name for it
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # no public name in torch
             raise EngineError(
                 f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
                 f"them; {self._whole_steps}"
@@ -221,13 +225,13 @@ class CallWatch(TorchFunctionMode):
                 self._replaced[name] = self._parameters[name].detach().clone()
 
     def _name_of_memory(self, tensor: Tensor) -> str:
-        """The weight in whose memory a tensor lies; "" for none."""
+        """Returns the weight whose memory contains the tensor; "" if none."""
         storage = storage_of(tensor)
         weights = self._parameters.items() if self._whole else self._model.named_parameters()
         names = {
             name: weight for name, weight in weights if storage and is_whole(weight) and storage_of(weight) == storage
         }
-        if len(names) > 1:  # of a flat buffer of an engine's, the one that is there
+        if len(names) > 1:  # of several in an engine's flat buffer
             place = tensor.data_ptr()
             for name, weight in names.items():
                 if 0 <= place - weight.data_ptr() < weight.nbytes:
@@ -257,8 +261,8 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _caller(*, direct: bool = False) -> str:
-    """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has, or, if
-    ``direct``, one of torch's own modules."""
+    """Returns file and line of the model or task code that called torch; "" if the caller is a library that moves
+    weights, or, if ``direct``, one of torch's modules."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

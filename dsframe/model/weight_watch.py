@@ -1,13 +1,14 @@
-"""Sees what a model, a loss or a hook does with weights outside of what the engine knows, and says so before a second update.
+"""Detects how a model, a loss or a hook uses weights outside the engine's control.
 
-Weights belong to the optimizer. Who writes to them elsewhere trains another model where ranks hold copies (each writes what its own
-rows ask for), and nothing where the optimizer has masters or shards of its own. Who reads a shard computes with a part of a weight.
-So the first steps are watched, and then every step whose number is a power of two:
+Weights belong to the optimizer. If other code writes to them, replicas diverge (each rank writes values of its own
+rows), or the change is lost if the optimizer has masters or shards. Code that reads a shard computes with a part of a
+weight. So the first steps are watched, and then every step whose number is a power of two, to report before the next
+update:
 
-- what is read or written while this rank holds only a shard, by the functions of torch that are called (``TorchFunctionMode``);
-- what was written in the forward pass, in the loss, or between two steps, by sums over each weight;
-- parameters that are made, frozen or unfrozen after the start, in every step;
-- parameters that take part in the loss and are not the model's.
+- reads or writes while this rank holds only a shard, by the torch functions that are called (``TorchFunctionMode``);
+- writes in the forward pass, in the loss, or between two steps, by sums over each weight;
+- parameters that are created, frozen or unfrozen after the start, in every step;
+- parameters in the loss that are not the model's.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class WeightWatch(CallWatch):
     """The watch over one engine's model."""
 
     def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory, but: frozenset[str] = frozenset()) -> None:
-        """``engine``, ``memory``: as for :class:`CallWatch`. ``but``: weights that dsframe itself writes in forward passes."""
+        """``engine``, ``memory``: as for :class:`CallWatch`. ``but``: weights that dsframe itself writes in forward
+        passes."""
         super().__init__(engine, model, memory)
         self._but = but
-        self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
+        self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would trace the mode
         if self._looks_inside:
             linearity.examine_hooks(model, self._say_not_linear)
         self._before: dict[str, Any] = {}
@@ -46,19 +48,21 @@ class WeightWatch(CallWatch):
         self._last: dict[str, Any] = {}
         self._versions: list[int] = []
         self._unconfirmed: set[str] = set()
-        """Weights that this rank has seen written since the ranks last compared what each has written."""
+        """Weights that this rank has seen written since ranks last compared what each has written."""
         self._watching = False
         self._first = 0
         self.recomputes_inside = False
-        """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
+        """True if blocks of the model are recomputed by a backward pass inside the backward pass
+        (``use_reentrant``)."""
         self._said = False
         self.elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around a loss or metrics: refuses what other ranks have of the model."""
+        """Encloses a loss or metrics. Refuses uses of model parts that other ranks have."""
 
     # One step.
 
     def begin(self, step: int) -> None:
-        """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
+        """**Collective.** Called before a step. Raises EngineError or TaskError if weights were written since the last
+        one."""
         self.note_parameters()
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
@@ -80,12 +84,12 @@ class WeightWatch(CallWatch):
             and not self._whole
             and any(type(module).train is not nn.Module.train for module in self._model.modules())
         ):
-            with self.inside():  # some write to weights there, as loralib does
+            with self.inside():  # train() and eval() may write to weights, as in loralib
                 self._model.eval()
                 self._model.train()
 
     def end(self, step: int) -> None:
-        """**Collective.** After a step, and before the next one's update. Raises EngineError, TaskError."""
+        """**Collective.** Called after a step, before the next one's update. Raises EngineError, TaskError."""
         self._refuse_changed(f"in step {step}")
         if not self._watching:
             return
@@ -94,7 +98,7 @@ class WeightWatch(CallWatch):
         self._after = self._marks()
 
     def before_update(self, *_: Any) -> None:
-        """For an engine that runs the model itself: what has changed by now was written in forward passes."""
+        """For an engine that runs the model itself: weights changed by now were written in forward passes."""
         if self._watching and not self._last:
             self._last = self._marks()
 
@@ -104,14 +108,14 @@ class WeightWatch(CallWatch):
 
     @property
     def has_writes(self) -> bool:
-        """True if forward passes write to weights, or may, as far as the last watched step has shown."""
+        """True if forward passes write to weights, or may, according to the last watched step."""
         return bool(self._but or self._written)
 
-    # What is called.
+    # Calls.
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around an evaluation before the first step. Puts back what it writes to weights."""
+        """Encloses an evaluation before the first step. Restores the weights that it writes to."""
         self._watching, self._replaced = True, {}
         try:
             yield
@@ -123,7 +127,8 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
-        """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: around hooks, in every step."""
+        """Encloses a forward pass, a loss, metrics or hooks, and checks their calls. ``always``: in every step, for
+        hooks."""
         self.note_parameters()
         if not (self._looks_inside and (self._watching or always)):
             yield
@@ -140,7 +145,8 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass, whose hooks torch calls where it likes: counts writes, which some libraries hide."""
+        """Encloses a backward pass, whose hooks torch may call in any thread. Counts writes, which some libraries
+        hide."""
         self._versions = self._counted()
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
@@ -150,13 +156,13 @@ class WeightWatch(CallWatch):
         return [parameter._version for parameter in self._parameters.values()]
 
     def _rewritten(self) -> list[str]:
-        """The weights that were written since they were counted."""
+        """Returns the weights that were written since the last count."""
         counts = zip(self._parameters, self._versions, self._counted(), strict=True)
         return [name for name, before, now in counts if before != now]
 
     def computed(self, loss: Tensor) -> None:
-        """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
-        if not self._whole:  # some libraries put other objects in the place of parameters while modules run
+        """Called after each micro-batch's loss. Raises TaskError if it depends on parameters outside the model."""
+        if not self._whole:  # some libraries replace parameters while modules run
             now = [parameter.requires_grad for parameter in self._model.parameters()]
             if len(now) == len(self._trained) and now != self._trained:
                 self._refuse_frozen(now, "in this step")
@@ -173,7 +179,8 @@ class WeightWatch(CallWatch):
         self._last = self._marks()
 
     def _note_writes(self, names: Iterable[str], when: str) -> None:
-        """What this rank has seen written: refused where the optimizer would overwrite it, else compared with other ranks later."""
+        """Records writes seen by this rank: refused if the optimizer would overwrite them, else compared between ranks
+        later."""
         written = {name: None for name in names if name not in self._but}
         if not self._engine.updates_in_place:
             self._refuse_overwritten(written, when)
@@ -189,7 +196,7 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around a step, or an evaluation. Raises what :meth:`explained` returns in the place of an error."""
+        """Encloses a step or an evaluation. Raises the result of :meth:`explained` instead of an error."""
         try:
             yield
         except Exception as error:
@@ -198,15 +205,15 @@ class WeightWatch(CallWatch):
             raise
 
     def explained(self, error: Exception) -> DsframeError | None:
-        """Returns what is to be said instead of ``error`` where parameters were made meanwhile, or where weights that a library
-        gives up were used directly."""
+        """Returns a clearer error if ``error`` occurred after parameters were created, or after a direct use of weights
+        that a library has freed; else None."""
         try:
             if self._parameters:
                 self._refuse_added("in this step")
         except TaskError as added:
             return added
         if isinstance(error, EngineError):
-            return None  # the engine has said why
+            return None  # the engine has given the reason
         words = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
         if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
@@ -218,10 +225,10 @@ class WeightWatch(CallWatch):
             f"{line} uses {name} itself, not by a call of its module, and the backward pass failed: {self._shards()}"
         )
 
-    # What is found.
+    # Findings.
 
     def _marks(self) -> dict[str, Any]:
-        """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
+        """Returns values that change with a weight: sum and norm of a complete one, else its version."""
         watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
         if self._gives_up:
             return {name: parameter._version for name, parameter in watched.items()}
@@ -231,7 +238,7 @@ class WeightWatch(CallWatch):
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
 
     def _check_writes(self, written: Mapping[str, Any], when: str) -> None:
-        """**Collective** where this rank has whole weights. Raises EngineError, TaskError."""
+        """**Collective** if this rank has complete weights. Raises EngineError, TaskError."""
         engine, where = self._engine, self._where(written, when)
         if not self._whole:
             if written:
@@ -288,7 +295,8 @@ class WeightWatch(CallWatch):
             self._refuse_changes(gone, f"removed {when}")
 
     def _is_another(self, name: str, parameter: Tensor) -> bool:
-        """Some libraries put a whole parameter in the place of its shard while a module runs."""
+        """Returns True if the parameter was replaced. Some libraries replace a shard by a complete parameter while a
+        module runs."""
         known = self._parameters.get(name, parameter)
         if self.whole_steps and not isinstance(parameter, nn.Parameter):  # a copy, for this step
             return False
@@ -309,7 +317,7 @@ class WeightWatch(CallWatch):
         linearity.examine_functions(nodes, self._say_not_linear)
         leaves = [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
-        if self._puts_others:  # and has taken the memory back from those that are out of the model
+        if self._puts_others:  # whose memory of parameters outside the model was freed
             strangers = [parameter for parameter in strangers if parameter.untyped_storage().size()]
         if strangers:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])
@@ -320,7 +328,7 @@ class WeightWatch(CallWatch):
             )
 
     def _refuse_recomputed_twice(self) -> None:
-        ours = set(self._model.modules())  # a library's wrapper is in training mode in an evaluation, too
+        ours = set(self._model.modules())  # a library's wrapper stays in training mode in an evaluation
         called = self._without_gradients.items()
         twice = [type(module).__name__.removeprefix("FSDP") for module, calls in called if calls > 1 and module in ours]
         if self.recomputes_inside and twice and not self._engine.reduces_repeatedly:
@@ -348,7 +356,7 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _nodes(loss: Tensor) -> list[Any]:
-    """Returns autograd's nodes that the backward pass of ``loss`` goes through."""
+    """Returns the autograd nodes in the backward pass of ``loss``."""
     seen, ahead = dict[Any, None](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
