@@ -70,7 +70,6 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
 
 
 def _samples(loader: Loader, step: int) -> list[int]:
-    """Returns the data set indices of this rank's samples in ``step`` (from 1)."""
     return [index for _, rows in _parts(loader, step) for index in rows.tolist()]
 
 

@@ -31,13 +31,12 @@ AGREE_SECONDS = 2.0
 
 
 class StopRequest:
-    """Handles signals inside its context. A thread waits for them, so that the main thread may be anywhere, even in a
-    collective.
+    """Handles signals inside its context. A thread waits for them, because the main thread may be in a collective.
 
-    All ranks must stop after the same step, though signals reach them at different times or only one of them. An
-    exchange after each step would make every step wait for the slowest rank; so about every two seconds they make one
+    All ranks must stop after the same step, though signals reach them at different times or only one of them.
+    Exchanging after each step would make every step wait for the slowest rank; so about every two seconds they make one
     all-reduce of three numbers: whether a rank got a signal, the time since the last exchange, from which all compute
-    the same next step to exchange at, and whether a rank is in ``trouble`` that the others do not know of.
+    the next step for it, and whether a rank is in ``trouble`` that the others do not know of.
     """
 
     def __init__(self, ranks: Ranks, first_step: int, trouble: Callable[[], bool] = lambda: False) -> None:

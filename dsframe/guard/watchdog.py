@@ -1,17 +1,17 @@
 """Ends a run that hangs, and reports where each rank waits and which one is missing.
 
-Every rank has a thread that checks the time since its own last sign of life. The first rank over the limit notifies the
-others through a torch store (a small TCP server in a C++ thread of rank 0 or torchrun, which answers while rank 0
-hangs). All write their state there, rank 0 prints the report, and all exit. The store exists before the engine, so
-hangs while the engine is set up or a checkpoint is read are covered.
+A thread of each rank checks the time since its last sign of life. The first rank over the limit notifies the others
+through a torch store (a TCP server in a C++ thread of rank 0 or torchrun, which answers while rank 0 hangs). All write
+their state there, rank 0 prints the report, and all exit. The store exists before the engine, so set-up and the reading
+of checkpoints are covered.
 
-The watchdog uses no collective and nothing of the library that hangs, so it works with every engine. If an engine needs
-the same calls on all ranks, they are compared through the store after LOOK_SECONDS, long before the limit. Horovod's
-own stall check reports nothing over Gloo (measured, 0.28.1), and Gloo's own limit ends a run after 30 minutes without
-naming a rank.
+This uses no collective and nothing of the library that hangs, so it works with every engine. If an engine needs the
+same calls on all ranks, they are compared through the store after LOOK_SECONDS, long before the limit. Horovod's stall
+check reports nothing over Gloo (measured, 0.28.1), and Gloo's own limit ends a run after 30 minutes without naming a
+rank.
 
-If rank 0's process is stopped or its node is cut off, calls of the store block without limit. So each runs in a thread
-that is abandoned if it does not return, and ending the process never depends on one.
+If rank 0 is stopped or its node is cut off, calls of the store block without limit. So each runs in a thread that can
+be abandoned, and ending the process never depends on one.
 """
 
 from __future__ import annotations

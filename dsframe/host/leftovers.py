@@ -1,9 +1,8 @@
 """Finds leftovers of killed runs on a node: locks of unfinished builds, and buffers in shared memory.
 
-Torch guards the compilation of an operator with a lock file. A process killed while it holds one leaves it behind, and
-every later run silently waits for it forever. DeepSpeed on CPUs creates a buffer of 66 MiB for each rank in /dev/shm,
-which is memory, and never removes it; Open MPI 4 leaves one of 4 MiB for each rank when its job is killed. Each is a
-leftover if no running process has it open.
+Torch guards the compilation of an operator with a lock file. If its process is killed, every later run silently waits
+for it forever. DeepSpeed on CPUs creates a buffer of 66 MiB a rank in /dev/shm, which is memory, and never removes it;
+Open MPI 4 leaves one of 4 MiB a rank when its job is killed. Each is a leftover if no running process has it open.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def host() -> str:
 
 
 def _files_in_use() -> set[Path]:
-    """Returns the files that any running process has open or mapped."""
     paths = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or already ended

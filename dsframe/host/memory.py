@@ -75,19 +75,17 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    """Returns a size from Linux's status of this process; 0 if unavailable."""
     match = re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
     return int(match[1]) * 1024 if match else 0
 
 
 def give_back() -> bool:
-    """Makes glibc return freed blocks from 256 KiB on to the system; the opposite of :func:`keep_freed`, for large
-    sharded models.
+    """Makes glibc return freed blocks from 256 KiB on to the system, for large sharded models; the opposite of
+    :func:`keep_freed`.
 
-    Kept blocks fragment there, because gathered weights, gradients and buckets come and go in all sizes: a Llama of 57
-    M parameters took 1,257 MiB a rank on FSDP with :func:`keep_freed`, and 585 with this
-    (``benchmarks.sharded_memory``, 2 ranks). With 1 MiB, a bf16 model of 51 M took 540 instead of 433, and as much
-    processor time: its matrices are a little smaller.
+    Kept blocks fragment there, because gathered weights, gradients and buckets vary in size: a Llama of 57 M parameters
+    took 1,257 MiB a rank on FSDP with :func:`keep_freed`, 585 with this (``benchmarks.sharded_memory``, 2 ranks). From
+    1 MiB on, a bf16 model of 51 M with slightly smaller matrices took 540 instead of 433, in the same processor time.
     """
     return _tell(1 << 18, 1 << 17)
 

@@ -53,18 +53,18 @@ def run(
     """Runs `program` to its end and returns its exit code: 128 + N if signal N ended it, 1 if it left processes behind.
 
     INT, TERM and HUP go to every process of the job, USR1 and USR2 only to its workers (they would end the launcher).
-    This takes two processes: the one that the user sees forwards signals to its child, the supervisor. The kernel
-    notifies the supervisor if the first one is killed, so even SIGKILL leaves nothing running.
+    This process forwards signals to a child, the supervisor, which the kernel notifies if this process is killed: even
+    SIGKILL leaves nothing running.
 
     `gentle`: the first INT, TERM or HUP becomes USR1, at which dsframe's workers save and exit. Launchers end their
-    workers within seconds of a TERM (mpirun) or at once (srun), saved or not. If there is no worker yet, the launcher
-    gets the signal, and after UNHEARD_SECONDS gets it again, or else the new workers do. A worker that USR1 kills, such
-    as one that is still importing, has the first signal's code.
+    workers within seconds of a TERM (mpirun) or at once (srun), saved or not. Without workers the launcher gets the
+    signal, and after UNHEARD_SECONDS gets it again, or else new workers do. A worker that USR1 kills, such as one still
+    importing, has the first signal's code.
 
-    `forwards`: the program forwards USR1 and USR2 to its workers, which may be on other nodes (mpirun, srun). `brief`:
-    the program handles INT and TERM itself and ends its workers one by one (deepspeed.launcher.launch): the job has
-    SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N. `received`: gets the received signals, which
-    stay blocked after return.
+    `forwards`: the program forwards USR1 and USR2 to its workers, perhaps on other nodes (mpirun, srun). `brief`: the
+    program handles INT and TERM itself and ends its workers one by one (deepspeed.launcher.launch): the job has
+    SHUTDOWN_SECONDS after the signal, and its code 1 becomes 128 + N. `received`: gets the received signals, which stay
+    blocked after return.
     """
     heard = {*ENDING, *FOR_WORKERS, signal.SIGTSTP}
     heard = {number for number in heard if signal.getsignal(number) != signal.SIG_IGN}  # nohup, background jobs

@@ -1,9 +1,9 @@
 """Finds user code that changes gradients nonlinearly during a backward pass: a clip, a sign, a norm.
 
-Gradients there are of one micro-batch's loss: parts of the global gradient, with a different scale. After a nonlinear
-change their sum depends on the micro-batch size. Hooks of outputs and modules, and the ``backward`` of a
-``torch.autograd.Function``, are called twice in the first step: with the gradients, and with twice the gradients. A
-``backward`` that may run autograd is not tested, because a second call would accumulate gradients.
+Gradients there are of one micro-batch's loss, so the sum of such changes depends on the micro-batch size. Hooks of
+outputs and modules, and the ``backward`` of a ``torch.autograd.Function``, are called twice in the first step: with the
+gradients, and with twice the gradients. A ``backward`` that may run autograd is not tested, because a second call would
+accumulate gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Implements ``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)`` on any number of ranks.
 
 Torch renormalizes the rows that a forward pass looks up, in place: those of one rank's samples, in the model's weights.
-Full replicas on ranks then diverge, and an optimizer with masters or shards overwrites the change. So the rows of all
-ranks are renormalized, in the optimizer's copy. Arithmetic as in torch 2.13, ``aten/src/ATen/native/Embedding.cpp``
+Replicas then diverge, and an optimizer with masters or shards overwrites the change. So the rows of all ranks are
+renormalized in the optimizer's copy. Arithmetic as in torch 2.13, ``aten/src/ATen/native/Embedding.cpp``
 (embedding_renorm_cpu_).
 """
 

@@ -103,7 +103,6 @@ class OptimizerSpec:
 
 
 def _tensors(parameters: list[Any]) -> set[int]:
-    """Returns the ids of parameters, or of those in groups."""
     groups = [given["params"] if isinstance(given, dict) else [given] for given in parameters]
     return {id(parameter) for group in groups for parameter in group}
 

@@ -134,7 +134,6 @@ def _content(cell: CellType) -> Any:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Returns True for a torch layer, which takes and returns tensors."""
     return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Sequential)
 
 
@@ -173,7 +172,6 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
-    """Yields the objects that contain tensors, and those around them."""
     if isinstance(value, (Tensor, str, bytes, int, float, nn.Module, type, type(None))):
         return
     cls = type(value)

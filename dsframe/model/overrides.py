@@ -68,7 +68,6 @@ def _overrides(cls: type[nn.Module], names: Collection[str]) -> bool:
 
 
 def _walk(module: nn.Module) -> list[nn.Module]:
-    """Returns the module and all below it, in torch's order."""
     below = [part for child in module._modules.values() if child is not None for part in _walk(child)]
     return list(dict.fromkeys([module, *below]))
 

@@ -42,10 +42,9 @@ def recompute(block: nn.Module) -> None:
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     """Returns torch's ``checkpoint`` for functions that run parts of ``module``, with the same autocast and state.
 
-    During recomputation, everything that a block changes has its value from before the first pass, whose changes are
-    the only ones kept: buffers (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, globals
-    and classes of the user's files, and generators of NumPy, Python and the block. Other changing state is detected by
-    different outputs and refused.
+    Recomputation starts from the values before the first pass, and its changes are discarded, of: buffers (BatchNorm's
+    statistics, a spectral norm's vectors), plain values in attributes, globals and classes of the user's files, and
+    generators of NumPy, Python and the block. Other changing state shows in different outputs, which are refused.
     """
     state = _UserState(module)
 
@@ -148,8 +147,8 @@ class _UserState:
         return _Taken(self, held, spaces if whole else [], self._draws or whole, number)
 
     def _looked_at(self) -> list[Space]:
-        """Returns the spaces to inspect. They are collected each time, because an object in an attribute may be gone in
-        the next pass."""
+        """Returns the spaces to inspect, collected each time, because an object in an attribute may be gone in the next
+        pass."""
         modules = list(self.module.modules())
         self.generators = generators_of(modules)
         names, self.read = names_of(modules), frozenset[str]().union(*map(_read_by, code_of(modules)))
@@ -176,8 +175,8 @@ class _UserState:
         return [key for key in there if isinstance(values[key], _PLAIN) or type(values[key]) in CONTAINERS]
 
     def drew(self, number: int) -> None:
-        """Records that NumPy's or Python's generator moved in pass ``number``. Raises TaskError if earlier passes may
-        have been recomputed with other numbers: if it has moved twice, because another thread may have drawn once."""
+        """Records that NumPy's or Python's generator moved in pass ``number``. Raises TaskError if it moved twice
+        (another thread may have drawn once) and earlier passes may have been recomputed with other numbers."""
         if number > _LOOKS and not self._draws:
             self._suspected = number
         elif 0 < number - self._suspected <= _LOOKS < self._suspected:

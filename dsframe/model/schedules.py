@@ -1,8 +1,8 @@
 """Learning-rate schedules: DeepSpeed's five, computed only from the step number, and torch's.
 
-Every engine, including DeepSpeed, takes its learning rate from here, so that a file has the same schedule on every
-engine and a resumed run needs only its step number. The formulas are DeepSpeed 0.19.8's (``runtime/lr_schedules.py``);
-a test compares them with DeepSpeed's classes, step by step.
+Every engine, including DeepSpeed, takes its learning rate from here, so that a file has one schedule on all engines and
+a resumed run needs only its step number. Formulas: DeepSpeed 0.19.8's (``runtime/lr_schedules.py``); a test compares
+them with its classes.
 
 ``updates`` counts applied optimizer updates; DeepSpeed's ``last_batch_iteration`` is ``updates - 1``.
 """

@@ -1,9 +1,8 @@
-"""Builds a model that does not fit into memory: large parameters are in unlinked files, whose pages are released to the
-kernel.
+"""Builds a model larger than memory: large parameters are in unlinked files, whose pages are released to the kernel.
 
 The user's constructor runs unchanged, so random numbers and later changes of a child's weights are bitwise those of a
-build in memory. ``deepspeed.zero.Init`` does not achieve that: a parent that fills a child's weight again silently gets
-an empty tensor (measured, deepspeed 0.19.8). The files have no name, so a crash leaves nothing behind.
+build in memory. With ``deepspeed.zero.Init`` a parent that fills a child's weight again silently gets an empty tensor
+(measured, deepspeed 0.19.8). Unlinked files leave nothing behind after a crash.
 """
 
 from __future__ import annotations

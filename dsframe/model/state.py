@@ -226,7 +226,6 @@ def split(
 
 
 def _is_of(optimizer: torch.optim.Optimizer, *packages: str) -> bool:
-    """Returns True for an optimizer of these packages, or of a subclass of one."""
     keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
     return any(cls.__module__.startswith(packages) for cls in type(keeper).__mro__[:-2])
 

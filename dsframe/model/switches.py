@@ -150,12 +150,12 @@ def units(model: nn.Module) -> list[nn.Module]:
 def channels_last(model: nn.Module, whole: nn.Module) -> None:
     """Gives every 2-D convolution its input in channels_last layout, which kernels of CPUs and GPUs prefer.
 
-    Only activations change. Weights do not, because ZeRO flattens them, Horovod refuses non-contiguous gradients, and
-    torch gives a gradient the layout of its weight. Raises ConfigError if ``whole`` has no 2-D convolution.
+    Weights do not change, because ZeRO flattens them, Horovod refuses non-contiguous gradients, and torch gives a
+    gradient the layout of its weight. Raises ConfigError if ``whole`` has no 2-D convolution.
 
-    The backward pass of pooling uses the layout of its output's gradient, which is contiguous after ``nn.Flatten``, and
-    converts the gradient of its larger input twice (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So the output's
-    gradient is converted first. A compiler does that by itself.
+    The backward pass of pooling uses the layout of its output's gradient, contiguous after ``nn.Flatten``, and converts
+    the gradient of its larger input twice (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So the output's gradient
+    is converted first. A compiler does that by itself.
     """
     if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
         raise _wrong("channels_last", "channels_last affects 2-D convolutions only; this model has none", "remove it")

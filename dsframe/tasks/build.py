@@ -30,10 +30,9 @@ TABLE = {
 def build(settings: sections.Task, seed: int) -> Task:
     """Returns the task that ``settings`` describe.
 
-    Imports ``package.module:Class`` with the working directory on the path. Random numbers drawn in the module and in
-    the constructor depend on ``seed``. Raises TaskError if there is no such module or class, if the class is not a
-    Task, or if its constructor does not accept the options; DataError if a task searches for its data at once and does
-    not find them.
+    Imports ``package.module:Class`` with the working directory on the path. Random numbers drawn in module and
+    constructor depend on ``seed``. Raises TaskError if the class does not exist, is not a Task, or does not accept the
+    options; DataError if it searches for its data at once and does not find them.
     """
     task: Task
     with seeded(seed):

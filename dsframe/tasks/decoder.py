@@ -1,8 +1,8 @@
-"""Splits language models of transformers whose parts form a chain, such as Llama, into layers that each take the
-previous one's output.
+"""Splits language models of transformers that are a chain, such as Llama, into layers that each take the previous one's
+output.
 
-The layers are the model's own modules: embeddings, blocks, norm and output layer, which is a tie if it shares the
-weight of the embeddings. Each block computes the rotary angles of the positions itself.
+The layers are the model's own modules: embeddings, blocks, norm and output layer (a tie if it shares the embeddings'
+weight). Each block computes the rotary angles of the positions itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A model as a list of layers, each of which can be built alone on the process that needs it, with the same weights
 everywhere.
 
-Every layer given as a function is built with its own seed, so a process with only some layers draws the same weights
-for them as one with all. A layer may also be an existing module: then every process builds it, with everything else
-that the task's ``layers()`` builds, before processes that do not need it drop it.
+A layer given as a function has its own seed, so a process that builds only some layers draws the same weights for them.
+A layer may also be an existing module: then every process builds it, with everything else in the task's ``layers()``,
+and drops it if it does not need it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ class _SharedPreparation:
             raise _error(failure)
 
     def _guarded(self) -> None:
-        """Prepares, giving signs of life."""
         over = threading.Event()
         signs = threading.Thread(target=self._give_signs, args=(over,), name="dsframe-prepare", daemon=True)
         signs.start()

@@ -1,11 +1,10 @@
 """Runs transformers models with sequence parallelism: each rank has a slice of the positions, and attention covers all
 of them.
 
-Transformers selects a model's attention by name. A separate name is used here, so that other models in the process do
-not change. Slices of all heads are exchanged for all positions of some heads (Ulysses; Jacobs et al. 2023, arXiv
-2309.14509), and back. The positions of the complete row, which each rank has read, show where documents begin;
-documents in a row do not attend to each other. Rows are padded on the right, so no token comes after padding and none
-needs a mask.
+Transformers selects attention by name; a separate name leaves other models in the process unchanged. Slices of all
+heads are exchanged for all positions of some heads (Ulysses; Jacobs et al. 2023, arXiv 2309.14509), and back. The
+positions of the complete row, which each rank has read, show where documents begin; documents in a row do not attend to
+each other. Rows are padded on the right, so no token comes after padding and none needs a mask.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ _REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds 
 
 
 def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[Any, Any]:
-    """Returns ``data`` (for training and validation). Reports what in them depends on more than the sample.
+    """Returns ``data`` (for training and validation). Reports dependencies of samples on anything but their index.
 
-    Raises DataError if the order of samples does, or if processes that read a stream share a file.
+    Raises DataError if their order has some, or if processes that read a stream share a file.
     """
     source = as_source(data[0], seed, task.collate, streams=True)
     if isinstance(source, StreamSource):

@@ -103,11 +103,11 @@ class Evaluation:
         return results
 
     def try_out(self) -> None:
-        """**Collective.** Evaluates the first batch of each set, and the last one if it is incomplete, before training,
-        to find errors early.
+        """**Collective.** Evaluates the first batch of each set, and the last if incomplete, before training, to find
+        errors early.
 
-        Raises TaskError, also if the file refers to a metric that does not exist. Restores random generators. Runs
-        uncompiled, because the compiler would treat training batches as another size of the same graph.
+        Raises TaskError, also if the file refers to a missing metric. Restores random generators. Runs uncompiled,
+        because the compiler would treat training batches as another size of the same graph.
         """
         kept = generators.capture(self._engine.plan.device)
         watch = self._engine.built.watch
@@ -201,13 +201,12 @@ class Evaluation:
         return total
 
     def _stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
-        """Disables compilation for a shorter batch: the compiler would build another graph for it and then treat the
-        training batches as dynamic in size."""
+        """A compiler would build another graph for a shorter batch, and then treat training batches as dynamic in
+        size."""
         short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
 
     def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
-        """Returns the task's metrics for a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
         with nullcontext() if watch is None else watch.inside(), self._joint(), elsewhere(watch):
@@ -241,7 +240,6 @@ class Evaluation:
         return metrics if "loss" in metrics else {**self._loss(outputs, targets), **metrics}
 
     def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
-        """Measures a batch and calls ``on_batch``. Not used in a trial."""
         metrics = self._measure(batch, outputs, targets)
         if self._on_batch:
             self._on_batch(outputs, targets)
@@ -331,8 +329,8 @@ class Evaluation:
         """**Collective.** Gives every rank the buffers of the first rank that holds them, and restores its own
         afterwards.
 
-        BatchNorm's statistics depend on the samples that a rank has seen. Without this each rank would evaluate a
-        different model, and none the exported one, which is rank 0's.
+        BatchNorm's statistics depend on a rank's samples; without this no rank would evaluate the exported model, rank
+        0's.
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
@@ -347,7 +345,7 @@ class Evaluation:
 
 
 def _collectives() -> int:
-    """Returns the number of all-rank collectives of this process, as far as torch counts them."""
+    """Counts the all-rank collectives of this process that torch knows of."""
     everybody: Any = dist.group.WORLD
     return 0 if everybody is None else everybody._get_sequence_number_for_group()
 
@@ -367,7 +365,7 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
 
 
 def _counted(one: Sum) -> Sum:
-    """Returns the sum without gradients, and with a total of 0 if the count is 0, where a mean is NaN."""
+    """Detaches the sum; its total is 0, not NaN, if the count is 0."""
     total = one.total.detach()
     if isinstance(one.count, Tensor):
         return Sum(total.where(one.count.to(total.device) != 0, 0.0), one.count)

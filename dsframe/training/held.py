@@ -132,7 +132,6 @@ class Generators(user_state.Generators):
 
 @torch.no_grad()
 def _fill(value: Any, content: Any) -> None:
-    """Restores the content of a tensor, array, list or dict in place."""
     if isinstance(value, Tensor):
         if value is not content and not torch.equal(value, content):
             value.copy_(content)

@@ -1,12 +1,12 @@
 """Detects whether a task's loss is a mean over the samples of a micro-batch, a sum over them, or neither.
 
-Engines average over micro-batches and ranks. That equals the loss of the global batch only if each loss is a mean; with
-a sum the gradient would silently depend on the number of ranks. So the loss of a run's first micro-batch is compared
-with the losses of its two halves, computed from the same outputs. If outputs have no rows to halve, or the task has its
-own ``collate``, a few samples are compared with two halves of them (:mod:`sample_trial`).
+Engines average over micro-batches and ranks, which equals the loss of the global batch only if each loss is a mean;
+gradients of a sum would silently depend on the number of ranks. So the loss of the first micro-batch is compared with
+those of its two halves, from the same outputs. If outputs have no rows, or the task has a ``collate``, a few samples
+are compared instead (:mod:`sample_trial`).
 
 A mean over a quantity that these rows happen to share, such as the number of labels that count, shows only later. So
-the comparison is repeated in steps that log: in each of the first ones, then at growing intervals.
+the comparison is repeated in the first steps that log, then at growing intervals.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ large."""
 
 
 class Branches:
-    """Detects rows that start to depend on each other later, for example a block that repeats until its hardest row is
-    done, an early exit, or a limit.
+    """Detects rows that start to depend on each other later: a block repeated until its hardest row is done, an early
+    exit, a limit.
 
-    The forward pass then has another number of operations than before, and a few samples of such a micro-batch are
-    tested.
+    The number of operations in the forward pass then changes, and a few samples of such a micro-batch are tested.
     """
 
     def __init__(self, engine: Engine, loader: Loader) -> None:

@@ -1,10 +1,10 @@
 """Detects state that a model keeps between forward passes in plain attributes (``self.h = h.detach()``), or a loss in
-attributes of the task.
+the task.
 
-No checkpoint contains it, and each rank has its own. Caches, counters and values for a log do not influence the loss.
-So if attributes change in the first step, the loss of its micro-batch is computed with their values from before and
-after the step: if the two differ, training depends on them. With several micro-batches a step, saved buffers are tested
-too: a count of forward passes, the vectors of a spectral norm.
+No checkpoint contains it, and each rank has its own. Caches, counters and values for a log do no harm. So if attributes
+change in the first step, its loss is computed with their values from before and after: if it differs, training depends
+on them. With several micro-batches a step, saved buffers are tested too: a count of forward passes, the vectors of a
+spectral norm.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ class ModuleState:
         return {word for text in texts for word in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
-        """**Collective.** Returns whether this rank's loss, its buffers after the forward pass, or its evaluation
-        differ between the values from before and after the step. ``whose`` selects those of the model's modules, of the
-        task (``names``), of buffers, or of the program."""
+        """**Collective.** Returns whether this rank's loss, buffers after the forward pass, or evaluation differ
+        between the values from before and after the step. ``whose``: values of the model's modules, the task
+        (``names``), buffers, or the program."""
         if not self.sees_loss:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
@@ -210,8 +210,8 @@ class ModuleState:
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 
     def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
-        """**Collective.** Returns the same for loss and buffers in one mode, and whether the values after a forward
-        pass depend on those before it. Values that each forward pass recomputes do not; a resumed run has them too."""
+        """**Collective.** Returns the same for one mode without evaluation, and whether values after a forward pass
+        depend on those before it, so that a resumed run would lack them."""
         engine, watch, device = self._engine, self._engine.built.watch, self._engine.plan.device
         attributes = vars(engine.plan.task)
         now = dict(attributes)

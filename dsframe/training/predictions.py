@@ -31,11 +31,9 @@ def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[s
 
 
 def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
-    """Returns True if ``outputs`` have an entry for each position ``[rows, positions]`` of a batch, some positions are
-    masked, and the task does not define :meth:`Task.predictions`, which could remove them.
-
-    The mask: ``attention_mask``, else targets that are not -100.
-    """
+    """Returns True if some positions of a batch are masked, ``outputs`` have an entry for each (``[rows, positions]``),
+    and the task has no :meth:`Task.predictions` to remove them. Mask: ``attention_mask``, else targets that are not
+    -100."""
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None and isinstance(targets, Tensor) and targets.ndim > 1:
         mask = targets != -100

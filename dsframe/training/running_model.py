@@ -48,7 +48,7 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
 
 
 def _made(engine: Engine) -> nn.Module:
-    """Returns a new model from the task, with the file's adapter inserted."""
+    """Returns a new model of the task, with the file's adapter."""
     plan = engine.plan
     generators.seed(plan.seed)
     with torch.device("cpu"):

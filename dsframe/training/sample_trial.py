@@ -1,9 +1,9 @@
 """Compares a few samples with two halves of them, through collate, model and loss, with random numbers assigned to
 samples.
 
-In evaluation this shows the kind of a task's loss if halves of the outputs do not: outputs with time first, a loss
-inside the model, targets of another length, a ``collate`` that mixes samples. In training, with the same samples on
-every rank, it shows rows that depend on other rows, code that depends on the rank, and a state that cannot be saved.
+In evaluation this shows the kind of a loss if halves of the outputs do not: time as the first dimension, a loss inside
+the model, targets of another length, a ``collate`` that mixes samples. In training, with the same samples on every
+rank, it shows rows that depend on others, code that depends on the rank, and state that cannot be saved.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
 
 
 def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the task's metrics of all batches, or the error."""
     how = "refused"
     try:
         batches = [_unpacked(content, type(task).__name__) for content in packed_batches]
@@ -75,10 +74,7 @@ def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
 
 def gathered(engine: Ranks, kept: Sequence[bytes]) -> list[bytes]:
     """**Collective.** Returns, on rank 0, the ``kept`` values of all ranks, in the order of the samples; [] on other
-    ranks.
-
-    One batch of each rank is sent at a time, so other ranks hold no more than that in addition to their own.
-    """
+    ranks. Sends one batch of each rank at a time, to limit the memory of other ranks."""
     if engine.plan.world.size == 1:
         return list(kept)
     most = max(all_gather_json(engine, len(kept)))
