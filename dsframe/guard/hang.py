@@ -1,5 +1,4 @@
-"""Builds the report on a hang: where each rank is, which ranks wait, which is missing. Input is plain data, output
-plain text."""
+"""Builds the report on a hang, as text: where each rank is, which ranks wait, which is missing."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 
 _COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "horovod/")
-"""Folders whose functions wait for other ranks. DDP's Python code is not included: DDP waits inside the backward
-pass."""
+"""Folders whose functions wait for other ranks. DDP is not included: it waits inside the backward pass."""
 _BETWEEN = (
     "torch/_dynamo/",
     "torch/utils/_contextlib",
@@ -83,10 +81,7 @@ def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -
 
 def last_collectives() -> dict[str, Call]:
     """Returns the first incomplete collective of each process group, or else its last one, from torch's flight
-    recorder.
-
-    On GPUs a rank continues after calling a collective: the device waits, and the stack does not show it.
-    """
+    recorder. On GPUs a rank continues after calling a collective: the device waits, and the stack does not show it."""
     core: Any = torch._C._distributed_c10d
     dumps = (getattr(core, f"_dump_{backend}_trace_json", None) for backend in ("nccl", "fr"))  # the second is for Gloo
     last_calls: dict[str, Call] = {}
@@ -104,8 +99,7 @@ def moment(step: int) -> str:
 
 
 def waits_in(frame: FrameType) -> tuple[str, str]:
-    """Returns the collective that a stack ends in ("" if none), and the line that called it, else the innermost
-    line."""
+    """Returns the collective that a stack ends in ("" if none), and the line that called it, or the last one."""
     stack = traceback.extract_stack(frame)
     caller, name = len(stack) - 1, ""
     # On CPUs the backward pass, including the exchange of gradients, runs in C++ below this frame.
@@ -131,8 +125,7 @@ def _in(filename: str, folders: Sequence[str]) -> bool:
 
 
 def diagnose(statuses: Mapping[int, RankStatus], ranks: int, limit_seconds: float) -> str:
-    """Returns the report: a line about each rank, then the stacks, equal ones once. ``statuses``: by rank, of the ranks
-    that answered."""
+    """Returns the report: a line for each rank, then the distinct stacks. ``statuses``: of ranks that answered."""
     absent = [rank for rank in range(ranks) if rank not in statuses]
     some_wait = any(status.waits_for for status in statuses.values())
     furthest = max((status.beats for status in statuses.values()), default=0)
@@ -162,8 +155,7 @@ def diagnose(statuses: Mapping[int, RankStatus], ranks: int, limit_seconds: floa
 
 
 def _collectives(statuses: Mapping[int, RankStatus]) -> Iterator[str]:
-    """Yields a line for each process group with an incomplete collective, or whose ranks are at different
-    collectives."""
+    """Yields a line for each process group with incomplete or different collectives."""
     for group in sorted({group for status in statuses.values() for group in status.calls}):
         calls = {rank: status.calls[group] for rank, status in sorted(statuses.items()) if group in status.calls}
         if len({json.dumps(call) for call in calls.values()}) > 1 or not all(call[3] for call in calls.values()):

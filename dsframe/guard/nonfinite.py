@@ -1,5 +1,4 @@
-"""Diagnoses a loss or gradients that are not finite: since when, on which rank, with which samples, and which
-parameters are affected."""
+"""Diagnoses a loss or gradients that are not finite: first step, rank, samples, and affected parameters."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class FirstNonFinite:
         self._loss = self._gradients = self._none
 
     def look(self, step: int, loss: Tensor, norm: Tensor | float | None) -> None:
-        """Called after each step; costs three scalar operations. ``norm``: of all gradients; None if the engine has
-        none."""
+        """Called after each step; costs three scalar operations. ``norm``: of all gradients, if known."""
         self._loss = self._earliest(self._loss, step, loss)
         if norm is not None:
             self._gradients = self._earliest(self._gradients, step, norm)
@@ -40,15 +38,14 @@ class FirstNonFinite:
         return torch.isfinite(torch.minimum(self._loss, self._gradients)).double()
 
     def steps(self) -> tuple[int | None, int | None]:
-        """Returns the first bad step of the loss and of the gradients, counted from 1; None if there is none. Waits for
-        the device."""
+        """Returns the first bad step (from 1) of loss and gradients; None if there is none. Waits for the device."""
         loss, gradients = (None if first == torch.inf else int(first) for first in (self._loss, self._gradients))
         return loss, gradients
 
 
 def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
-    """**Collective.** Reports what is not finite after ``step``: the rank and first step of a bad loss, its samples,
-    and the first bad parameter."""
+    """**Collective.** Describes what is not finite after ``step``: first step, rank, samples, and first bad
+    parameter."""
     bad_since, gradients = first.steps()
     if bad_since is not None and gradients is not None and gradients < bad_since:
         bad_since = None  # the loss follows from the gradients

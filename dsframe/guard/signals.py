@@ -1,5 +1,4 @@
-"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: finishes the step, saves, and exits with code 75. A second Ctrl-C exits
-at once."""
+"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: saves after the step and exits with 75. A second Ctrl-C exits now."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class StopRequest:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Encloses the writing of a checkpoint, which is not interrupted: the grace time of a signal starts at its
-        end."""
+        """Encloses the writing of a checkpoint: a signal's grace time starts at its end."""
         before, self._saving = self._saving, True
         try:
             yield
@@ -99,8 +97,7 @@ class StopRequest:
         return "" if self._received is None else signal.Signals(self._received).name
 
     def agreed(self, step: int) -> bool:
-        """**Collective** on the steps that all ranks agree on. Returns True if all are to save after ``step`` and
-        exit."""
+        """**Collective** on the steps that all ranks agree on. Returns True to save after ``step`` and exit."""
         if step < self._next:
             return False
         now = time.perf_counter()

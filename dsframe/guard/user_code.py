@@ -1,8 +1,6 @@
-"""Decides whether an exception was caused by the user's code, or by dsframe and the libraries.
-
-Exceptions pass through dsframe unchanged, because engines and launchers recognize some by class (a lost peer, for
-example). Only when one ends a process does :func:`user_traceback` read its traceback.
-"""
+"""Decides whether an exception was caused by the user's code, or by dsframe and the libraries. Exceptions pass through
+dsframe unchanged, because engines and launchers recognize some by class (a lost peer, for example). Only when one ends
+a process does :func:`user_traceback` read its traceback."""
 
 from __future__ import annotations
 
@@ -141,8 +139,7 @@ def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
 
 
 def _out_of_range(calls: Sequence[_Call]) -> list[str]:
-    """Returns a message with the number that torch's embedding or classification loss cannot accept, because torch's
-    error does not name it."""
+    """Returns a message with the number that an embedding or classification loss rejects; torch's error lacks it."""
     code, values = calls[-1].frame.f_code, calls[-1].frame.f_locals
     if code is functional.embedding.__code__:
         numbers, size, what = values["input"], len(values["weight"]), "token"

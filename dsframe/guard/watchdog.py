@@ -49,15 +49,11 @@ _MIXED_UP = re.compile(r"preamble|Detected a disagreement|[Mm]ismatch.*collectiv
 
 
 class Watchdog:
-    """Watches the run inside its context, which may be entered several times. :meth:`beat` costs about 0.1
-    microseconds."""
+    """Watches the run inside its context, which may be entered repeatedly. :meth:`beat` costs about 0.1 us."""
 
     def __init__(self, world: World, seconds: float) -> None:
-        """**Collective** with several ranks and a limit: connects the ranks.
-
-        ``seconds``: the longest time between two signs of life; 0: no limit. Raises WorldError if the ranks cannot
-        connect.
-        """
+        """**Collective** with several ranks and a limit: connects the ranks. ``seconds``: the longest time between two
+        signs of life; 0: no limit. Raises WorldError if the ranks cannot connect."""
         self._world, self._seconds = world, seconds
         self._limit = max(seconds * FIRST_FACTOR, SETUP_SECONDS)
         self._step = SET_UP
@@ -140,8 +136,7 @@ class Watchdog:
                     self._called = asked
 
     def _different_calls(self) -> str:
-        """Returns how the calls of ranks differ if all are stuck in one micro-batch; else, or if they do not differ,
-        ""."""
+        """Returns how the calls of ranks differ if all are stuck in one micro-batch; else ""."""
         return self._try(lambda: self._calls.difference(self._store, str(self._beats))) or ""
 
     def _end_if_different(self) -> None:
@@ -168,8 +163,7 @@ class Watchdog:
         return min(self._seconds / 4, 2.0)
 
     def _tell(self, status: hang.RankStatus) -> None:
-        """Ends the process if it hangs, after reporting to ``dsframe launch``, stderr and the other ranks. Else
-        returns."""
+        """If it is a hang, reports it to ``dsframe launch``, stderr and other ranks, and ends the process."""
         world = self._world
         verdict, text = "hang", ""
         try:
@@ -190,8 +184,7 @@ class Watchdog:
                 os._exit(HangError.exit_code)
 
     def _compare_ranks(self, status: hang.RankStatus) -> tuple[str, str]:
-        """Exchanges states with the other ranks. Returns "hang", or "slow" if one rank still progresses, and the text
-        that this rank prints."""
+        """Compares states with other ranks. Returns "hang" or (one rank progresses) "slow", and the text to print."""
         world = self._world
         if self._store is None:
             return "hang", self._alone(status)
@@ -239,8 +232,7 @@ class Watchdog:
 
 
 def _within(action: Callable[[], Any]) -> Any:
-    """Returns the result of ``action``; None if it fails, or takes longer than ANSWER_SECONDS: its thread is then
-    abandoned."""
+    """Returns the result of ``action``; None if it fails, or after ANSWER_SECONDS, leaving its thread behind."""
     result: list[Any] = []
 
     def work() -> None:
@@ -255,8 +247,7 @@ def _within(action: Callable[[], Any]) -> Any:
 
 
 def _meet(world: World) -> Any:
-    """**Collective.** Returns a store of all ranks; None, on every rank, if the launcher gives no address to connect
-    to."""
+    """**Collective.** Returns a store of all ranks; None, on every rank, if the launcher gives no address."""
     try:
         address, port = rendezvous_address(world)
     except WorldError:

@@ -58,8 +58,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(kept: dict[str, Any], device: torch.device) -> None:
-    """Restores every generator to its captured state. A GPU generator is unchanged if the checkpoint has no state for
-    it."""
+    """Restores every generator's captured state. A GPU's is unchanged if the checkpoint has none."""
     torch.set_rng_state(_tensor(kept["torch"]))
     if device.type == "cuda" and kept["cuda"] is not None:
         torch.cuda.set_rng_state(_tensor(kept["cuda"]), device)

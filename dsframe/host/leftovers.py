@@ -23,10 +23,7 @@ BUFFERS = ("deepspeed_allreduce_buffer_*", "vader_segment.*")
 
 def stale_locks(cache: Path) -> list[Path]:
     """Returns the build locks directly below the operators in ``cache`` that no running process on this node holds
-    open.
-
-    Returns [] if processes on other nodes may hold them.
-    """
+    open. Returns [] if processes on other nodes may hold them."""
     locks = {path.resolve() for path in cache.glob("*/lock")}
     if locks and is_shared(cache):
         return []
@@ -34,8 +31,7 @@ def stale_locks(cache: Path) -> list[Path]:
 
 
 def is_shared(folder: Path) -> bool:
-    """Returns True if other nodes may write to ``folder``: it is on a network file system, and not named after this
-    node."""
+    """Returns True if other nodes may write to ``folder``, on a network file system and not named after this node."""
     kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     resolved = folder.resolve()
     file_system = next((kinds[parent] for parent in (resolved, *resolved.parents) if parent in kinds), "")

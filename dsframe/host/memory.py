@@ -1,9 +1,6 @@
-"""Memory of a process: its peak, and whether freed memory is kept for the next step.
-
-By default glibc returns large freed blocks to the system and takes them again in the next step, page by page: hundreds
-to thousands of page faults a step, 3 to 6 % of a small model's time on a CPU (measured, glibc 2.36). Keeping them does
-not change the peak.
-"""
+"""Memory of a process: its peak, and whether freed memory is kept for the next step. By default glibc returns large
+freed blocks to the system and takes them again in the next step, page by page: hundreds to thousands of page faults a
+step, 3 to 6 % of a small model's time on a CPU (measured, glibc 2.36). Keeping them does not change the peak."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ def reset_peak(device: torch.device) -> None:
 
 def resident_bytes(device: torch.device) -> int:
     """Returns the resident bytes of this process before training on a CPU; 0 on a GPU, whose peak counts only torch's
-    own tensors.
-
-    Makes one step of one weight first, to include what torch loads then.
-    """
+    own tensors. Makes one step of one weight first, to include what torch loads then."""
     if device.type == "cuda":
         return 0
     weight = torch.nn.Parameter(torch.zeros(8, 8))

@@ -16,8 +16,7 @@ CUBLAS_FIXED = ":4096:8"
 
 
 def check_default_device() -> None:
-    """Raises EngineError if torch's default device is not the CPU, where samplers and models are created before they
-    are moved."""
+    """Raises EngineError if torch's default device is not the CPU, where samplers and models are created."""
     if (device := torch.get_default_device()).type != "cpu":
         raise EngineError(
             f"torch's default device is {device}, and dsframe moves models and batches to the device of each process itself; call "
@@ -27,12 +26,10 @@ def check_default_device() -> None:
 
 @contextmanager
 def outside_of_the_callers() -> Iterator[None]:
-    """Enables gradients and disables autocast inside the context, whatever the caller has set.
-
-    Raises TaskError instead of torch's error if a model with torch's default dtype float64 meets another dtype.
-    """
+    """Enables gradients and disables autocast inside the context, whatever the caller has set. Raises TaskError instead
+    of torch's error if a model with torch's default dtype float64 meets another dtype."""
     with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(False))  # enables gradients, also inside no_grad()
+        modes.enter_context(torch.inference_mode(False))  # records gradients, in no_grad() too
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))

@@ -1,8 +1,6 @@
 """Times the phases from a process's start to the end of its first step. A process has one clock, and one run at a time.
-
 Rank 0 writes the times to ``metrics.jsonl`` and ``summary.json``; ``python -m benchmarks.startup`` prints them. Does
-not import torch.
-"""
+not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ _runs = 0
 
 
 def begin() -> None:
-    """Starts a run. The time before a process's first run is the phase "python": the interpreter, the file, the
-    check."""
+    """Starts a run. Time before the first is the phase "python": the interpreter, the file, the check."""
     global _last, _runs
     now = time.perf_counter()
     _seconds.clear()

@@ -1,5 +1,4 @@
-"""Queries other processes on this node, and defines the signals that ask them to stop. Standard library only, like
-:mod:`supervise`."""
+"""Queries other processes, and defines stop signals. Standard library only, like :mod:`supervise`."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Signals that ask a training to save and stop. SIGHUP: the terminal is closed, for example an ssh session. SIGINT:
-Ctrl-C."""
+"""Signals that ask a training to save and stop. SIGHUP: the terminal or ssh session ended. SIGINT: Ctrl-C."""
 
 
 def say_what_comes() -> None:

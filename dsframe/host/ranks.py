@@ -1,4 +1,4 @@
-"""Starts this node's ranks and ends with them, like ``deepspeed.launcher.launch``, without importing DeepSpeed or torch.
+"""Starts a node's ranks and ends with them, like ``deepspeed.launcher.launch``, without DeepSpeed or torch.
 
     python -S -u dsframe/host/ranks.py --num=2 --port=29500 [--no_local_rank] [--no_python] [--module] PROGRAM [ARGUMENTS]
 
@@ -51,8 +51,7 @@ def command(rank: int, python: str, options: Sequence[str], program: Sequence[st
 def run(
     number: int, port: int, python: str, options: Sequence[str], program: Sequence[str], environ: Mapping[str, str]
 ) -> int:
-    """Starts the ranks and waits for them. Returns 0, the code of the first that failed, or 1 after SIGINT and
-    SIGTERM."""
+    """Runs the ranks. Returns 0, the code of the first that failed, or 1 after SIGINT and SIGTERM."""
     heard = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     ranks = set()

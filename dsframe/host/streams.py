@@ -1,8 +1,6 @@
-"""Standard output and error streams whose failure does not end a process.
-
-A full disk behind a log (ENOSPC), a closed pipe (EPIPE) and a closed terminal (EIO) make every write raise OSError, in
-dsframe and in libraries. Standard library only, and quick to import.
-"""
+"""Standard output and error streams whose failure does not end a process. A full disk behind a log (ENOSPC), a closed
+pipe (EPIPE) and a closed terminal (EIO) make every write raise OSError, in dsframe and in libraries. Standard library
+only, and quick to import."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Runs a launcher and everything it starts as one job: signals reach all processes, none is left behind, and the exit
-code is correct.
-
-Standard library only, and quick to import, because every run starts through it.
-"""
+code is correct. Standard library only, and quick to import, because every run starts through it."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def next_on_path(script: Path) -> str | None:
-    """Returns the first program on PATH with the script's name that is not the script: for the commands in
-    launch/bin."""
+    """Returns the next program on PATH with the script's name: for the commands in launch/bin."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         candidate = Path(folder or ".", script.name)
         if candidate.is_file() and os.access(candidate, os.X_OK) and not candidate.samefile(script):
@@ -180,10 +176,7 @@ def start(program: str, arguments: list[str], environment: dict[str, str]) -> in
 
 def die_with_parent(parent: int | None = None) -> bool:
     """Asks Linux for SIGTERM when this process's parent ends, because a parent killed by SIGKILL would leave it
-    running.
-
-    Returns True if ``parent`` had already ended.
-    """
+    running. Returns True if ``parent`` had already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
     return parent is not None and os.getppid() != parent

@@ -48,11 +48,8 @@ PREFIX = "base_model.model."
 
 def add(config: Config, model: nn.Module) -> str:
     """Inserts the file's adapter into ``model`` and freezes the rest. Returns peft's settings as JSON, "" without an
-    adapter.
-
-    Draws from torch's generator. The model may be on the meta device. Raises ConfigError if peft is missing or refuses,
-    if a module that the file names does not exist, or if the folder has no adapter for this model.
-    """
+    adapter. Draws from torch's generator. The model may be on the meta device. Raises ConfigError if peft is missing or
+    refuses, if a module that the file names does not exist, or if the folder has no adapter for this model."""
     section = config.settings.adapter
     if section is None:
         return ""
@@ -115,11 +112,9 @@ def settle_adapter(
 
 
 def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the frozen linear layers by 4-bit layers of bitsandbytes, one at a time, if the file asks for it.
-
-    Keeps the output layer and shared weights, as transformers does. Products are computed in ``dtype``. Raises
-    ConfigError if bitsandbytes is missing.
-    """
+    """Replaces the frozen linear layers by 4-bit layers of bitsandbytes, one at a time, if the file asks for it. Keeps
+    the output layer and shared weights, as transformers does. Products are computed in ``dtype``. Raises ConfigError if
+    bitsandbytes is missing."""
     number_format = config.settings.adapter.base_format if config.settings.adapter else None
     if number_format is None:
         return

@@ -1,5 +1,4 @@
-"""Exports a model with an adapter: merged, or as a folder for peft. Compares its outputs with those of the training
-model."""
+"""Exports a model with an adapter, merged or as a folder for peft, and compares its outputs."""
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ TOLERANCE = 1e-3
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Adds the adapter to the base, in place, and restores the model's own layers and names.
-
-    Raises CheckpointError if the outputs change.
-    """
+    """Adds the adapter to the base, in place, and restores the model's own layers and names. Raises CheckpointError if
+    the outputs change."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -52,8 +49,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def _untie(model: nn.Module) -> None:
-    """Gives layers with an adapter separate weights: an addition to one of two tied layers must not change the
-    other."""
+    """Unties layers with an adapter: an addition to one of two tied layers must not change the other."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
@@ -66,10 +62,8 @@ def _untie(model: nn.Module) -> None:
 
 def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> None:
     """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it into ``base``, which changes.
-
     ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError if peft loads anything
-    else.
-    """
+    else."""
     import peft
     from safetensors.torch import save_file
 
@@ -95,8 +89,7 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
 
 
 def difference(expected: Tensors, loaded: Tensors) -> str:
-    """Returns the first name whose tensor is missing on one side, or differs in shape, dtype or value; "" if there is
-    none."""
+    """Returns the first name whose tensor is missing, or differs in shape, dtype or value; "" if none."""
     alone = sorted(expected.keys() ^ loaded.keys())
     both = (name for name in expected if not _same(expected[name], loaded[name])) if not alone else iter(alone)
     return next(both, "")

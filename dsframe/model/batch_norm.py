@@ -27,10 +27,8 @@ from dsframe.errors import TaskError
 
 def apply(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     """Makes BatchNorm layers use the samples of all ranks in training, if the file asks for it. Also calls
-    :func:`accept`.
-
-    Raises TaskError if the file asks for it and the model has no BatchNorm, or if a step has several micro-batches.
-    """
+    :func:`accept`. Raises TaskError if the file asks for it and the model has no BatchNorm, or if a step has several
+    micro-batches."""
     for layer in model.modules():
         if isinstance(layer.__dict__.get("forward"), _Forward):  # from an earlier training of the module
             del layer.__dict__["forward"]
@@ -108,8 +106,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sums over the ranks. Each rank's loss depends on every rank's summand, so the gradient is the sum of all ranks'
-    gradients."""
+    """Sums over ranks, forward and backward: each rank's loss depends on every rank's summand."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: Ranks) -> Tensor:
@@ -136,8 +133,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """**Collective.** Computes ``torch.nn.functional.batch_norm`` in training mode. ``rows``: ``[samples, channels,
-    ...]``."""
+    """**Collective.** ``torch.nn.functional.batch_norm`` in training. ``rows``: ``[samples, channels, ...]``."""
     wide = _wide(rows)
     others = [dimension for dimension in range(wide.ndim) if dimension != 1]
     shape = [1, -1, *[1] * (wide.ndim - 2)]

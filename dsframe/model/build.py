@@ -146,8 +146,7 @@ def _adapter(ranks: Ranks, model: nn.Module, peft: str, spill: Spill | None) -> 
 
 
 def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
-    """**Collective.** Returns the task's model on the CPU, with the file's adapter in it, and peft's settings, or
-    ""."""
+    """**Collective.** Returns the task's model with the file's adapter, and peft's settings, or ""."""
     plan = ranks.plan
     generators.seed(plan.seed)
     if spill is not None and plan.device.type == "cpu":
@@ -170,8 +169,7 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
 
 
 def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
-    """Moves the model to the device; with ``spill``, writes parameters that it missed to files. Returns where a large
-    model was built."""
+    """Moves the model to the device, or its remaining parameters to files. Describes where a large model was built."""
     if spill is None:
         dtype = formats.parameter_dtype(plan.config)
         for parameter in model.parameters():  # round first, so that the device never holds all in fp32
@@ -270,10 +268,8 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:
     """**Collective.** Raises TaskError on every rank if ``models`` differ between ranks in names, order, shapes,
-    dtypes, trained parameters or module classes.
-
-    Called before a library wraps them: engines match parameters by position, and would fail internally or mix them up.
-    """
+    dtypes, trained parameters or module classes. Called before a library wraps them: engines match parameters by
+    position, and would fail internally or mix them up."""
     differing = first_difference(ranks, [entry for model in models for entry in _entries(model)])
     if differing:
         first = by_value([text or "nothing more" for text in differing])
@@ -295,7 +291,7 @@ def _entries(model: nn.Module) -> Iterator[str]:
     for name, buffer in model.named_buffers():
         yield f"buffer {name} {_form(buffer)}"
     for name, module in model.named_modules():
-        # The extra_repr of torch's modules has what they compute with; others may include a rank or device.
+        # What torch's modules show is what they compute with; others may show a rank or device.
         is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
         yield f"module {name} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
 

@@ -44,8 +44,7 @@ class Adapter:
     peft: str
     """peft's own settings, as JSON: the ``adapter_config.json`` of an export."""
     digest: str
-    """Digest of the base's values as float32, the same for any number of ranks and any dtype that represents them
-    exactly."""
+    """Digest of the base's values as float32, the same for any number of ranks and any exact dtype."""
     line: str
     """Sizes, for the first lines of a run."""
     put_into: Callable[[nn.Module], object]

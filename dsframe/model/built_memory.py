@@ -1,8 +1,6 @@
-"""Remembers the memory of weights when ``model()`` returned them.
-
-A module may keep another tensor in a weight's memory: ``self.w = self.linear.weight.detach()``. An engine that moves
-weights (shards, flat buffers, 16 bits) does not update that tensor: it keeps the initial values.
-"""
+"""Remembers the memory of weights when ``model()`` returned them. A module may keep another tensor in a weight's
+memory: ``self.w = self.linear.weight.detach()``. An engine that moves weights (shards, flat buffers, 16 bits) does not
+update that tensor: it keeps the initial values."""
 
 from __future__ import annotations
 

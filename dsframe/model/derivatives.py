@@ -1,5 +1,4 @@
-"""Finds code that takes derivatives during a step, before an engine is created, because such code needs complete
-weights."""
+"""Finds code that takes derivatives during a step, which needs complete weights, before an engine is created."""
 
 from __future__ import annotations
 
@@ -20,10 +19,7 @@ _TRANSFORMS = frozenset({"functional_call", "hessian", "jacfwd", "jacobian", "ja
 
 def line_of(task: Task, model: nn.Module) -> str:
     """Returns file and line of a method of the task or model, or of a function that it calls, that takes derivatives;
-    "" if none.
-
-    Inspects names in compiled code, so the code may never run.
-    """
+    "" if none. Inspects names in compiled code, so the code may never run."""
     ahead = [value for value in vars(task).values() if isinstance(value, FunctionType)]
     for cls in dict.fromkeys(cls for owner in (task, *model.modules()) for cls in type(owner).__mro__):
         if not f"{cls.__module__}.".startswith(_LIBRARIES):

@@ -1,9 +1,6 @@
-"""An exponential moving average of the weights (Polyak averaging), in each engine's own shards.
-
-The average of a parameter is another tensor in its optimizer state, so engines shard it, checkpoints save it by the
-parameter's name, and it is the same with any engine. Formula as in torch 2.13, ``optim/swa_utils.py``
-(get_ema_multi_avg_fn).
-"""
+"""An exponential moving average of the weights (Polyak averaging), in each engine's own shards. The average of a
+parameter is another tensor in its optimizer state, so engines shard it, checkpoints save it by the parameter's name,
+and it is the same with any engine. Formula as in torch 2.13, ``optim/swa_utils.py`` (get_ema_multi_avg_fn)."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ def update(
     start: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
     """Updates this rank's part: average = decay x average + (1 - decay) x weight. At the first call the average is the
-    weight, or starts from its tensor in ``start``.
-
-    ``masters``: the tensors that ``optimizer`` updates. Call it after an update: an optimizer does not initialize the
-    state of a tensor that already has some.
-    """
+    weight, or starts from its tensor in ``start``. ``masters``: the tensors that ``optimizer`` updates. Call it after
+    an update: an optimizer does not initialize the state of a tensor that already has some."""
     later = []
     for master in masters:
         held = optimizer.state[master]
@@ -53,10 +47,8 @@ def copies(masters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 @contextmanager
 def swapped(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], publish: Callable[[], None]) -> Iterator[None]:
-    """**Collective** if ``publish`` is. Swaps weights and averages inside the context.
-
-    ``publish``: copies the masters to the model.
-    """
+    """**Collective** if ``publish`` is. Swaps weights and averages inside the context. ``publish``: copies the masters
+    to the model."""
     _swap(optimizer, masters, publish)
     try:
         yield

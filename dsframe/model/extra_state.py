@@ -1,7 +1,5 @@
-"""Saves the ``get_extra_state()`` of modules with the buffers, by the names of a ``state_dict``.
-
-The bytes are of ``torch.save``, readable by ``torch.load(weights_only=True)``, because a checkpoint must not run code.
-"""
+"""Saves the ``get_extra_state()`` of modules with the buffers, by the names of a ``state_dict``. The bytes are of
+``torch.save``, readable by ``torch.load(weights_only=True)``, because a checkpoint must not run code."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ def is_extra(name: str) -> bool:
 
 
 def pack(model: nn.Module) -> Tensors:
-    """Returns the extra state of each module that has one, as uint8, by name. Raises TaskError if ``unpack`` could not
-    read it."""
+    """Returns the modules' extra states, uint8, by name. Raises TaskError if ``unpack`` could not read one."""
     return {name: _bytes(module) for name, module in keepers(model).items()}
 
 

@@ -1,8 +1,6 @@
-"""Early stopping and ReduceLROnPlateau, which follow the metrics of evaluations.
-
-Evaluations are the same on every rank, so all ranks decide the same. Every checkpoint contains the state, a few
-numbers, so that a resumed run continues like an uninterrupted one.
-"""
+"""Early stopping and ReduceLROnPlateau, which follow the metrics of evaluations. Evaluations are the same on every
+rank, so all ranks decide the same. Every checkpoint contains the state, a few numbers, so that a resumed run continues
+like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 class Plateau(Follower):
     """A learning rate that falls if the metric stops improving: the only schedule that depends on more than the step.
-
-    Runs torch's class with a dummy optimizer, as a :data:`dsframe.model.rates.Schedule`.
-    """
+    Runs torch's class with a dummy optimizer, as a :data:`dsframe.model.rates.Schedule`."""
 
     key = "scheduler.params.metric"
 

@@ -29,11 +29,8 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
     """Returns the parts of a transformers model that transformers keeps in fp32 if others are ``dtype``, and the file
-    does not.
-
-    Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: only fp16, _keep_in_fp32_modules_strict: bf16
-    too).
-    """
+    does not. Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: only fp16, _keep_in_fp32_modules_strict:
+    bf16 too)."""
     attributes = {torch.bfloat16: ["_strict"], torch.float16: ["", "_strict"]}.get(dtype, [])
     parts = {name for kind in attributes for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()}
     rounded = [name for name, parameter in model.named_parameters() if not is_kept(parameter)]
@@ -41,10 +38,8 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def keep_in_fp32(config: Config, model: nn.Module) -> None:
-    """Marks the parameters that the file keeps in fp32. Modules whose parameters are all kept compute in fp32.
-
-    Raises ConfigError if a pattern matches no parameter, or only some of those that a torch layer needs in one dtype.
-    """
+    """Marks the parameters that the file keeps in fp32. Modules whose parameters are all kept compute in fp32. Raises
+    ConfigError if a pattern matches no parameter, or only some of those that a torch layer needs in one dtype."""
     dtype, names = parameter_dtype(config), dict(model.named_parameters(remove_duplicate=False))
     for parameter in names.values():  # a task may return the same module again
         vars(parameter).pop(_KEPT, None)
@@ -91,8 +86,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def plain_buffers(model: nn.Module) -> None:
-    """Copies buffers made by ``expand`` or a conjugation: torch refuses writes to them, or libraries read the memory
-    directly."""
+    """Copies buffers made by ``expand`` or a conjugation: torch refuses writes, or libraries read raw memory."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided:
@@ -104,10 +98,8 @@ def plain_buffers(model: nn.Module) -> None:
 
 def integers_as_buffers(model: nn.Module) -> None:
     """Replaces integer parameters, such as codes and hashes, by buffers of the same names, because nothing trains them.
-
     Sharding or rounding would convert them to floats. Weights in 4 bits, which have classes of their own, do not
-    change.
-    """
+    change."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             exact = parameter.is_floating_point() or parameter.is_complex()
@@ -118,11 +110,8 @@ def integers_as_buffers(model: nn.Module) -> None:
 
 def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool, part: str = "") -> torch.dtype:
     """Returns the dtype of the master weights: the model's own if the file specifies none. ``part``: name of one of
-    several models.
-
-    Raises TaskError if the model is in 16 bits or several dtypes and the file does not specify one, EngineError if it
-    is in float64 and the engine does not support that.
-    """
+    several models. Raises TaskError if the model is in 16 bits or several dtypes and the file does not specify one,
+    EngineError if it is in float64 and the engine does not support that."""
     file = config.deepspeed
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if file.bf16.enabled or file.fp16.enabled or dtypes <= {torch.float32}:

@@ -34,8 +34,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, watch: WeightWatch | None) -> Any:
-    """Does the same as :func:`call`, watched. Registers the model's own output classes, so that their tensors can be
-    mapped."""
+    """Does the same as :func:`call`, watched, and registers the model's output classes as pytree nodes."""
     with _watched(watch):
         outputs = call(model, inputs)
     output_classes.register(outputs)
@@ -51,12 +50,9 @@ def loss_of(
     *,
     reaches: bool = False,
 ) -> Tensor:
-    """Returns the task's loss of a micro-batch times its weight, a scalar; 0 if the weight is 0.
-
-    Adds the other values that the task returns to ``terms``. ``reaches``: backward passes have to reach the model on
-    every rank, even if the loss does not depend on outputs, as for a skipped batch. Raises TaskError if the result is
-    not a loss.
-    """
+    """Returns the task's loss of a micro-batch times its weight, a scalar; 0 if the weight is 0. Adds the other values
+    that the task returns to ``terms``. ``reaches``: backward passes have to reach the model on every rank, even if the
+    loss does not depend on outputs, as for a skipped batch. Raises TaskError if the result is not a loss."""
     with _watched(watch):
         if batch.inspect:
             batch.inspect(outputs, batch.targets)

@@ -23,8 +23,7 @@ class Shards(ABC):
     """True if complete parameters are other objects, which the model contains while its modules run."""
 
     never_whole = ""
-    """If ranks never have complete parameters, because each computes with its part: what to do instead of reading
-    them."""
+    """If each rank computes with its part and never has complete parameters: what to do instead."""
 
     @abstractmethod
     def cuts(self, weight: Any) -> bool:
@@ -84,8 +83,7 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """**Collective.** Replaces shards by complete copies of the weights inside the context. Raises TaskError if one was
-    written to."""
+    """**Collective.** Replaces shards by complete copies. Raises TaskError if one was written to."""
     places = {  # a module may have two names, and torch would leave a copy in it
         f"{prefix}.{key}".removeprefix("."): weight
         for prefix, part in module.named_modules()
@@ -140,8 +138,7 @@ def _copies(weights: list[Any]) -> tuple[Tensor, ...]:
 
 
 class _Copies(Function):
-    """Copies weights in one function for all, so that ranks reduce the same gradients in the same order; some may be
-    zeros."""
+    """Copies all weights in one function, so that ranks reduce the same gradients in the same order."""
 
     @staticmethod
     def forward(ctx: Any, library: Shards, *weights: Any) -> tuple[Tensor, ...]:

@@ -44,8 +44,7 @@ def call(hooks: Sequence[Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refuse_nonlinear(model: nn.Module, hooks: GradientHooks, engine: str) -> None:
-    """Raises EngineError if torch itself calls ``hooks``, with parts of the global gradient, and a hook is not
-    linear."""
+    """Raises EngineError if a hook is nonlinear; torch calls them with parts of the global gradient."""
     draw = torch.Generator().manual_seed(0)
     for name, of_parameter in hooks.items():
         shape = model.get_parameter(name).shape

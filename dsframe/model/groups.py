@@ -1,8 +1,6 @@
-"""Groups of parameters with other weight decay or learning rate, or frozen ones; the same on every engine.
-
-Groups are determined by name when the model is built, before an engine changes it. An engine then looks up what it
-trains, such as masters, shards or a stage's layers, by the model's names.
-"""
+"""Groups of parameters with other weight decay or learning rate, or frozen ones; the same on every engine. Groups are
+determined by name when the model is built, before an engine changes it. An engine then looks up what it trains, such as
+masters, shards or a stage's layers, by the model's names."""
 
 from __future__ import annotations
 
@@ -68,11 +66,9 @@ def are_asked(config: Config, task: Task) -> bool:
 
 
 def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
-    """Returns the groups of file and task for ``model``, and freezes its parameters of frozen groups.
-
-    Uses only names, sizes and classes, so the model may be on the meta device. Raises ConfigError, or TaskError for the
-    task's groups, if a pattern matches nothing, a parameter is in two groups, or all parameters are frozen.
-    """
+    """Returns the groups of file and task for ``model``, and freezes its parameters of frozen groups. Uses only names,
+    sizes and classes, so the model may be on the meta device. Raises ConfigError, or TaskError for the task's groups,
+    if a pattern matches nothing, a parameter is in two groups, or all parameters are frozen."""
     for parameter in model.parameters():
         if vars(parameter).pop(FROZEN, False):
             parameter.requires_grad_(True)
@@ -111,8 +107,7 @@ def without_decay(model: nn.Module) -> list[str]:
 
 
 def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
-    """Returns the factors of ``layer_decay``, as in BEiT and MAE (He et al. 2021, arXiv 2111.06377), with blocks
-    counted from 1."""
+    """Returns the factors of ``layer_decay``, as in BEiT and MAE (arXiv 2111.06377), whose first block is 1."""
     decay = config.settings.layer_decay
     if decay is None:
         return {}

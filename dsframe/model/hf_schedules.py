@@ -1,5 +1,4 @@
-"""The schedules of Hugging Face's Trainer, computed by its functions, and nanoGPT's, as factors of the learning
-rate."""
+"""Schedules of Hugging Face's Trainer, by its functions, and nanoGPT's, as factors of the learning rate."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ Factor = Callable[[int], float]
 
 
 def factor(name: str, base: float, params: Mapping[str, Any]) -> Factor:
-    """Returns the schedule's factor of the optimizer's learning rate ``base``.
-
-    Raises ConfigError if transformers is missing, TypeError and ValueError if the schedule does not accept ``params``.
-    """
+    """Returns the schedule's factor of the optimizer's learning rate ``base``. Raises ConfigError if transformers is
+    missing, TypeError and ValueError if the schedule does not accept ``params``."""
+    if name == "nanogpt":
+        return _nanogpt(base, **params)
     try:
         from transformers import get_scheduler
     except ImportError as error:
@@ -41,8 +40,7 @@ def _at(theirs: Factor, updates: int) -> float:
 
 
 def _nanogpt(base: float, lr_decay_iters: int, min_lr: float, warmup_iters: int = 0) -> Factor:
-    """Returns a warm-up from above 0, then a cosine decay to ``min_lr``. Source: nanoGPT's ``train.py``
-    (``get_lr``)."""
+    """Warm-up from above 0, then cosine decay to ``min_lr``. Source: nanoGPT's ``train.py`` (``get_lr``)."""
 
     def at(updates: int) -> float:
         if updates < warmup_iters:

@@ -29,8 +29,7 @@ _PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
 
 
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
-    """Returns True if ``function`` returns twice ``returned`` for twice the ``gradients``, or if it cannot be called
-    again."""
+    """Returns True if twice the ``gradients`` give twice ``returned``, or if ``function`` cannot be called again."""
     devices = {leaf.device for leaf in tensors_of(gradients) if leaf.is_cuda}
     try:
         with torch.random.fork_rng(devices):
@@ -89,8 +88,7 @@ def examine_functions(nodes: Iterable[Any], say: Say) -> None:
 
 
 def _may_be_asked(backward: FunctionType, context: Any) -> bool:
-    """Returns True if ``backward``, and the user's functions that it calls, use only torch and values in its
-    ``context``."""
+    """Returns True if ``backward`` and the user's functions in it use only torch and values in ``context``."""
     known = {*dir(builtins), *dir(torch), *dir(nn.functional), *dir(Tensor), *dir(type(context))} - _DIFFERENTIATES
     functions = [backward]
     for function in functions:

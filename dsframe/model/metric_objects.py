@@ -1,8 +1,6 @@
-"""Runs a task's torchmetrics objects so that each sample counts once, with any engine and number of ranks.
-
-torchmetrics gathers states by torch.distributed, which not every engine has. It accepts another function
-(``dist_sync_fn``, torchmetrics 1.x, ``metric.py``): here the collective that all engines have.
-"""
+"""Runs a task's torchmetrics objects so that each sample counts once, with any engine and number of ranks. torchmetrics
+gathers states by torch.distributed, which not every engine has. It accepts another function (``dist_sync_fn``,
+torchmetrics 1.x, ``metric.py``): here the collective that all engines have."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ class FailedMetricError(TaskError):
 
 
 def reset(engine: Ranks) -> None:
-    """Resets the metric objects. Raises TaskError for objects of another type, or with a state that cannot be
-    gathered."""
+    """Resets the metric objects. Raises TaskError for other types, and states that cannot be gathered."""
     for name, metric in engine.plan.task.metric_objects.items():
         whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
         if not all(callable(getattr(metric, verb, None)) for verb in ("update", "compute", "reset", "modules")):
@@ -42,11 +39,9 @@ def reset(engine: Ranks) -> None:
 
 
 def compute(engine: Ranks) -> dict[str, float]:
-    """**Collective.** Returns the metrics over all samples; those in a dict are named ``name_key``.
-
-    Raises FailedMetricError if one raises (except RuntimeError, which passes through), TaskError if a result is not a
-    number.
-    """
+    """**Collective.** Returns the metrics over all samples; those in a dict are named ``name_key``. Raises
+    FailedMetricError if one raises (except RuntimeError, which passes through), TaskError if a result is not a
+    number."""
     numbers: dict[str, float] = {}
     for name, metric in engine.plan.task.metric_objects.items():
         whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
@@ -71,8 +66,7 @@ def compute(engine: Ranks) -> dict[str, float]:
 
 
 def _connect(engine: Ranks, metric: Any, whose: str) -> None:
-    """Makes a metric gather its states. Raises TaskError for a list that is not concatenated: its length differs
-    between ranks."""
+    """Makes a metric gather its states. Raises TaskError for lists that are not concatenated."""
     for state, reduction in metric._reductions.items():
         if isinstance(metric._defaults[state], list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
             raise TaskError(
@@ -94,8 +88,7 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
 
 
 def _but_states(metric: Any) -> list[tuple[str, Any]]:
-    """Returns the attributes that torchmetrics neither gathers nor resets, without private bools, which the first batch
-    may set."""
+    """Returns attributes that torchmetrics neither gathers nor resets, but private bools set by a batch."""
     import torchmetrics
 
     known = {name for name in vars(torchmetrics.SumMetric()) if name.startswith("_")} | metric._defaults.keys()

@@ -47,8 +47,7 @@ class OptimizerSpec:
 
     @property
     def learning_rate(self) -> float:
-        """The base learning rate of schedules: the file's, else the optimizer's default; the higher one of Muon's
-        halves."""
+        """Base learning rate of schedules: the file's, else the optimizer's default; the higher of Muon's halves."""
         if self.kind.lower() == "muon":
             return max(muon_rates(self.arguments))
         if self.is_custom:
@@ -67,11 +66,8 @@ class OptimizerSpec:
         return self.kind if self.cls is None else self.cls.__name__
 
     def build(self, parameters: list[Any]) -> torch.optim.Optimizer:
-        """Returns torch's optimizer of ``parameters``, or groups of them.
-
-        Raises EngineError for optimizers that only DeepSpeed has, ConfigError if an argument is unknown or out of
-        range.
-        """
+        """Returns torch's optimizer of ``parameters``, or groups of them. Raises EngineError for optimizers that only
+        DeepSpeed has, ConfigError if an argument is unknown or out of range."""
         if self.cls is None:
             raise EngineError(
                 f'optimizer "{self.kind}" exists in DeepSpeed only; use engine "deepspeed", or an optimizer of torch'
@@ -116,9 +112,7 @@ def refuse_decay(optimizer: torch.optim.Optimizer) -> None:
 
 def read(config: Config) -> OptimizerSpec:
     """Returns the file's optimizer. Raises ConfigError if there is none, or if neither DeepSpeed nor torch has it.
-
-    DeepSpeed's names are case-insensitive, torch's are not.
-    """
+    DeepSpeed's names are case-insensitive, torch's are not."""
     section = config.deepspeed.optimizer
     if section is None:
         remedy = 'add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
@@ -154,8 +148,7 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
 
 
 def try_out(spec: OptimizerSpec, device: torch.device) -> None:
-    """Makes one update of a scalar with torch's optimizer. Raises ConfigError if torch refuses its arguments on this
-    device."""
+    """Makes one update of a scalar. Raises ConfigError if torch refuses the arguments on this device."""
     if spec.is_custom or spec.cls is None or spec.cls is torch.optim.SparseAdam:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
@@ -168,8 +161,7 @@ def try_out(spec: OptimizerSpec, device: torch.device) -> None:
 
 
 def _users_class(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the user's class ``module:Class``. Raises ConfigError if it does not exist or is not a torch
-    optimizer."""
+    """Returns the user's class ``module:Class``. Raises ConfigError if it is missing or no torch optimizer."""
     module, _, attribute = name.partition(":")
     try:
         cls = getattr(import_module(module), attribute)

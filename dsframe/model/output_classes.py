@@ -23,11 +23,9 @@ _TRANSPARENT = (Tensor, tuple, list, dict, type(None))
 
 
 def register(value: Any) -> None:
-    """Registers the classes of ``value``, and of objects in it, as pytree nodes if they contain tensors.
-
-    Casts of outputs and evaluations then treat their attributes like fields of a named tuple. Lasts until the process
-    ends; objects are rebuilt without calling ``__init__``.
-    """
+    """Registers the classes of ``value``, and of objects in it, as pytree nodes if they contain tensors. Casts of
+    outputs and evaluations then treat their attributes like fields of a named tuple. Lasts until the process ends;
+    objects are rebuilt without calling ``__init__``."""
     for cls in {type(node) for node in _objects(value, _DEPTH)} - _REGISTERED - {deque}:
         pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls), flatten_with_keys_fn=_flatten_with_keys)
         _REGISTERED.add(cls)
@@ -35,11 +33,8 @@ def register(value: Any) -> None:
 
 def show(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Makes tensors visible to hooks: those in objects that ``modules`` take and return, and those left in attributes,
-    such as an auxiliary loss.
-
-    Applies to hooks that a library adds before it calls the returned function. Without it, they do not find such
-    tensors, and miss a module's backward pass.
-    """
+    such as an auxiliary loss. Applies to hooks that a library adds before it calls the returned function. Without it,
+    they do not find such tensors, and miss a module's backward pass."""
     modules = list(modules)
     shown = [
         (module, _Shown(), _Shown(refuses=True, parts=_users_parts(module, {*modules} - {module})))

@@ -1,5 +1,4 @@
-"""Checks methods of nn.Module that a model overrides, because libraries call them like torch and rely on the
-results."""
+"""Checks a model's overrides of nn.Module's methods, which libraries call and rely on."""
 
 from __future__ import annotations
 
@@ -21,9 +20,7 @@ _WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 def refuse(model: Any, task: str) -> None:
     """Raises TaskError if the model is no nn.Module, or if an override has another signature or omits parameters.
-
-    ``task``: the name of the task's class.
-    """
+    ``task``: the name of the task's class."""
     if not isinstance(model, nn.Module):
         raise TaskError(f"{task}.model() returned {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule) and not isinstance(model, TopLevelTracedModule):

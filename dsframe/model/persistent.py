@@ -16,11 +16,8 @@ from dsframe.values import Tensors
 
 def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Tensors:
     """Returns the buffers in the model's ``state_dict``, by name: BatchNorm's statistics are included, causal masks are
-    not.
-
-    Sparse ones, such as a graph's edges, are excluded: checkpoints hold dense tensors, and ``model()`` creates sparse
-    ones again. Without ``remove_duplicate`` a buffer has each of its names.
-    """
+    not. Sparse ones, such as a graph's edges, are excluded: checkpoints hold dense tensors, and ``model()`` creates
+    sparse ones again. Without ``remove_duplicate`` a buffer has each of its names."""
     buffers = {}
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=remove_duplicate):
@@ -35,8 +32,7 @@ def saved_buffers(model: nn.Module) -> Tensors:
 
 
 def shapes_of(buffers: Tensors, resized: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes for :func:`compare`. The sizes of extra states and ``resized`` buffers may change, and are
-    omitted."""
+    """Returns shapes for :func:`compare`, () for extra states and ``resized`` buffers, whose sizes change."""
     return {
         name: () if name in resized or extra_state.is_extra(name) else tuple(buffer.shape)
         for name, buffer in buffers.items()
@@ -47,8 +43,7 @@ _LEFT_OUT = "_dsframe_left_out"
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Excludes these parameters of ``model`` from checkpoints, because they are frozen and built again at each
-    start."""
+    """Excludes these parameters from checkpoints: they are frozen and built again at each start."""
     setattr(model, _LEFT_OUT, frozenset(names))
 
 
@@ -65,8 +60,7 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Returns the further names of parameters that have several, such as tied embeddings, and of buffers and extra
-    states of such modules."""
+    """Returns the further names of tied parameters, and of buffers and extra states of shared modules."""
     first: dict[int, str] = {}
     every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     every |= persistent_buffers(model, remove_duplicate=False) | extra_state.keepers(model, remove_duplicate=False)

@@ -29,10 +29,8 @@ _UNWATCHED_SECONDS = 30 * 24 * 3600.0
 
 
 def collective_limit(watched_seconds: float) -> timedelta:
-    """Returns a timeout longer than any of the watchdog, whose report names the missing rank.
-
-    ``watched_seconds``: ``hang_timeout_seconds`` of the file; 0 disables the watchdog.
-    """
+    """Returns a timeout longer than any of the watchdog, whose report names the missing rank. ``watched_seconds``:
+    ``hang_timeout_seconds`` of the file; 0 disables the watchdog."""
     from_file = 6.0 * watched_seconds if watched_seconds else _UNWATCHED_SECONDS
     return timedelta(seconds=max(from_file, _COLLECTIVE_SECONDS))
 
@@ -78,6 +76,5 @@ class Plan:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's part of each global batch: 0 to data_parallel_size - 1. Ranks that split one model have
-        the same."""
+        """Index of this rank's part of each global batch, below data_parallel_size. Ranks of one model share it."""
         return self.batch.data_rank(self.world.rank)

@@ -21,8 +21,7 @@ class Rates:
     """For groups with a weight decay, if the task schedules it."""
 
     def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
-        """Writes the values to a torch optimizer's ``param_groups``; the learning rate is multiplied by each group's
-        ``lr_scale``."""
+        """Writes the values to torch's ``param_groups``, the learning rate times each group's ``lr_scale``."""
         for group in parameter_groups:
             group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
             if self.momentum is not None and "betas" in group:

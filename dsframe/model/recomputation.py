@@ -26,10 +26,7 @@ from dsframe.values import CONTAINERS, COUNTERS, ELEMENTS, copied, same
 
 def recompute(block: nn.Module) -> None:
     """Keeps only the inputs of ``block`` and recomputes the rest in the backward pass (Chen et al. 2016, arXiv
-    1604.06174).
-
-    Replaces the method instead of wrapping the module, so names do not change.
-    """
+    1604.06174). Replaces the method instead of wrapping the module, so names do not change."""
     forward, again = block.forward, checkpoint_function(block)
 
     @wraps(forward)
@@ -147,8 +144,7 @@ class _UserState:
         return _Taken(self, held, spaces if whole else [], self._draws or whole, number)
 
     def _looked_at(self) -> list[Space]:
-        """Returns the spaces to inspect, collected each time, because an object in an attribute may be gone in the next
-        pass."""
+        """Returns the spaces to inspect, collected each time: objects in attributes may be gone later."""
         modules = list(self.module.modules())
         self.generators = generators_of(modules)
         names, self.read = names_of(modules), frozenset[str]().union(*map(_read_by, code_of(modules)))
@@ -192,10 +188,8 @@ _PLAIN = (*_SCALARS, Tensor, np.ndarray, tuple, *COUNTERS)
 
 
 class _Taken:
-    """Values and generators before a forward pass; afterwards those that the pass has changed.
-
-    A context for recomputation: entered once for each backward pass through a block with several outputs.
-    """
+    """Values and generators before a forward pass; afterwards those that the pass has changed. A context for
+    recomputation: entered once for each backward pass through a block with several outputs."""
 
     def __init__(self, state: _UserState, held: list[_Held], spaces: list[Space], looks: bool, number: int) -> None:
         self._state, self._changed, self.looks, self._number = state, held, looks, number
@@ -289,8 +283,7 @@ class _Held:
         return lost
 
     def twin(self, twins: dict[int, Any]) -> Any:
-        """Returns a copy of the former value; ``twins``, by the value's id, gives a value in two places the same
-        copy."""
+        """Returns a copy of the former value, the same for a value in two places: ``twins`` has copies by id."""
         if self._spec is None:
             return self._value
         for identity, kept in zip(self._ids, self._copies, strict=True):

@@ -114,8 +114,7 @@ def range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> Schedule:
-    """Returns LRRangeTest, which rises without end, to find the largest usable learning rate (Smith 2018, arXiv
-    1803.09820)."""
+    """LRRangeTest, which rises without end, finds the largest usable learning rate (arXiv 1803.09820)."""
 
     def at(updates: int) -> Rates:
         interval = updates / lr_range_test_step_size
@@ -181,11 +180,9 @@ class OneCycle:
 
 
 class TorchSchedule:
-    """A schedule of ``torch.optim.lr_scheduler``, run with a dummy optimizer.
-
-    ZeRO's optimizers are not ``torch.optim.Optimizer``, and these classes refuse them (measured, deepspeed 0.19.8);
-    reading the dummy's learning rate works on every engine. Stepping is sequential: a resumed run replays the steps.
-    """
+    """A schedule of ``torch.optim.lr_scheduler``, run with a dummy optimizer. ZeRO's optimizers are not
+    ``torch.optim.Optimizer``, and these classes refuse them (measured, deepspeed 0.19.8); reading the dummy's learning
+    rate works on every engine. Stepping is sequential: a resumed run replays the steps."""
 
     def __init__(self, name: str, base: float, params: Mapping[str, Any]) -> None:
         """Raises ConfigError if torch has no such schedule, or if it needs more than a step number."""
@@ -214,8 +211,7 @@ class TorchSchedule:
 
 
 def _of_torch(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    """Returns torch's schedule of this name. Also creates schedules that it is made of, and functions by
-    ``module:function``."""
+    """Returns torch's schedule of this name, including inner schedules and functions (``module:function``)."""
     from torch.optim import lr_scheduler
 
     cls: Any = getattr(lr_scheduler, name, None)
@@ -244,10 +240,7 @@ _SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
     """Returns the schedule of the file's ``scheduler`` section (``name`` None: constant), for the optimizer's learning
-    rate ``base``.
-
-    Raises ConfigError if the name or a parameter is unknown.
-    """
+    rate ``base``. Raises ConfigError if the name or a parameter is unknown."""
     if name is None:
         return constant(base)
     if name == "ReduceLROnPlateau":
@@ -299,10 +292,8 @@ def with_weight_decay(schedule: Schedule, task: Task) -> Schedule:
 
 
 def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -> Iterator[str]:
-    """Yields warnings about a schedule in a training of ``total_steps`` updates, of which ``done`` are complete.
-
-    Raises ConfigError if the schedule is for fewer updates and has no rate after them.
-    """
+    """Yields warnings about a schedule in a training of ``total_steps`` updates, of which ``done`` are complete. Raises
+    ConfigError if the schedule is for fewer updates and has no rate after them."""
     if total_steps > 1 and not done and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     scheduler = config.deepspeed.scheduler
@@ -325,10 +316,8 @@ def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -
 
 
 def planned(config: Config, task: Task, base: float) -> Schedule:
-    """Returns the schedule of the file or the task for the optimizer's learning rate ``base``.
-
-    Raises TaskError if both have one, or if the task's does not return a number.
-    """
+    """Returns the schedule of the file or the task for the optimizer's learning rate ``base``. Raises TaskError if both
+    have one, or if the task's does not return a number."""
     scheduler = config.deepspeed.scheduler
     schedule = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
     if task.schedule(0) is not None:

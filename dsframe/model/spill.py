@@ -42,10 +42,8 @@ class Spill:
         share: float = 0.0,
     ) -> None:
         """``folder``: exists on a disk (:func:`on_disk`); None: parameters stay in memory, for the reason ``why``.
-
         ``share``: Fraction of the model that stays in memory, if that is more than the window: the part that the rank
-        will hold.
-        """
+        will hold."""
         self.folder, self.why = folder, why
         self._least, self._window, self._share = least_bytes, window_bytes, share
         self._newest: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id, with their sizes in bytes
@@ -69,10 +67,8 @@ class Spill:
         self.evict()
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Takes a new parameter. It stays in memory while it is among the newest, then goes to a file.
-
-        Most are initialized directly after creation, which is faster in memory than in a file's pages.
-        """
+        """Takes a new parameter. It stays in memory while it is among the newest, then goes to a file. Most are
+        initialized directly after creation, which is faster in memory than in a file's pages."""
         size = parameter.nbytes
         known, _ = self._newest.get(id(parameter), (None, 0))
         if self.folder is None or size < self._least or (known and known() is parameter) or self._holds(parameter.data):
@@ -91,8 +87,7 @@ class Spill:
                 self.move(oldest)
 
     def move(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
-        """Moves one parameter to a file, as ``dtype``. Only casts it if it is small or already in a file with that
-        dtype."""
+        """Moves one parameter to a file, as ``dtype``; only casts a small one."""
         data = parameter.data
         wanted = dtype or data.dtype
         size = data.numel() * wanted.itemsize
@@ -108,8 +103,7 @@ class Spill:
         self.touched(size + data.nbytes)
 
     def fetch(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
-        """Moves one parameter from a file to separate memory, as ``dtype``, because changes would be written to the
-        file."""
+        """Moves one parameter from a file to memory, as ``dtype``: changes would be written to the file."""
         data = parameter.data
         if self._holds(data):
             parameter.data = data.to(dtype or data.dtype, copy=True)
@@ -139,8 +133,7 @@ class Spill:
         self._fresh = 0
 
     def close(self) -> None:
-        """Releases the files when the engine has its shards. A file that a tensor still uses lives as long as the
-        tensor."""
+        """Releases the files when the engine has its shards. Files in use live as long as their tensors."""
         self.evict()
         self._newest.clear()
         self._mapped.clear()
@@ -189,10 +182,8 @@ _ALONE = _users(nn.Parameter(torch.empty(1)))
 
 def on_disk(directory: Path, ranks: int = 1, window_bytes: int = WINDOW_BYTES) -> Spill:
     """Returns a spill in the folder for temporary files, else in the run's ``directory``; in memory if neither is on a
-    disk.
-
-    ``ranks``: Number of ranks that shard the model; if several, each keeps as much of it in memory as it will hold.
-    """
+    disk. ``ranks``: Number of ranks that shard the model; if several, each keeps as much of it in memory as it will
+    hold."""
     places = (Path(tempfile.gettempdir()), directory)
     for candidate in places:
         if is_disk(candidate):

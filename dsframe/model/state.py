@@ -1,8 +1,6 @@
-"""The training state that engines return and load: by the model's own names, in full shape and fp32.
-
-A parameter's state means the same on every engine, whatever its memory layout: its fp32 weight (the master if the model
-computes in 16 bits), and a tensor of the same shape for each of the optimizer's tensors, by torch's keys.
-"""
+"""The training state that engines return and load: by the model's own names, in full shape and fp32. A parameter's
+state means the same on every engine, whatever its memory layout: its fp32 weight (the master if the model computes in
+16 bits), and a tensor of the same shape for each of the optimizer's tensors, by torch's keys."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ class TensorShard:
     read: Callable[[], Tensor]
     """Returns the range, flat, on any device; a view of live state if possible, valid until the next training step."""
     in_order: bool = False
-    """True if every rank that lists it has to read it once, in the list's order, because it is gathered or swapped
-    in."""
+    """True if every rank that lists it must read it once, in order, because it is gathered or swapped in."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,9 @@ class EngineState:
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
-    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time.
-
-    If each rank knows what it holds, it is a :class:`ShardedParameters`, which can be saved without gathering. Saving
-    gathers another iterator twice: once to lay out the files.
-    """
+    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time. If each rank knows
+    what it holds, it is a :class:`ShardedParameters`, which can be saved without gathering. Saving gathers another
+    iterator twice: once to lay out the files."""
 
 
 class SavedState(Protocol):
@@ -138,10 +133,7 @@ class SavedState(Protocol):
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
         """Returns elements ``first`` to ``first + size`` of one flattened parameter and of its moments, and reads
-        nothing else.
-
-        Raises CheckpointError if a moment has another shape than the weight.
-        """
+        nothing else. Raises CheckpointError if a moment has another shape than the weight."""
 
 
 class SavedView:
@@ -207,8 +199,7 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Names of counters that torch's optimizers keep as 0-d tensors for every weight (torch 2.13: ``step`` all, ASGD,
-NAdam)."""
+"""Counters that torch's optimizers keep as 0-d tensors for each weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
 
 
 def split(
@@ -237,11 +228,9 @@ def put_scalars(
     group: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Writes scalars in the optimizer's form: torch's have 0-d float32 tensors, others plain numbers.
-
-    Torch keeps them on the CPU unless the update is fused or capturable. DeepSpeed's Muon has no counters; they are
-    those of its inner Adam.
-    """
+    """Writes scalars in the optimizer's form: torch's have 0-d float32 tensors, others plain numbers. Torch keeps them
+    on the CPU unless the update is fused or capturable. DeepSpeed's Muon has no counters; they are those of its inner
+    Adam."""
     torchs_own = _is_of(optimizer, "torch.optim")
     step_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():

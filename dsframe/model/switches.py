@@ -32,11 +32,9 @@ _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 
 def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Module | None = None) -> None:
-    """Applies the options of the file's ``dsframe.model``.
-
-    ``whole``: the complete model, if ``model`` is this rank's part of it; may be on the meta device. Raises ConfigError
-    if an option has no effect on the complete model, or if this machine cannot compile.
-    """
+    """Applies the options of the file's ``dsframe.model``. ``whole``: the complete model, if ``model`` is this rank's
+    part of it; may be on the meta device. Raises ConfigError if an option has no effect on the complete model, or if
+    this machine cannot compile."""
     whole = model if whole is None else whole
     for parameter in model.parameters():
         # A weight's gradient has its memory layout: Horovod refuses non-contiguous gradients, and torch's fused
@@ -67,9 +65,7 @@ def recomputed(whole: nn.Module, config: Config) -> list[str]:
 
 def dense(model: nn.Module) -> None:
     """Makes embeddings with ``sparse=True`` return dense gradients with the same values, and warns once in a process.
-
-    Norms, flat buckets and fused optimizers have no kernels for sparse gradients, and Adam does not support them.
-    """
+    Norms, flat buckets and fused optimizers have no kernels for sparse gradients, and Adam does not support them."""
     sparse = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     for module in sparse:
         module.sparse = False
@@ -184,9 +180,7 @@ def _innermost_backward(module: nn.Module, inputs: tuple[Any, ...], output: Any)
 
 def compile_(module: nn.Module, device: torch.device) -> None:
     """Compiles the module's forward pass with torch.compile, in place. Raises ConfigError if there is no compiler.
-
-    Compiles the method and not the call, so that an engine's hooks on this module stay outside the graph.
-    """
+    Compiles the method and not the call, so that an engine's hooks on this module stay outside the graph."""
     if device.type == "cpu" and compiler() is None:
         message = "torch.compile needs a C++ compiler, which this machine does not have"
         raise _wrong("compile", message, "install g++, or remove it")

@@ -37,8 +37,7 @@ _UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for lazy, complex, meta and sparse parameters, and for memory that a trained one shares with
-    another tensor."""
+    """Raises TaskError for lazy, complex, meta and sparse parameters, and a trained one that shares memory."""
     for is_unusual, text in _UNUSUAL:
         if names := [name for name, parameter in model.named_parameters() if is_unusual(parameter)]:
             raise TaskError(f"{whose}.model: {', '.join(names)} {text}")

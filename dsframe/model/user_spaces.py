@@ -1,5 +1,4 @@
-"""Finds where the code of a model or task keeps values that are not parameters: attributes, globals, classes and
-closures."""
+"""Finds where user code keeps values outside parameters: attributes, globals, classes and closures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Checks every torch function that a model, a loss or a hook calls with weights, and refuses calls that an engine
-cannot support.
-
-Code that reads a shard computes with a part of a weight, and code that writes to one writes to a copy.
-"""
+"""Checks the torch functions that user code calls with weights, and refuses calls that an engine cannot support. Code
+that reads a shard computes with a part of a weight, and code that writes to one writes to a copy."""
 
 from __future__ import annotations
 
@@ -56,8 +53,7 @@ class CallWatch(TorchFunctionMode):
     """Watches the calls with the weights of one engine's model."""
 
     def __init__(self, engine: Any, model: nn.Module, memory: BuiltMemory) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: that of the weights when ``model()``
-        returned them."""
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``memory``: of the weights as built."""
         super().__init__()
         self._memory = memory
         self._engine, self._model = weakref.proxy(engine), model
@@ -107,8 +103,7 @@ class CallWatch(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Disables the checks around calls that dsframe itself makes inside :meth:`inside`, unless weights are
-        sharded."""
+        """Disables the checks of :meth:`inside` for dsframe's own calls, unless weights are sharded."""
         self._aside = self._whole
         try:
             yield

@@ -52,8 +52,7 @@ class WeightWatch(CallWatch):
         self._watching = False
         self._first = 0
         self.recomputes_inside = False
-        """True if blocks of the model are recomputed by a backward pass inside the backward pass
-        (``use_reentrant``)."""
+        """True if the backward pass recomputes blocks in nested backward passes (``use_reentrant``)."""
         self._said = False
         self.elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
         """Encloses a loss or metrics. Refuses uses of model parts that other ranks have."""
@@ -61,8 +60,7 @@ class WeightWatch(CallWatch):
     # One step.
 
     def begin(self, step: int) -> None:
-        """**Collective.** Called before a step. Raises EngineError or TaskError if weights were written since the last
-        one."""
+        """**Collective.** Called before a step. Raises EngineError, TaskError if weights were written between steps."""
         self.note_parameters()
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
@@ -127,8 +125,7 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
-        """Encloses a forward pass, a loss, metrics or hooks, and checks their calls. ``always``: in every step, for
-        hooks."""
+        """Checks the calls of a forward pass, loss, metrics or hooks. ``always``: in every step, for hooks."""
         self.note_parameters()
         if not (self._looks_inside and (self._watching or always)):
             yield
@@ -145,8 +142,7 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Encloses a backward pass, whose hooks torch may call in any thread. Counts writes, which some libraries
-        hide."""
+        """Counts writes in a backward pass: torch may call its hooks in any thread, and some libraries hide writes."""
         self._versions = self._counted()
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
@@ -179,8 +175,7 @@ class WeightWatch(CallWatch):
         self._last = self._marks()
 
     def _note_writes(self, names: Iterable[str], when: str) -> None:
-        """Records writes seen by this rank: refused if the optimizer would overwrite them, else compared between ranks
-        later."""
+        """Records this rank's writes. Refuses them if the optimizer overwrites them; else ranks compare them later."""
         written = {name: None for name in names if name not in self._but}
         if not self._engine.updates_in_place:
             self._refuse_overwritten(written, when)
@@ -295,8 +290,7 @@ class WeightWatch(CallWatch):
             self._refuse_changes(gone, f"removed {when}")
 
     def _is_another(self, name: str, parameter: Tensor) -> bool:
-        """Returns True if the parameter was replaced. Some libraries replace a shard by a complete parameter while a
-        module runs."""
+        """Returns True if a parameter was replaced, other than by a library while its module runs."""
         known = self._parameters.get(name, parameter)
         if self.whole_steps and not isinstance(parameter, nn.Parameter):  # a copy, for this step
             return False

@@ -47,8 +47,7 @@ _TOKENIZER_FILES = (
 
 @cache
 def transformers() -> Any:
-    """Returns the package, offline and silent until the run ends. Raises TaskError if it is not installed or cannot be
-    imported."""
+    """Returns the package, offline and silent until the run ends. Raises TaskError if it cannot be imported."""
     if importlib.util.find_spec("transformers") is None:
         raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
     if importlib.util.find_spec("torchvision"):
@@ -82,11 +81,9 @@ def _as_online_as_before(hub_constants: Any, offline: bool, had_datasets: bool) 
 
 
 def configure(auto: str, model: Json | str, facts: Json) -> Any:
-    """Returns the configuration of a model for the class ``auto`` (a key of MAPPINGS).
-
-    ``model``: settings with ``model_type``, or a local folder. ``facts``: sizes known from the data, used where the
-    configuration has them and the settings do not. Raises TaskError.
-    """
+    """Returns the configuration of a model for the class ``auto`` (a key of MAPPINGS). ``model``: settings with
+    ``model_type``, or a local folder. ``facts``: sizes known from the data, used where the configuration has them and
+    the settings do not. Raises TaskError."""
     config = _from_folder(model) if isinstance(model, str) else _from_settings(model, facts)
     mapping = getattr(transformers(), MAPPINGS[auto])
     if type(config) not in mapping:
@@ -133,8 +130,7 @@ def _from_settings(model: Json, facts: Json) -> Any:
 
 
 def folder(path: str, what: str = "a model") -> Path:
-    """Returns an existing local folder, or that of a hub model. Raises TaskError, also for entries that block readers
-    forever."""
+    """Returns an existing local folder, or a hub model's. Raises TaskError, also if reading it would block."""
     if path.startswith(hub.HUB):
         return hub.snapshot(path)
     local = Path(path).expanduser()
@@ -202,8 +198,7 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
 
 
 def resize(model: Any, vocabulary: int) -> None:
-    """Extends embeddings and output layer by new tokens, drawn around the mean of the existing rows, as transformers
-    does."""
+    """Extends embeddings and output layer by rows drawn around the mean of the others, as transformers does."""
     planned = next(model.parameters()).device.type == "meta"
     model.resize_token_embeddings(vocabulary, mean_resizing=not planned)
 
@@ -276,10 +271,8 @@ def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | 
 
 def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
     """Writes a model like ``save_pretrained``, whose names and tied weights may differ from the model's in memory.
-
     ``config``: of the model, with its class. ``weights``: its full state_dict, of ``dtype``; the model itself needs no
-    memory. Raises TaskError if transformers has no such model, or if the weights do not fit.
-    """
+    memory. Raises TaskError if transformers has no such model, or if the weights do not fit."""
     cls, read, what = _classes(config)
     if cls is None:
         raise TaskError(f"transformers {transformers().__version__} has no {what}")
@@ -302,8 +295,7 @@ def write(config: Json, weights: Mapping[str, Tensor], dtype: str, out: Path, sh
 
 
 def parameter_names(config: Json) -> set[str]:
-    """Returns the names of a model's parameters, including all names of shared ones; empty if transformers does not
-    have its class."""
+    """Returns all names of a model's parameters; empty if transformers does not have its class."""
     cls, read, _ = _classes(config)
     return set(dict(_empty(cls, read(config)).named_parameters(remove_duplicate=False))) if cls else set()
 
@@ -374,10 +366,7 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 
 def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
     """Returns the tokenizer of folder ``path``, by default of the model's folder, and a digest of its files; None if
-    there is none.
-
-    Raises TaskError if the named folder has none.
-    """
+    there is none. Raises TaskError if the named folder has none."""
     tokenizer_folder = None
     if path:
         tokenizer_folder = folder(path, "a tokenizer")

@@ -1,9 +1,6 @@
 """Splits language models of transformers that are a chain, such as Llama, into layers that each take the previous one's
-output.
-
-The layers are the model's own modules: embeddings, blocks, norm and output layer (a tie if it shares the embeddings'
-weight). Each block computes the rotary angles of the positions itself.
-"""
+output. The layers are the model's own modules: embeddings, blocks, norm and output layer (a tie if it shares the
+embeddings' weight). Each block computes the rotary angles of the positions itself."""
 
 from __future__ import annotations
 

@@ -27,12 +27,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def given(task: Task, name: str) -> Any:
-    """Returns ``train_data``, ``eval_data`` or ``predict_data`` of ``task``.
-
-    Seeds torch, NumPy and ``random`` from the task's seed: the same on every rank and at every start, and for
-    validation independent of what training drew. Raises DataError if the result is not a data set but could be read
-    like one.
-    """
+    """Returns ``train_data``, ``eval_data`` or ``predict_data`` of ``task``. Seeds torch, NumPy and ``random`` from the
+    task's seed: the same on every rank and at every start, and for validation independent of what training drew. Raises
+    DataError if the result is not a data set but could be read like one."""
     trains = name == "train_data"
     with seeded(draw(task.seed, 0, int(trains), _GIVEN)):
         data = getattr(task, name)()
@@ -45,8 +42,7 @@ def given(task: Task, name: str) -> Any:
 
 
 def _no_data_set(data: Any) -> str:
-    """Returns what ``data`` are and how to fix it if they are not a data set, or if their items are not samples; else
-    ""."""
+    """Returns what is wrong if ``data`` are not a data set, or their items not samples; else ""."""
     kind = type(data).__name__
     if data is None:
         return "None; return a data set"

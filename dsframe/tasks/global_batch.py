@@ -1,8 +1,6 @@
 """Gathers the rows of all ranks for one loss, with the gradients of one process: contrastive learning, metric learning.
-
 Each rank computes the same loss of all rows. The backward pass gives a rank the sum of all ranks' gradients of its
-rows, too large by the number of ranks; engines average over ranks, which yields the gradient of one process.
-"""
+rows, too large by the number of ranks; engines average over ranks, which yields the gradient of one process."""
 
 from __future__ import annotations
 
@@ -16,10 +14,8 @@ from dsframe.errors import TaskError
 
 
 def all_rows(ranks: Ranks, rows: Tensor) -> Tensor:
-    """**Collective.** Returns the ``rows`` of all ranks, ``[ranks * len(rows), ...]``, in rank order.
-
-    Raises TaskError if ranks do not each read their own samples, or if a step has several micro-batches.
-    """
+    """**Collective.** Returns the ``rows`` of all ranks, ``[ranks * len(rows), ...]``, in rank order. Raises TaskError
+    if ranks do not each read their own samples, or if a step has several micro-batches."""
     batch, world = ranks.plan.batch, ranks.plan.world
     if batch.data_parallel_size != world.size:
         raise TaskError("all_rows() is not possible with a pipeline, tensor or sequence parallelism")
@@ -35,8 +31,7 @@ def all_rows(ranks: Ranks, rows: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Sums tables over ranks in which only the rank's own rows are not zero: the sum is the one collective of every
-    engine."""
+    """Gathers by a sum, the one collective of every engine, of tables that are zero but for a rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
@@ -59,8 +54,7 @@ def _rows_of(ctx: Any) -> slice:
 
 
 def _transport(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype for the sum. Integers below 2 ** 53 are exact in float64; Gloo does not support all 16-bit
-    formats."""
+    """Returns the dtype for the sum. Integers < 2 ** 53 are exact in float64; Gloo lacks some 16-bit formats."""
     if not dtype.is_floating_point:
         return torch.float64
     return torch.promote_types(dtype, torch.float32)

@@ -1,7 +1,5 @@
-"""Finds models of the Hugging Face hub, ``hub:NAME`` or ``hub:NAME@REVISION``, in the cache of huggingface_hub.
-
-A subprocess downloads missing ones, so that this process stays offline.
-"""
+"""Finds models of the Hugging Face hub, ``hub:NAME`` or ``hub:NAME@REVISION``, in the cache of huggingface_hub. A
+subprocess downloads missing ones, so that this process stays offline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Trains models of Hugging Face transformers: language models and image classifiers.
-
-Parameters keep transformers' names, so a checkpoint has the weights of ``save_pretrained``.
-"""
+"""Trains models of Hugging Face transformers: language models and image classifiers. Parameters keep transformers'
+names, so a checkpoint has the weights of ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _BYTES = 256
 
 
 class CausalLanguageModelTask(Task):
-    """Predicts the next token, with transformers' own loss. Reports loss (nats per token), bits per token, and
-    accuracy."""
+    """Predicts next tokens, with transformers' loss. Reports loss (nats per token), bits per token, accuracy."""
 
     unit = "tokens"
 
@@ -92,8 +89,7 @@ class CausalLanguageModelTask(Task):
         self._mask, self._positions = named.get("attention_mask"), named.get("position_ids")
 
     def _routed(self, targets: Tensor) -> Tensor | None:
-        """Returns which tokens count in an expert's load: all but padding. After packed documents, positions are 0 and
-        have no target."""
+        """Returns which tokens are not padding. After packed documents, positions are 0 without a target."""
         positions = self._positions
         if self._mask is None and positions is not None:
             return (targets != IGNORED) | (positions > 0) | (positions.roll(-1, 1) == 1)
@@ -176,8 +172,7 @@ class CausalLanguageModelTask(Task):
 
     @property
     def unknown_end(self) -> int | None:
-        """The tokenizer's end token, which training appends to texts, if the model's folder declares other end tokens;
-        else None."""
+        """The tokenizer's end token, which training appends, if the model's folder declares others; else None."""
         if self.tokenizer is None or not self._knows_tokens or not isinstance(self.settings.model, str):
             return None
         end, generation = self.tokenizer.eos_token_id, _transformers.generation_config(self.settings.model)
@@ -225,8 +220,7 @@ def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
 
 
 def small(config: Any) -> Any:
-    """Returns a copy of the configuration with one layer of each type, a small vocabulary and small layers between the
-    attentions."""
+    """Returns a copy of the configuration with one layer of each type, and small vocabulary and MLP."""
     small_config = copy.deepcopy(config)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
     changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}

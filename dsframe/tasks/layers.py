@@ -32,8 +32,7 @@ class Tied:
 
 
 Layer = nn.Module | Callable[[], nn.Module] | Tied
-"""A function without arguments that creates the layer (a class, ``functools.partial(Block, width)``), a module, or a
-tie."""
+"""A function that creates the layer (a class, ``functools.partial(Block, width)``), a module, or a tie."""
 
 
 class TiedLayer(nn.Module):
@@ -48,8 +47,7 @@ class TiedLayer(nn.Module):
 
 
 def make(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Returns layer ``index``, drawn from its own seed. Raises TaskError for a tie or a function that returns no
-    module."""
+    """Returns layer ``index``, drawn from its own seed. Raises TaskError for a tie, or if it is no module."""
     if isinstance(layer, nn.Module):
         return layer
     generators.seed(seed * 1_000_003 + index)
@@ -62,8 +60,7 @@ def make(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def tied_weight(layers: Sequence[Layer], index: int, owner: nn.Module) -> nn.Parameter:
-    """Returns the weight that the tie at ``index`` shares, from the layer that owns it. Raises TaskError if there is
-    none."""
+    """Returns the weight of the tie at ``index``, from the layer that owns it. Raises TaskError if none."""
     tie = layers[index]
     assert isinstance(tie, Tied)
     names = [name for name, _ in owner.named_parameters()]

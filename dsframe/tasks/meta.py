@@ -47,8 +47,7 @@ def meta_device() -> Iterator[None]:
 
 
 def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
-    """Returns a batch of one sample for its shapes, from ``Task.example`` or the training data, which a run has
-    ``prepared``."""
+    """Returns one sample, for its shapes: ``Task.example``, or training data, which a run has ``prepared``."""
     example = task.example()
     if example is not None:
         return example

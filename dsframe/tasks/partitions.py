@@ -1,7 +1,5 @@
-"""Tensor-parallel partitions for transformers models for which the library has none that DeepSpeed understands.
-
-A mixture's attention is sharded; each rank has complete experts, which transformers shards in ways of its own.
-"""
+"""Tensor-parallel partitions for transformers models for which the library has none that DeepSpeed understands. A
+mixture's attention is sharded; each rank has complete experts, which transformers shards in ways of its own."""
 
 from __future__ import annotations
 

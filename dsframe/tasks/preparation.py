@@ -40,10 +40,7 @@ _FAREWELL_SECONDS = 10.0
 
 def prepare(task: Task, world: World, say: Say) -> None:
     """**Collective.** Prepares the data, if the task has something to prepare. Raises DsframeError, the same on every
-    rank.
-
-    If ranks cannot connect (an MPI that gives no address), each prepares in turn.
-    """
+    rank. If ranks cannot connect (an MPI that gives no address), each prepares in turn."""
     if not task.prepares:
         return
     store = None
@@ -174,8 +171,7 @@ def _lost(rank: int) -> str:
 
 @contextlib.contextmanager
 def _lock(task: Task, say: Say) -> Iterator[None]:
-    """Prevents other processes from preparing the same data in the folder. The lock ends with the process, however that
-    ends."""
+    """Prevents other processes from preparing the same data in the folder. The lock ends with the process."""
     folder, cls = data_root(task.data_dir), type(task)
     path = folder / f".{cls.__module__}.{cls.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
     with writing(path):

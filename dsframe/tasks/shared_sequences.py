@@ -104,8 +104,7 @@ def _lengths(begins: Tensor) -> list[int]:
 
 
 def _copies(heads: int, groups: int, parts: int) -> int:
-    """Returns how often each of ``groups`` key heads is repeated, so that each of ``parts`` ranks has complete ones for
-    its queries."""
+    """Returns how often to repeat ``groups`` key heads, so that ``parts`` ranks have complete ones."""
     few = parts // math.gcd(groups, parts)
     return few if (heads // groups) % few == 0 else heads // groups
 
@@ -132,10 +131,8 @@ def _attention(
 
 def refuse_unshareable(config: Any, parts: int) -> None:
     """Raises TaskError if ``parts`` ranks cannot split the heads of a model of this configuration, or if a small one
-    shows that its positions interact outside attention.
-
-    ``config``: of a small model with as many heads as the large one.
-    """
+    shows that its positions interact outside attention. ``config``: of a small model with as many heads as the large
+    one."""
     model_type, heads = config.model_type, getattr(config, "num_attention_heads", 0)
     if heads and heads % parts:
         raise TaskError(

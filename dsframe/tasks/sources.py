@@ -13,10 +13,8 @@ from dsframe.host.source_files import is_users
 
 
 def sources() -> dict[str, str]:
-    """Returns a digest of each imported module of the user's: the task's, its model's, the script's.
-
-    Includes all modules, because a task's dependencies are unknown: a constant does not know its module.
-    """
+    """Returns a digest of each imported module of the user's: the task's, its model's, the script's. Includes all
+    modules, because a task's dependencies are unknown: a constant does not know its module."""
     digests = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)

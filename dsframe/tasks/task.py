@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from dsframe.hooks import Hooks
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result has the queries'
-shape."""
+"""Attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result is like queries."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +130,14 @@ class Task:
     belong to the micro-batch, not to a sample.
     """
     eval_collate: Any = None
-    """The same for evaluations and predictions, if :attr:`collate` is only for training, such as mixup. None:
-    :attr:`collate`."""
+    """The same for evaluations and predictions, if :attr:`collate` is only for training, like mixup."""
     eval_gradients: bool = False
     """True if :meth:`metrics` or :meth:`loss` takes derivatives of the outputs, as for a differential equation:
     evaluations then keep the graph of a batch. Refused in a pipeline."""
     whole_weights: bool | None = None
     """Whether all weights are gathered for each complete step, and may be used anywhere, if ranks hold shards (ZeRO-3,
-    FSDP).
-
-    None: only for models and losses whose code takes derivatives (``torch.autograd.grad``, ``torch.func``). False:
-    never, for such code that exists and does not run.
-    """
+    FSDP). None: only for models and losses whose code takes derivatives (``torch.autograd.grad``, ``torch.func``).
+    False: never, for such code that exists and does not run."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     class_names: Sequence[str] = ()
@@ -151,25 +146,18 @@ class Task:
     """Name of the prepared data, if tasks of one class prepare different data: those do not wait for each other."""
     batch_dependent: bool = False
     """True if a sample's output depends on the rest of its micro-batch. (BatchNorm in training is detected without it.)
-
     The result then depends on the micro-batch size, and so on the number of ranks; dsframe reports this before
-    training.
-    """
+    training."""
     over_micro_batches: str = ""
     """The part of the loss that covers one micro-batch of all ranks, such as a mixture's balance. The result then
     depends on ``gradient_accumulation_steps``; dsframe reports this if it is not 1."""
     loss_is: str = "mean"
-    """What :meth:`loss` returns: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``.
-
-    For ``"sum"``, a step uses the sum over the global batch, on any number of ranks. The first step tests the
-    declaration.
-    """
+    """What :meth:`loss` returns: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``. For ``"sum"``, a
+    step uses the sum over the global batch, on any number of ranks. The first step tests the declaration."""
     metric_objects: Mapping[str, Any] = MappingProxyType({})
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, used in evaluations together with
-    :meth:`metrics`.
-
-    They get each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``.
-    """
+    :meth:`metrics`. They get each sample once, on any number of ranks: their states are gathered. Set them in
+    ``__init__``."""
     after_step_elementwise: bool = False
     """True if :meth:`after_step` treats each element of a weight independently, like ``clamp_``. If ranks hold shards,
     nothing is then gathered, and each call gets a rank's part of the weight, flat."""
@@ -182,10 +170,8 @@ class Task:
 
     partition_config: Mapping[str, Any] | None = None
     """Layers that tensor parallelism shards and how, in the form of DeepSpeed's ``tensor_parallel.partition_config``.
-
     Used if the file has none. A sharded model must not derive the number of heads or the width from a weight, because
-    each rank has a part (``view(batch, time, -1, head_size)``).
-    """
+    each rank has a part (``view(batch, time, -1, head_size)``)."""
 
     @staticmethod
     def from_module(
@@ -605,7 +591,6 @@ def sums(metrics: Any, whose: str) -> Sums:
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> Sum:
-    """Returns how many of ``targets`` (int64, any shape) have the largest of ``logits`` (targets' shape, then
-    classes)."""
+    """Counts ``targets`` (int64, any shape) with the largest of ``logits`` (targets' shape, then classes)."""
     right = (logits.argmax(-1) == targets).sum(dtype=torch.float32)
     return Sum(right, targets.numel())

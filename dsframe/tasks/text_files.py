@@ -1,5 +1,4 @@
-"""Trains transformers language models on documents and conversations from files, as described by the file's ``data``
-section."""
+"""Trains transformers language models on documents and conversations from files: the ``data`` section."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class WindowsTask(CausalLanguageModelTask):
 
 
 class RowsTask(WindowsTask):
-    """Has one document in a row, or several that do not attend to each other. The loss is the mean over the targets of
-    the global batch."""
+    """Rows have one document, or several that do not attend to each other. The loss is a mean over targets."""
 
     packing = "rows"
 

@@ -51,8 +51,7 @@ class Checkpoints(Listener):
             self._events.emit("on_checkpoint", training, self._saver.path(step))
 
     def save_and_stop(self, training: Training) -> NoReturn:
-        """**Collective.** Saves after a signal has asked all ranks to stop. Raises StoppedError when the state is
-        saved."""
+        """**Collective.** Saves when a signal has asked all ranks to stop, then raises StoppedError."""
         stop_request = training.stop_request
         assert stop_request is not None
         name = stop_request.name or "a signal to another rank"

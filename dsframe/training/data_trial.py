@@ -37,9 +37,7 @@ _REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds 
 
 def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[Any, Any]:
     """Returns ``data`` (for training and validation). Reports dependencies of samples on anything but their index.
-
-    Raises DataError if their order has some, or if processes that read a stream share a file.
-    """
+    Raises DataError if their order has some, or if processes that read a stream share a file."""
     source = as_source(data[0], seed, task.collate, streams=True)
     if isinstance(source, StreamSource):
         _refuse_shared_files(source)
@@ -55,8 +53,7 @@ def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[An
 
 
 def _refuse_changing_order(task: Task, samples: int) -> None:
-    """Raises DataError if ``Task.order`` returns another order for the same epoch when called again, or draws from a
-    generator that it does not seed."""
+    """Raises DataError if ``Task.order`` returns different orders for an epoch, or draws without seeding."""
     if not gives(task, "order") or not samples:
         return
     orders = []
@@ -154,8 +151,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_shared_files(source: StreamSource) -> None:
-    """Raises DataError if processes that read the stream take rows from each other because they share a file
-    position."""
+    """Raises DataError if processes take rows of the stream from each other by a shared file position."""
     before = _positions()
     first = _first_row(source)
     shared = _moved(before)
@@ -183,8 +179,7 @@ class _FirstRow(Dataset[str]):
 
 
 def _positions() -> dict[str, tuple[str, int]]:
-    """Returns name and position of each file that this process has open for reading, by descriptor; empty if the system
-    does not provide them."""
+    """Returns name and position of each file open for reading, by descriptor; empty if the system lacks /proc."""
     found, opened = {}, Path("/proc/self/fd")
     for link in opened.iterdir() if opened.is_dir() else ():
         with suppress(OSError):  # already closed, or not seekable

@@ -62,8 +62,7 @@ class Evaluation:
         self._before: Task | None = None
         """The task from before a set, to detect a ``finalize`` that depends on this rank's batches."""
         self._joins: bool | None = None if engine.built.watch else False
-        """True if loss or metrics call the model or communicate, which all ranks have to do together; None before this
-        is known."""
+        """True if loss or metrics call the model or communicate, which all ranks do together; None: not known yet."""
         plan = engine.plan
         self._compiled = bool(plan.config.settings.model.compile)
         whole = plan.batch.data_parallel_size == plan.world.size and not self._compiled
@@ -77,11 +76,8 @@ class Evaluation:
 
     def run(self, stops: Callable[[int], bool] = lambda batches: False) -> dict[str, float] | None:
         """**Collective.** Returns metrics over all validation samples, the same on every rank; None if ranks agree to
-        stop early.
-
-        ``stops``: called with the number of batches done. Restores random generators, so that a run resumed from a
-        checkpoint before the evaluation continues identically.
-        """
+        stop early. ``stops``: called with the number of batches done. Restores random generators, so that a run resumed
+        from a checkpoint before the evaluation continues identically."""
         plan = self._engine.plan
         average = plan.config.settings.ema
         kept = generators.capture(plan.device)
@@ -104,11 +100,8 @@ class Evaluation:
 
     def try_out(self) -> None:
         """**Collective.** Evaluates the first batch of each set, and the last if incomplete, before training, to find
-        errors early.
-
-        Raises TaskError, also if the file refers to a missing metric. Restores random generators. Runs uncompiled,
-        because the compiler would treat training batches as another size of the same graph.
-        """
+        errors early. Raises TaskError, also if the file refers to a missing metric. Restores random generators. Runs
+        uncompiled, because the compiler would treat training batches as another size of the same graph."""
         kept = generators.capture(self._engine.plan.device)
         watch = self._engine.built.watch
         moved = held.attributes(watch.model if watch else nn.Module())
@@ -138,8 +131,7 @@ class Evaluation:
         moved.put_back()
 
     def each(self, name: str, take: Take) -> None:
-        """**Collective.** Calls ``take`` instead of the metrics, with the outputs and targets of each batch of a set
-        that counts."""
+        """**Collective.** Calls ``take`` instead of metrics, for each batch of a set that counts."""
         with self._one_model():
             self._batches(name, self._loaders[name], take)
 
@@ -150,8 +142,7 @@ class Evaluation:
         measure: Take,
         stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
-        """**Collective.** Returns the task's sums over ``batches``, of which each rank has the same number; None if
-        ranks agree to stop."""
+        """**Collective.** Returns the sums over ``batches``, as many on each rank; None if ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
         self._looks = self._looks is not None
@@ -181,8 +172,7 @@ class Evaluation:
         stops: Callable[[int], bool] = lambda batches: False,
         join: Measure | None = None,
     ) -> dict[str, Sum] | None:
-        """Runs the batches of a set. ``join``: called with the outputs and targets of batches that do not count on this
-        rank."""
+        """``join``: called with the outputs and targets of batches that do not count on this rank."""
         engine, number = self._engine, list(self._loaders).index(name)
         context = engine.plan.task.context
         context.eval_set = name
@@ -201,8 +191,7 @@ class Evaluation:
         return total
 
     def _stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
-        """A compiler would build another graph for a shorter batch, and then treat training batches as dynamic in
-        size."""
+        """For a shorter batch a compiler would build another graph, and then treat training batches as dynamic."""
         short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
 
@@ -280,8 +269,8 @@ class Evaluation:
         return {}
 
     def _loss(self, outputs: Any, targets: Any) -> Sums:
-        """Returns the loss, or nothing if it cannot be computed: some models, such as detectors, return something else
-        in evaluation mode."""
+        """Returns the loss, or {} if it fails: in evaluation mode some models, such as detectors, have other
+        outputs."""
         task = self._engine.plan.task
         if self._no_loss or not self._has_loss:
             return {}
@@ -327,11 +316,8 @@ class Evaluation:
     @torch.no_grad()
     def _one_model(self) -> Iterator[None]:
         """**Collective.** Gives every rank the buffers of the first rank that holds them, and restores its own
-        afterwards.
-
-        BatchNorm's statistics depend on a rank's samples; without this no rank would evaluate the exported model, rank
-        0's.
-        """
+        afterwards. BatchNorm's statistics depend on a rank's samples; without this no rank would evaluate the exported
+        model, rank 0's."""
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
         if stateful := but_statistics(self._engine, differ):
@@ -373,8 +359,7 @@ def _counted(one: Sum) -> Sum:
 
 
 def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
-    """**Collective.** Returns exact sums over all ranks, in float64 on the CPU. A rank that did not see a metric
-    contributes zeros."""
+    """**Collective.** Returns sums over all ranks, float64 on the CPU. A rank without a metric contributes zeros."""
     names = sorted({name for names in all_gather_json(engine, sorted(sums)) for name in names})
     table = torch.zeros(len(names), 2, dtype=torch.float64, device=engine.plan.device)
     for row, name in enumerate(names):
@@ -385,11 +370,8 @@ def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
 
 
 def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[str, float]:
-    """**Collective.** Returns the result of :func:`finalized`.
-
-    Raises TaskError if values differ between ranks, or with the task's attributes from ``before`` the evaluation: they
-    then depend on this rank's batches.
-    """
+    """**Collective.** Returns the result of :func:`finalized`. Raises TaskError if values differ between ranks, or with
+    the task's attributes from ``before`` the evaluation: they then depend on this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
     modules = held.modules_of(task) if before else nn.Module()
     metrics = held.attributes(modules)  # torchmetrics gather the state of all ranks
@@ -425,8 +407,7 @@ def _changed_by_batches(finished: Mapping[str, float], before: Task, sums: Sums)
 
 
 def finalized(task: Task, sums: Sums) -> dict[str, float]:
-    """Returns the result of ``task.finalize`` over all samples. Raises TaskError if that is not a mapping from names to
-    numbers."""
+    """Returns the result of ``task.finalize``. Raises TaskError if that is not a mapping from names to numbers."""
     metrics = task.finalize(sums)
     if not isinstance(metrics, Mapping):
         raise TaskError(f"{type(task).__name__}.finalize returned {type(metrics).__name__}; return numbers by name")

@@ -23,8 +23,8 @@ class Evaluations(Listener):
             self._end_early(training)
 
     def evaluate(self, training: Training) -> None:
-        """**Collective.** Evaluates and adds the metrics to the checkpoint of this step. Raises StoppedError if a
-        signal arrives first."""
+        """**Collective.** Evaluates, and adds the metrics to this step's checkpoint. Raises StoppedError at a
+        signal."""
         step, stop_request = training.step, training.stop_request
         assert stop_request is not None
         finish_steps(training)

@@ -29,8 +29,7 @@ class FirstStep(Listener):
         """Time at which this process's first step ended; before that, the time at which training began."""
 
     def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective.** Raises TaskError after the first step if the loss is not of the kind that the task
-        declares."""
+        """**Collective.** Raises TaskError after the first step if the loss is of another kind than declared."""
         step, progress = training.step, training.progress
         if step != training.first_step:
             for line in filter(None, (self._trial.judge_again(), self._trial.branches.judge())):

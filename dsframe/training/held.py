@@ -102,8 +102,7 @@ def outside(engine: Engine) -> Values:
 
 
 class _Plain:
-    """Tells whether a value is a number, text, None, or a tensor or array that is not (a view of) a weight or
-    buffer."""
+    """Tells whether a value is a number, text, None, or a tensor or array outside weights and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memory = {

@@ -37,8 +37,7 @@ from dsframe.values import tensors_of
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 3e-5
-"""Relative. The halves come from the same fp32 outputs, so rounding errors are far smaller, and different row lengths
-cause larger differences."""
+"""Relative. Rounding of losses of the same fp32 outputs is far smaller; different row lengths cause more."""
 _NEITHER = "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
 _REMEDY = (
     "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
@@ -48,16 +47,12 @@ _EARLY_LOOKS = 8
 """Number of steps after the first in which every step that logs is tested; then the interval doubles."""
 _CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
 _ELEMENTS = 1 << 22
-"""Number of output elements that are tested (complete rows, at least four), because logits over a large vocabulary are
-large."""
+"""Maximum number of output elements tested (but four complete rows): logits may be large."""
 
 
 class Branches:
-    """Detects rows that start to depend on each other later: a block repeated until its hardest row is done, an early
-    exit, a limit.
-
-    The number of operations in the forward pass then changes, and a few samples of such a micro-batch are tested.
-    """
+    """Detects rows that depend on each other only later: a block repeated for the hardest row, an early exit, a limit.
+    If the number of operations in a forward pass changes, a few samples of the micro-batch are tested."""
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
@@ -107,8 +102,7 @@ class LossTrial:
         self._buffers = set[str]()
         """Buffers of the model that the loss has changed."""
         self._moves = False
-        """True if the same loss on the same task, outputs and random numbers had another value when repeated on this
-        rank."""
+        """True if the same loss, with equal inputs and random numbers, changed when repeated on this rank."""
         self._neither = False
         """True if the loss was reported to be neither a mean nor a sum over rows."""
         self._looks_again = self._is_due = False
@@ -122,16 +116,15 @@ class LossTrial:
         self.draws = False
         """True if the loss drew from one of torch's generators on this rank."""
         self.draws_others = self.draws_own = False
-        """True if a generator of NumPy, Python, task or model has moved in the step on this rank; one of task or
-        model."""
+        """True if a generator of NumPy, Python, task or model moved in this rank's step; of task or model."""
         self.of_model = ModuleState(engine)
         self.branches = Branches(engine, loader)
         # With sequence parallelism a task has to return the mean over its slice's positions.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
-        """Called before a step. ``steps_since``: steps after the first. ``logs``: values are copied from the device
-        after this step anyway."""
+        """Called before a step. ``steps_since``: steps after the first. ``logs``: the step logs, and waits for the
+        device anyway."""
         self._is_first = steps_since == 0
         self.branches.begin_step(steps_since, logs=logs)
         self._is_due = self._looks_again and logs and steps_since >= self._next_look
@@ -166,19 +159,17 @@ class LossTrial:
             self._held, self._before_hooks = None, self._held
 
     def changed_by_hooks(self) -> set[str]:
-        """Called after the hooks of the first step. Returns attributes that they have changed, and weights of modules
-        in the task."""
+        """Called after the first step's hooks. Returns the attributes, and weights of task modules, that they
+        changed."""
         held, self._before_hooks = self._before_hooks, None
         return self.of_model.changed_by_hooks() | (
             held.changed_weights().keys() - self._weights.keys() if held else set()
         )
 
     def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
-        """**Collective.** Returns a message, or "".
-
-        ``differing``: buffers of the model that differ between ranks. Raises TaskError if the task declares another
-        kind of loss, or if the loss has a state that ranks, or a ``resumed`` run, would not share.
-        """
+        """**Collective.** Returns a message, or "". ``differing``: buffers of the model that differ between ranks.
+        Raises TaskError if the task declares another kind of loss, or if the loss has a state that ranks, or a
+        ``resumed`` run, would not share."""
         engine, task = self._engine, self._engine.plan.task
         self._state |= {name for name in self._buffers.intersection(differing) if but_statistics(engine, [name])}
         verdict = self._judge_state(resumed=resumed)
@@ -232,8 +223,7 @@ class LossTrial:
         return "" if self._neither and self.branches.said else line
 
     def _tally(self) -> dict[str, float]:
-        """**Collective.** Returns how many tests have seen each kind, and on how many ranks the loss draws random
-        numbers."""
+        """**Collective.** Returns how often each kind was seen, and on how many ranks the loss draws."""
         local = [*(float(self._votes[kind]) for kind in _KINDS), float(self.draws or self.draws_others)]
         counts = self._engine.sum_over_ranks(torch.tensor(local, dtype=torch.float64).to(self._engine.plan.device))
         return dict(zip((*_KINDS, "draws"), counts.tolist(), strict=True))
@@ -303,8 +293,7 @@ def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
 
 
 def _rows_of(outputs: Any, targets: Any) -> int:
-    """Returns how many rows of a micro-batch are tested, an even number; 0 if its tensors differ in their number of
-    rows."""
+    """Returns the even number of rows to test; 0 if tensors differ in their number of rows."""
     of_outputs, of_targets = (
         [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
     )
@@ -338,8 +327,7 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
 
 
 class _Cuts(TorchFunctionMode):
-    """Records calls that detach values from the graph. With gradients on, raises TaskError if a function uses weights
-    of a model."""
+    """Records calls that detach values. With gradients on, raises TaskError if a function uses weights."""
 
     found = False
 
@@ -379,10 +367,8 @@ def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = No
 
 def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs: Any, targets: Any) -> list[str]:
     """Returns the metrics of a batch whose mean differs from that over two unequal parts of it, and whose total is not
-    the parts' total, if the task takes totals.
-
-    Returns [] if tensors differ in their number of rows, or if a metric does not accept another number of rows.
-    """
+    the parts' total, if the task takes totals. Returns [] if tensors differ in their number of rows, or if a metric
+    does not accept another number of rows."""
     context, seen = engine.plan.task.context, list[Sums]()
     samples = context.eval_samples
     if samples < 2 or {len(leaf) for leaf in tensors_of((outputs, targets)) if leaf.ndim} != {samples}:

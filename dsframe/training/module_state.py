@@ -108,8 +108,7 @@ class ModuleState:
         return (changed | (_differing(before, self._built) if before else set())) - {"hooks"}
 
     def changed_later(self) -> set[str]:
-        """Returns values read by loss or model that have changed since the first step, and replaced parts. Returns them
-        only once."""
+        """Returns, once, values read by loss or model that have changed since the first step, and replaced parts."""
         if not self._later:
             return set()
         changed = _differing(self._built, _built(self._modules())).union(*(values.changed() for values in self._later))
@@ -130,9 +129,7 @@ class ModuleState:
 
     def judge(self, differ: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Returns a message, or "". ``differ``: the buffers and extra states that differ between ranks.
-
-        Raises TaskError if the model has a state that ranks, or a ``resumed`` run, would not share.
-        """
+        Raises TaskError if the model has a state that ranks, or a ``resumed`` run, would not share."""
         lines = []
         # A resumed run, or one with another number of ranks, starts with values that are equal on all ranks.
         self._alike = {name: packed for name, packed in self._extra_after.items() if name not in differ}
@@ -221,8 +218,7 @@ class ModuleState:
         kept = generators.capture(device)
         losses = sample_trial.Losses(engine)
         contents: list[dict[str, Tensor]] = []
-        # Some values matter only in training, such as a warm-up. A forward pass that writes to weights runs in
-        # evaluation mode.
+        # Some values matter only in training. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
         left: held.Values | None = None

@@ -18,8 +18,7 @@ from dsframe.values import attributes_of, tensors_of
 
 
 def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
-    """Returns the task's predictions for a batch of ``samples`` samples: a dict of JSON values for each. Raises
-    TaskError."""
+    """Returns the task's predictions: a dict of JSON values for each of ``samples``. Raises TaskError."""
     whose = f"{type(task).__name__}.predictions"
     predicted = task.predictions(outputs, targets)
     if not isinstance(predicted, Mapping):
@@ -112,8 +111,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
 
 
 def _constant(value: Any, samples: int, what: str) -> list[Any]:
-    """Returns ``value`` by sample, where it may also be one value for all samples: a field of an output object that is
-    not a result."""
+    """Returns ``value`` by sample; a scalar field of an output object is repeated."""
     if isinstance(value, (str, bool, int)):
         return [value] * samples
     return _rows(value, samples, what)
@@ -126,8 +124,7 @@ def _refused(what: str, shape: str, samples: int) -> TaskError:
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
-    """Returns the named parts of a dict, a named tuple, a dataclass or an object of a model's own class; None for
-    anything else."""
+    """Returns the named parts of a dict, named tuple, dataclass or object of a model's own class; else None."""
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
     if hasattr(value, "_asdict"):

@@ -18,10 +18,8 @@ from dsframe.text import reason
 
 def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Module | None:
     """**Collective.** Returns a copy of the model on the CPU, with the weights or their ``averages``, on rank 0 or on
-    ``all_ranks``; None on others.
-
-    Raises TaskError on every rank if there are no averages, or if the task does not create a second model.
-    """
+    ``all_ranks``; None on others. Raises TaskError on every rank if there are no averages, or if the task does not
+    create a second model."""
     plan = engine.plan
     if averages and plan.config.settings.ema is None:
         raise TaskError('model(averages=True): the file keeps no average of the weights; write "ema"')

@@ -56,17 +56,14 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
 
 
 def has_few_rows(engine: Engine) -> bool:
-    """Returns True if halves of a micro-batch are single rows: a loss with statistics over its rows may be the mean of
-    these."""
+    """Returns True if halves are single rows: a loss with statistics over rows may be the mean of these."""
     return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
 
 
 def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, training: bool = False) -> tuple[str, str]:
     """**Collective.** Returns the kind and "", or "" and a message. ``training``: use the model in training mode.
-
     ``rank``: the rank whose first micro-batch of ``step`` (from 0) is tested, because its halves showed a loss that is
-    neither; None: test a few of its samples.
-    """
+    neither; None: test a few of its samples."""
     size, samples = engine.plan.batch.micro_batch_size, list(range(_SAMPLES))
     if not isinstance(loader.source, StreamSource):
         indices = torch.cat([indices for _, indices in loader.sampler.global_batch(step)])
@@ -82,10 +79,8 @@ def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, trai
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
     """**Collective.** Runs the same samples on every rank, in training mode. Returns a message, or "".
-
     ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError if the
-    losses of ranks differ, or if those of a ``resumed`` run would.
-    """
+    losses of ranks differ, or if those of a ``resumed`` run would."""
     plan, watch = engine.plan, engine.built.watch
     # At most as many rows as a training step, which has shown that they fit into memory.
     samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
@@ -180,8 +175,7 @@ class _Trial:
         return losses, ""
 
     def _batches(self) -> Iterator[Batch]:
-        """Yields a batch of each part. If batches have rows, halves are taken from the first batch instead of being
-        read again."""
+        """Yields a batch of each part. If batches have rows, halves are taken from the first batch."""
         batches = self._loader.batches([[self._samples[place] for place in part] for part in self._parts])
         for _ in range(self._wholes):
             whole = next(batches)
@@ -245,10 +239,8 @@ def _kind(engine: Engine, losses: Losses, *, wholes: int) -> str:
 
 
 def halvings(rows: int) -> list[Tensor]:
-    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them.
-
-    Four rows have all three ways, so that the largest loss of halves is not a mean over halves in each of them.
-    """
+    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them. Four rows have all
+    three ways, so that the largest loss of halves is not a mean over halves in each of them."""
     numbers = torch.arange(rows)
     ways = [numbers < rows // 2, numbers % 2 == 0, numbers % 4 % 3 == 0]
     return ways[: 1 if rows == 2 else 3 if rows % 4 == 0 else 2]
@@ -304,10 +296,8 @@ class Losses:
 
 
 def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:
-    """Returns the kind, from the losses of a batch and of its two halves, or "" if they do not determine it.
-
-    ``items``: the number of items that a mean would be over, for each. ``tolerance``: relative.
-    """
+    """Returns the kind, from the losses of a batch and of its two halves, or "" if they do not determine it. ``items``:
+    the number of items that a mean would be over, for each. ``tolerance``: relative."""
     if not sum(items[1:]):
         return ""
     losses = [loss if count else 0.0 for loss, count in zip(losses, items, strict=True)]  # a mean over nothing is NaN

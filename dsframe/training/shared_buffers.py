@@ -1,5 +1,4 @@
-"""Synchronizes buffers that differ between ranks, because an evaluation uses one model: that of the first rank that
-holds each."""
+"""Synchronizes buffers that differ between ranks with the first rank's, so that ranks evaluate one model."""
 
 from __future__ import annotations
 
@@ -21,10 +20,7 @@ from dsframe.values import Tensors
 
 def take_over(engine: Engine, kept: Tensors) -> Collection[str]:
     """**Collective.** Copies every buffer that differs between ranks in any bit from its first rank. ``kept``: this
-    rank's buffers, on the CPU.
-
-    Returns the names of those that differed.
-    """
+    rank's buffers, on the CPU. Returns the names of those that differed."""
     world = engine.plan.world
     places, end = _row_spans(_of_ranks(engine, kept))
     if not places:
@@ -48,8 +44,7 @@ def but_statistics(engine: Engine, names: Iterable[str]) -> str:
 
 
 def differing(engine: Engine) -> Collection[str]:
-    """**Collective.** Returns the names of the buffers and extra states that differ between the ranks that hold
-    them."""
+    """**Collective.** Returns the names of buffers and extra states that differ between their ranks."""
     extra = extra_state.pack(engine.built.watch.model) if engine.built.watch else {}
     of_ranks = _of_ranks(engine, {**engine.buffers(), **extra})
     versions = Counter(name for name, _ in {(name, digest) for of in of_ranks for name, (_, digest) in of.items()})
@@ -79,11 +74,8 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
     """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: as
-    from :func:`_of_ranks`.
-
-    A pipeline stage holds only the buffers of its own layers. Buffers whose sizes differ between ranks are not
-    exchanged.
-    """
+    from :func:`_of_ranks`. A pipeline stage holds only its own layers' buffers. Buffers of different sizes are not
+    exchanged."""
     by_name: dict[str, dict[int, tuple[int, str]]] = {}
     for rank, held in enumerate(of_ranks):
         for name, (size, digest) in held.items():

@@ -89,11 +89,8 @@ def _means(engine: Engine, result: StepResult) -> tuple[float, dict[str, float]]
 
 
 def _rows_read(engine: Engine, loader: Loader) -> dict[str, Any]:
-    """**Collective** if the data are a stream. Returns the number of rows that each rank has read from it.
-
-    Raises DataError if ranks had different numbers of rows in the same number of passes: after that they took different
-    samples.
-    """
+    """**Collective** if the data are a stream. Returns the rows that each rank has read. Raises DataError if ranks had
+    different numbers of rows in equally many passes, and so different samples."""
     if not loader.rows_read():
         return {}
     of_ranks = all_gather_json(engine, loader.rows_read())

@@ -31,8 +31,7 @@ def twin(task: Task) -> Task:
 
 
 def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
-    """Returns the names of attributes that ``other``, a twin, has changed: state that a loss may depend on, and plain
-    numbers."""
+    """Returns the attributes that ``other``, a twin, has changed: state, and plain numbers."""
     state: set[str] = set()
     numbers: set[str] = set()
     before = vars(task)
@@ -48,8 +47,8 @@ class Buffers:
     """A copy of the strided buffers of some modules."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], most_elements: float = math.inf) -> None:
-        """``modules``: by name, as from ``named_modules``. ``most_elements``: larger buffers are not copied, such as
-        quantised weights."""
+        """``modules``: by name, as from ``named_modules``. Larger buffers, such as quantised weights, are not
+        copied."""
         self._most_elements = most_elements
         self._held = [(name, module, dict(module._buffers)) for name, module in modules]
         self._contents = self.contents()
@@ -115,7 +114,7 @@ def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
                 values.put_back()
             extra_state.load(model, extra)
             for module, mode in modes.items():
-                module.training = mode  # a hook may have set a part to evaluation mode
+                module.training = mode  # a hook may have a part in evaluation mode
 
 
 class HeldBuffers:
@@ -153,8 +152,7 @@ class HeldBuffers:
         }
 
     def changed(self, *, of_model: bool = False) -> set[str]:
-        """Returns the names of the buffers that have changed since then: of the task's own modules, or of the
-        model's."""
+        """Returns the names of changed buffers: of the task's own modules, or of the model's."""
         return (self._of_model if of_model else self._of_task).changed()
 
     def put_back(self) -> None:

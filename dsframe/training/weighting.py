@@ -56,18 +56,15 @@ class LossWeights:
         self._rows = set[int]()
 
     def settle(self, batches: Iterator[Pair]) -> Iterable[MicroBatch]:
-        """**Collective** if the task defines ``loss_weight``. Returns the weighted micro-batches of one step.
-
-        With ``loss_weight`` all of them are read at once; without, each is read when it is needed. Raises TaskError if
-        a weight is not one number.
-        """
+        """**Collective** if the task defines ``loss_weight``. Returns the weighted micro-batches of one step. With
+        ``loss_weight`` all of them are read at once; without, each is read when it is needed. Raises TaskError if a
+        weight is not one number."""
         if self._has_weight:
             return self._weighed(list(batches))
         return MicroBatch.of(self._counted(batches) if self._collates else batches, self._factor)
 
     def _counted(self, batches: Iterator[Pair]) -> Iterator[Pair]:
-        """Reports once that a ``collate`` makes micro-batches of different numbers of rows, which all count the
-        same."""
+        """Reports once that a ``collate`` makes micro-batches of different sizes, which all count the same."""
         for batch in batches:
             sizes = {len(leaf) for leaf in tensors_of(batch) if leaf.ndim}
             self._rows |= sizes if len(sizes) == 1 else set()

@@ -43,10 +43,7 @@ def _unpacked(content: bytes, whose: str) -> Any:
 
 def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
     """**Collective.** Returns ``metrics_of_all`` over all ranks' batches, the same on every rank. Raises TaskError on
-    all.
-
-    ``kept``: the result of :func:`packed` for each batch of this rank.
-    """
+    all. ``kept``: the result of :func:`packed` for each batch of this rank."""
     task, is_main = engine.plan.task, engine.plan.world.is_main
     if engine.plan.batch.sequence_parallel_size > 1:
         raise TaskError(f"{type(task).__name__}.metrics_of_all: a rank has slices of sequences; choose another engine")
