@@ -39,7 +39,7 @@ def available_bytes(device: torch.device, processes: int) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    import psutil  # here, for no run needs it at its start
+    import psutil  # here, because no run needs it at start
 
     left = [int(psutil.virtual_memory().available)]
     if membership := _CGROUP.exists() and re.search(r"^0::(/.*)$", _CGROUP.read_text(), re.MULTILINE):

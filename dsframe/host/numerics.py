@@ -69,7 +69,7 @@ def chosen(*, deterministic: bool, tf32: bool) -> Iterator[None]:
             cuda.matmul.allow_tf32 = cudnn.allow_tf32 = tf32
         yield
     finally:
-        if deterministic:  # to set it, even to what it is, imports torch's compiler
+        if deterministic:  # setting it, even to its value, imports torch's compiler
             torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
         cuda.enable_mem_efficient_sdp(attention[0])
         cuda.enable_cudnn_sdp(attention[1])

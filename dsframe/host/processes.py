@@ -14,7 +14,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 def say_what_comes() -> None:
     """Tells the user what Ctrl-C does."""
-    from dsframe.text import shown  # late: launchers need it for nothing else
+    from dsframe.text import shown  # here, because launchers need it only now
 
     line = shown(
         "dsframe: note: stopping at the end of a step, then saving; Ctrl-C again ends at once, without saving",
@@ -28,7 +28,7 @@ def output_of(
     words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> str | None:
     """Returns the output of a command; None if it does not exist, fails, or takes longer than ``seconds``."""
-    import subprocess  # not for the launchers, which start nothing this way
+    import subprocess  # here, because launchers do not need it
 
     try:
         done = subprocess.run(

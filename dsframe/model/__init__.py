@@ -1,1 +1,1 @@
-"""Everything around a model that is the same on every engine: optimizer, schedule, switches, loss weights, evaluation."""
+"""Parts around a model that are the same on every engine: building, optimizer, schedule, switches, state."""

@@ -133,7 +133,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """**Collective.** ``torch.nn.functional.batch_norm`` in training. ``rows``: ``[samples, channels, ...]``."""
+    """**Collective.** Computes batch_norm in training mode. ``rows``: ``[samples, channels, ...]``."""
     wide = _wide(rows)
     others = [dimension for dimension in range(wide.ndim) if dimension != 1]
     shape = [1, -1, *[1] * (wide.ndim - 2)]

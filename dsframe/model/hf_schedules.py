@@ -40,7 +40,7 @@ def _at(theirs: Factor, updates: int) -> float:
 
 
 def _nanogpt(base: float, lr_decay_iters: int, min_lr: float, warmup_iters: int = 0) -> Factor:
-    """Warm-up from above 0, then cosine decay to ``min_lr``. Source: nanoGPT's ``train.py`` (``get_lr``)."""
+    """Returns warm-up from above 0, then cosine decay to ``min_lr``. Source: nanoGPT's ``train.py``, ``get_lr``."""
 
     def at(updates: int) -> float:
         if updates < warmup_iters:

@@ -39,9 +39,9 @@ def recompute(block: nn.Module) -> None:
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     """Returns torch's ``checkpoint`` for functions that run parts of ``module``, with the same autocast and state.
 
-    Recomputation starts from the values before the first pass, and its changes are discarded, of: buffers (BatchNorm's
-    statistics, a spectral norm's vectors), plain values in attributes, globals and classes of the user's files, and
-    generators of NumPy, Python and the block. Other changing state shows in different outputs, which are refused.
+    During recomputation this state has its values from before the first pass, and changes are discarded: buffers
+    (BatchNorm's statistics, a spectral norm's vectors), plain values in attributes, globals and classes of the user's
+    files, and generators of NumPy, Python and the block. Other state shows in different outputs, which are refused.
     """
     state = _UserState(module)
 

@@ -114,7 +114,7 @@ def range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> Schedule:
-    """LRRangeTest, which rises without end, finds the largest usable learning rate (arXiv 1803.09820)."""
+    """Returns LRRangeTest, which rises without end, to find the largest usable rate (arXiv 1803.09820)."""
 
     def at(updates: int) -> Rates:
         interval = updates / lr_range_test_step_size

@@ -1,1 +1,1 @@
-"""What the loop is made of beside the trainer: evaluation, weights of micro-batches, the trial of a loss."""
+"""Parts of the training loop next to the trainer: evaluation, weights of micro-batches, tests of the loss."""
