@@ -51,7 +51,7 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
         bad_since = None  # the loss follows from the gradients
     # If no loss was bad, samples of any rank may have caused bad gradients.
     at = bad_since or gradients or step
-    report = {"since": bad_since, "samples": _samples(loader, at), "broken": _broken(loader, at)}
+    report = {"since": bad_since, "samples": _samples(loader, at), "broken": _nonfinite_samples(loader, at)}
     ranks = all_gather_json(engine, report)
     since = min((reported["since"] for reported in ranks if reported["since"]), default=None)
     lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
@@ -70,7 +70,7 @@ def _samples(loader: Loader, step: int) -> list[int]:
     return [index for _, rows in _parts(loader, step) for index in rows.tolist()]
 
 
-def _broken(loader: Loader, step: int) -> list[int]:
+def _nonfinite_samples(loader: Loader, step: int) -> list[int]:
     """Returns the samples whose inputs or targets are not finite. Reads them again, as in that step."""
     return [
         index

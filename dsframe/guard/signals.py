@@ -62,7 +62,7 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run outlives its terminal
-            self._previous[number] = signal.signal(number, _nothing)
+            self._previous[number] = signal.signal(number, _ignore)
         self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True).start()
         return self
@@ -133,7 +133,7 @@ class StopRequest:
             if not ready:
                 if self._saving or time.monotonic() - self._saved_at < GRACE_SECONDS:
                     continue
-                _leave(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")
+                _exit_now(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")
             number = os.read(read, 1)[0]
             if number == 0:
                 os.close(read)
@@ -142,18 +142,18 @@ class StopRequest:
                 if first is None:
                     self._received, arrived = number, time.monotonic()
                 elif time.monotonic() - arrived > (ECHO_OF_CTRL_C_SECONDS if number == signal.SIGINT else ECHO_SECONDS):
-                    _leave(number, "a second signal")
+                    _exit_now(number, "a second signal")
                 else:
                     continue
                 if number == signal.SIGINT and self._ranks.plan.world.is_main:
                     say_what_comes()
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore(number: int, frame: object) -> None:
     """Does nothing. The thread handles the signal, but Python needs a handler."""
 
 
-def _leave(number: int, why: str) -> None:
+def _exit_now(number: int, why: str) -> None:
     try:
         print(f"dsframe: warning: {why}: leaving without saving", file=sys.stderr, flush=True)
     finally:  # also if the terminal is closed

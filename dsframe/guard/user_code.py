@@ -105,7 +105,7 @@ def user_traceback(error: Exception) -> str | None:
     if by is None:
         return None
     if _IN_BACKWARD.search(str(error)) and any(call.frame.f_code is forward.backward.__code__ for call in calls):
-        return f"the backward pass of the task's model raised {_named(error)}{_REMEDY}"
+        return f"the backward pass of the task's model raised {_describe(error)}{_REMEDY}"
     deepest = calls[-1].file
     if any(name in deepest for name in _COMMUNICATION) and not deepest.endswith(_OF_ONE_RANK):
         return None
@@ -118,7 +118,7 @@ def user_traceback(error: Exception) -> str | None:
 def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
     theirs = [call for call in calls if call.users]
     whose = "the task's model" if _is_model_call(by) else "the task's code"
-    lines = [f"{whose} raised {_named(error)}"]
+    lines = [f"{whose} raised {_describe(error)}"]
     for call in theirs:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
         if call.source:
@@ -127,14 +127,14 @@ def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
     lines.append(f"called by {file}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
     values = by.frame.f_locals
     if _is_model_call(by) and "inputs" in values and not theirs:
-        lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
+        lines.append(_INPUTS.format(kind=_describe_inputs(values["inputs"])))
     if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
     if by.frame.f_code is Task.validation_loss.__code__:
         lines.append(_EVALUATES)
     lines += _out_of_range(calls) if isinstance(error, IndexError) else []
     model = by.frame.f_locals.get("model")
-    short = isinstance(model, nn.Module) and any(precision.is_short(one.dtype) for one in model.parameters())
+    short = isinstance(model, nn.Module) and any(precision.is_short(weight.dtype) for weight in model.parameters())
     return "\n".join(lines) + (_BUFFERS if short and _IN_16_BITS.search(str(error)) else "") + _REMEDY
 
 
@@ -170,11 +170,11 @@ def _samples(calls: Sequence[_Call], row: int, rows: int) -> str:
     return ""
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip() or 'no message'}"
 
 
-def _kind(inputs: Any) -> str:
+def _describe_inputs(inputs: Any) -> str:
     if isinstance(inputs, Arguments):
         inputs = inputs.kwargs or (inputs.args[0] if len(inputs.args) == 1 else inputs.args)
     if isinstance(inputs, Mapping):

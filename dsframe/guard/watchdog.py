@@ -59,7 +59,7 @@ class Watchdog:
         self._step = SET_UP
         self._beats = self._round = 0
         self._last = 0.0
-        self._store: Any = _meet(world) if seconds and world.size > 1 else None
+        self._store: Any = _create_store(world) if seconds and world.size > 1 else None
         self._calls: Any = None
         self._called = -1
         """The last round to which another rank has called this one."""
@@ -76,7 +76,7 @@ class Watchdog:
         if self._seconds:
             self._last = time.monotonic()
             self._over = threading.Event()
-            names = {hang.WATCHERS: self._watch} | ({f"{hang.WATCHERS}-calls": self._hear} if self._store else {})
+            names = {hang.WATCHERS: self._watch} | ({f"{hang.WATCHERS}-calls": self._poll_calls} if self._store else {})
             self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in names.items()]
             for thread in self._threads:
                 thread.start()
@@ -122,11 +122,11 @@ class Watchdog:
             if idle > self._look_seconds and self._calls is not None:
                 self._end_if_different()
             if idle > self._limit or self._called >= self._round:
-                calls = _within(hang.last_collectives) or {}
-                self._tell(hang.standing(self._step, self._beats, idle, calls))
+                calls = _with_timeout(hang.last_collectives) or {}
+                self._report(hang.standing(self._step, self._beats, idle, calls))
                 self._round, self._last = self._round + 1, time.monotonic()
 
-    def _hear(self) -> None:
+    def _poll_calls(self) -> None:
         """Asks the store whether another rank has called. Has its own thread, because the store may never answer."""
         over = self._over
         while not over.wait(self._interval):
@@ -137,7 +137,7 @@ class Watchdog:
 
     def _different_calls(self) -> str:
         """Returns how the calls of ranks differ if all are stuck in one micro-batch; else ""."""
-        return self._try(lambda: self._calls.difference(self._store, str(self._beats))) or ""
+        return self._ask_store(lambda: self._calls.difference(self._store, str(self._beats))) or ""
 
     def _end_if_different(self) -> None:
         """Ends this process if its main thread is in a collective that other ranks never enter."""
@@ -145,9 +145,9 @@ class Watchdog:
         if not difference:
             return
         try:
-            _within(lambda: outcome.reporter().failed(TaskError.exit_code, difference))
+            _with_timeout(lambda: outcome.reporter().failed(TaskError.exit_code, difference))
             if self._world.is_main:
-                _within(
+                _with_timeout(
                     lambda: print(f"dsframe: {TaskError(difference).printed}\n", end="", file=sys.stderr, flush=True)
                 )
             time.sleep(2 * self._interval)  # for the others to read it, and rank 0 to print it
@@ -162,21 +162,21 @@ class Watchdog:
     def _interval(self) -> float:
         return min(self._seconds / 4, 2.0)
 
-    def _tell(self, status: hang.RankStatus) -> None:
+    def _report(self, status: hang.RankStatus) -> None:
         """If it is a hang, reports it to ``dsframe launch``, stderr and other ranks, and ends the process."""
         world = self._world
         verdict, text = "hang", ""
         try:
             verdict, text = self._compare_ranks(status)
         except Exception as error:  # a report of only this rank is better than a silent hang
-            text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(status)}"
+            text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._local_report(status)}"
         try:
             if text:
                 reason = f"the run hangs {hang.moment(status.step)}; the report on standard error says who waits where"
-                _within(lambda: outcome.reporter().failed(HangError.exit_code, reason))
-                _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
+                _with_timeout(lambda: outcome.reporter().failed(HangError.exit_code, reason))
+                _with_timeout(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
             if world.is_main and self._store is not None:
-                self._try(lambda: self._store.set(f"verdict/{self._round}", verdict))
+                self._ask_store(lambda: self._store.set(f"verdict/{self._round}", verdict))
                 if verdict == "hang":
                     time.sleep(1.0)  # the store ends with this process; the others have now read from it
         finally:
@@ -187,51 +187,51 @@ class Watchdog:
         """Compares states with other ranks. Returns "hang" or (one rank progresses) "slow", and the text to print."""
         world = self._world
         if self._store is None:
-            return "hang", self._alone(status)
-        if not self._answer(status):
-            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._alone(status)}"
+            return "hang", self._local_report(status)
+        if not self._send_status(status):
+            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._local_report(status)}"
         if world.is_main:
-            statuses = self._gather()
+            statuses = self._collect_statuses()
             if any(other.seconds < self._limit / 2 for other in statuses.values()):
                 return "slow", ""
             return "hang", hang.diagnose(statuses, world.size, self._limit)
         if self._wait([f"verdict/{self._round}"], 2 * ANSWER_SECONDS):
-            return (self._try(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode(), ""
-        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(status)}"
+            return (self._ask_store(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode(), ""
+        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._local_report(status)}"
 
-    def _alone(self, status: hang.RankStatus) -> str:
+    def _local_report(self, status: hang.RankStatus) -> str:
         return hang.diagnose({self._world.rank: status}, 1, self._limit)
 
-    def _answer(self, status: hang.RankStatus) -> bool:
+    def _send_status(self, status: hang.RankStatus) -> bool:
         def send() -> bool:
             self._store.set(f"hang/{self._round}", "1")
             self._store.set(f"standing/{self._round}/{self._world.rank}", json.dumps(asdict(status)))
             return True
 
-        return bool(self._try(send))
+        return bool(self._ask_store(send))
 
-    def _gather(self) -> dict[int, hang.RankStatus]:
+    def _collect_statuses(self) -> dict[int, hang.RankStatus]:
         keys = {rank: f"standing/{self._round}/{rank}" for rank in range(self._world.size)}
         self._wait(list(keys.values()), ANSWER_SECONDS)
         there = {rank: key for rank, key in keys.items() if self._wait([key], 0.0)}
-        texts = {rank: self._try(functools.partial(self._store.get, key)) for rank, key in there.items()}
+        texts = {rank: self._ask_store(functools.partial(self._store.get, key)) for rank, key in there.items()}
         return {rank: hang.RankStatus(**json.loads(text)) for rank, text in texts.items() if text}
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not self._try(lambda: self._store.check(keys)):
+        while not self._ask_store(lambda: self._store.check(keys)):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
         return True
 
-    def _try(self, action: Callable[[], Any]) -> Any:
+    def _ask_store(self, action: Callable[[], Any]) -> Any:
         """Returns the result of ``action``; None if the store is gone (with rank 0, or at the end) or does not
         answer."""
-        return _within(action) if self._store is not None else None
+        return _with_timeout(action) if self._store is not None else None
 
 
-def _within(action: Callable[[], Any]) -> Any:
+def _with_timeout(action: Callable[[], Any]) -> Any:
     """Returns the result of ``action``; None if it fails, or after ANSWER_SECONDS, leaving its thread behind."""
     result: list[Any] = []
 
@@ -246,7 +246,7 @@ def _within(action: Callable[[], Any]) -> Any:
     return result[0] if result else None
 
 
-def _meet(world: World) -> Any:
+def _create_store(world: World) -> Any:
     """**Collective.** Returns a store of all ranks; None, on every rank, if the launcher gives no address."""
     try:
         address, port = rendezvous_address(world)

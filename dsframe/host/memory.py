@@ -81,15 +81,15 @@ def give_back() -> bool:
     took 1,257 MiB a rank on FSDP with :func:`keep_freed`, 585 with this (``benchmarks.sharded_memory``, 2 ranks). From
     1 MiB on, a bf16 model of 51 M with slightly smaller matrices took 540 instead of 433, in the same processor time.
     """
-    return _tell(1 << 18, 1 << 17)
+    return _set_malloc(1 << 18, 1 << 17)
 
 
 def keep_freed() -> bool:
     """Makes glibc keep freed memory. Returns False if the user has configured malloc, or without glibc."""
-    return _tell(LARGEST, 2**31 - 1)
+    return _set_malloc(LARGEST, 2**31 - 1)
 
 
-def _tell(mmap_from: int, trim_from: int) -> bool:
+def _set_malloc(mmap_from: int, trim_from: int) -> bool:
     if any(name in os.environ for name in _SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

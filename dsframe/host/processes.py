@@ -25,14 +25,14 @@ def say_what_comes() -> None:
 
 
 def output_of(
-    words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
+    command: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> str | None:
     """Returns the output of a command; None if it does not exist, fails, or takes longer than ``seconds``."""
     import subprocess  # here, because launchers do not need it
 
     try:
         done = subprocess.run(
-            words, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds, check=False
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -43,9 +43,9 @@ def variables(rank: int, number: int, port: int) -> dict[str, str]:
 
 def command(rank: int, python: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
     """Returns a rank's command line."""
-    words = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
+    prefix = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
     option = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
-    return [*words, program[0], *option, *program[1:]]
+    return [*prefix, program[0], *option, *program[1:]]
 
 
 def run(
@@ -56,12 +56,12 @@ def run(
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     ranks = set()
     for rank in range(number):
-        words = command(rank, python, options, program)
+        argv = command(rank, python, options, program)
         environment = {**environ, **variables(rank, number, port)}
         try:
-            ranks.add(os.posix_spawnp(words[0], words, environment, setsigmask=[], setsigdef=[signal.SIGPIPE]))
+            ranks.add(os.posix_spawnp(argv[0], argv, environment, setsigmask=[], setsigdef=[signal.SIGPIPE]))
         except OSError as error:
-            print(f"deepspeed: {words[0]}: {error.strerror}", file=sys.stderr)
+            print(f"deepspeed: {argv[0]}: {error.strerror}", file=sys.stderr)
             end(ranks)
             return 127
     while ranks:
@@ -89,11 +89,11 @@ def end(ranks: set[int]) -> None:
         time.sleep(0.02)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Parses the command line: options come first, in any order, one word each."""
-    options = list(words[: next(at for at, word in enumerate(words) if not word.startswith("--"))])
-    values = dict(word.lstrip("-").split("=", 1) for word in options if "=" in word)
-    program = words[len(options) :]
+    options = list(argv[: next(at for at, argument in enumerate(argv) if not argument.startswith("--"))])
+    values = dict(argument.lstrip("-").split("=", 1) for argument in options if "=" in argument)
+    program = argv[len(options) :]
     return run(int(values["num"]), int(values["port"]), values["python"], options, program, os.environ)
 
 

@@ -53,14 +53,14 @@ def add(config: Config, model: nn.Module) -> str:
     section = config.settings.adapter
     if section is None:
         return ""
-    peft = _library(config)
+    peft = _import_peft(config)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if section.folder is not None:
                 settings = _read(config, peft, Path(section.folder))
             else:
-                settings = peft.LoraConfig(**section.peft(), task_type=_kind(model))
+                settings = peft.LoraConfig(**section.peft(), task_type=_task_type(model))
                 _check_modules(config, model, settings)
                 whole = [*(settings.modules_to_save or ()), *_heads(model)]
                 settings.modules_to_save = list(dict.fromkeys(whole)) or None
@@ -69,7 +69,7 @@ def add(config: Config, model: nn.Module) -> str:
             if section.folder is not None:
                 _load(config, model, peft, Path(section.folder))
     except (ValueError, TypeError) as error:
-        raise _wrong(config, f"peft refuses it: {one_line(error)}", "change the section") from None
+        raise _config_error(config, f"peft refuses it: {one_line(error)}", "change the section") from None
     return json.dumps(settings.to_dict(), sort_keys=True, default=sorted)  # sets
 
 
@@ -118,7 +118,7 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
     number_format = config.settings.adapter.base_format if config.settings.adapter else None
     if number_format is None:
         return
-    bitsandbytes = _bitsandbytes(config)
+    bitsandbytes = _import_bitsandbytes(config)
     ask: Any = getattr(model, "get_output_embeddings", None)
     logits = ask() if ask else None
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -169,29 +169,31 @@ def is_adapters(name: str) -> bool:
     return _OF_ADAPTER.search(name) is not None
 
 
-def _wrong(config: Config, message: str, remedy: str) -> ConfigError:
+def _config_error(config: Config, message: str, remedy: str) -> ConfigError:
     return ConfigError([config.error(("dsframe", "adapter"), message, remedy, code="model")])
 
 
-def _library(config: Config) -> Any:
+def _import_peft(config: Config) -> Any:
     try:
         import peft
     except ImportError:
         remedy = "pip install 'dsframe[adapters]'"
-        raise _wrong(config, "needs the library peft, which is not installed", remedy) from None
+        raise _config_error(config, "needs the library peft, which is not installed", remedy) from None
     return peft
 
 
-def _bitsandbytes(config: Config) -> Any:
+def _import_bitsandbytes(config: Config) -> Any:
     try:
         import bitsandbytes
     except ImportError:
         remedy = "pip install 'dsframe[quantized]'"
-        raise _wrong(config, "base_format needs the library bitsandbytes, which is not installed", remedy) from None
+        raise _config_error(
+            config, "base_format needs the library bitsandbytes, which is not installed", remedy
+        ) from None
     return bitsandbytes
 
 
-def _kind(model: nn.Module) -> str | None:
+def _task_type(model: nn.Module) -> str | None:
     """Returns peft's name of the model's purpose, which determines the class with which others load the adapter."""
     name = type(model).__name__
     kinds = {
@@ -229,7 +231,7 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
             if not any(name == name_wanted or name.endswith(f".{name_wanted}") for name in named):
                 near = closest(name_wanted, {*named, *(name.rpartition(".")[2] for name in named)})
                 hint = f'write "{near}"' if near else f"linear layers of this model are {', '.join(known)}"
-                raise _wrong(config, f'{key}: the model has no module "{name_wanted}"', hint)
+                raise _config_error(config, f'{key}: the model has no module "{name_wanted}"', hint)
 
 
 def _check_new_rows(config: Config, model: Any, settings: Any) -> None:
@@ -240,23 +242,25 @@ def _check_new_rows(config: Config, model: Any, settings: Any) -> None:
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in layers]
     if missing := sorted(set(names) - set(settings.modules_to_save or ())):
         message = "resize_embeddings adds rows that the adapter leaves as they were drawn"
-        raise _wrong(config, message, f"add to modules_to_save: {', '.join(missing)}")
+        raise _config_error(config, message, f"add to modules_to_save: {', '.join(missing)}")
 
 
 def _read(config: Config, peft: Any, folder: Path) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder)) if (folder / _SETTINGS).is_file() else None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _wrong(config, f"{folder / _SETTINGS} cannot be read: {error}", _BY_PEFT) from None
+        raise _config_error(config, f"{folder / _SETTINGS} cannot be read: {error}", _BY_PEFT) from None
     if settings is None or not (folder / FILE).is_file():
-        raise _wrong(config, f"{folder} has no {_SETTINGS} and {FILE}", _BY_PEFT)
+        raise _config_error(config, f"{folder} has no {_SETTINGS} and {FILE}", _BY_PEFT)
     if settings.peft_type != "LORA":
-        raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
+        raise _config_error(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
     if odd := [key for key in _BY_ITS_MODEL if getattr(settings, key, None)]:
-        raise _wrong(config, f"{folder} has {odd[0]}, which peft computes outside of the layers", "train it with peft")
+        raise _config_error(
+            config, f"{folder} has {odd[0]}, which peft computes outside of the layers", "train it with peft"
+        )
     if str(settings.init_lora_weights).startswith("pissa_niter"):  # the base changes by random numbers, at each load
         message = f"{folder} has init_lora_weights {settings.init_lora_weights!r}, with which peft loads another base each time"
-        raise _wrong(
+        raise _config_error(
             config,
             message,
             'train it with "pissa", or convert it (save_pretrained with path_initial_model_for_weight_conversion)',
@@ -273,7 +277,7 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
     try:
         saved = load_file(folder / FILE)
     except (OSError, SafetensorError) as error:
-        raise _wrong(config, f"{folder / FILE} cannot be read: {error}", _BY_PEFT) from None
+        raise _config_error(config, f"{folder / FILE} cannot be read: {error}", _BY_PEFT) from None
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     parameters = {**model.state_dict(), **expected}  # peft also saves the base's embeddings if they have an adapter
@@ -282,5 +286,5 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
     ]
     if differing:
         message = f"{folder} is an adapter of another model: {PREFIX}{differing[0]} differs"
-        raise _wrong(config, message, "give the model that it was trained for")
+        raise _config_error(config, message, "give the model that it was trained for")
     peft.set_peft_model_state_dict(model, saved)

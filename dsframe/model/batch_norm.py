@@ -72,7 +72,7 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], ranks: Ranks | None,
     shared = ranks if layer.training else None
     with _Redirected(shared) as redirected:
         outputs = forward(*args, **kwargs)
-    if shared is not None and not redirected.found:
+    if shared is not None and not redirected.was_called:
         raise TaskError(
             f'"sync_batch_norm": {type(layer).__name__}.forward does not call torch.nn.functional.batch_norm, so its statistics '
             "stay those of one rank; leave sync_batch_norm out, or call that function"
@@ -85,12 +85,12 @@ class _Redirected(TorchFunctionMode):
 
     def __init__(self, ranks: Ranks | None) -> None:
         super().__init__()
-        self._ranks, self.found = ranks, False
+        self._ranks, self.was_called = ranks, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.batch_norm:
-            self.found = True
+            self.was_called = True
             if self._ranks is not None and kwargs["training"]:
                 rows, mean, variance = args
                 affine = kwargs["weight"], kwargs["bias"]

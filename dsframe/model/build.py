@@ -287,14 +287,14 @@ def _entries(model: nn.Module) -> Iterator[str]:
         if name in further:
             yield f"parameter {name}, which is {further[name]}"
         else:
-            yield f"parameter {name} {_form(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+            yield f"parameter {name} {_shape_and_dtype(parameter)}{'' if parameter.requires_grad else ' frozen'}"
     for name, buffer in model.named_buffers():
-        yield f"buffer {name} {_form(buffer)}"
+        yield f"buffer {name} {_shape_and_dtype(buffer)}"
     for name, module in model.named_modules():
         # What torch's modules show is what they compute with; others may show a rank or device.
         is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
         yield f"module {name} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
 
 
-def _form(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{'' if is_lazy(tensor) else f'{list(tensor.shape)} '}{str(tensor.dtype).removeprefix('torch.')}"

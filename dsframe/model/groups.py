@@ -27,7 +27,7 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 """Names without weight decay. Source: transformers 5.23, ``trainer.py`` (get_decay_parameter_names)."""
 
 
-class _Wanted:
+class _RequestedGroups:
     """The groups requested by the file or the task, which also creates errors about them."""
 
     def __init__(self, config: Config, task: Task, model: nn.Module) -> None:
@@ -72,10 +72,12 @@ def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGrou
     for parameter in model.parameters():
         if vars(parameter).pop(FROZEN, False):
             parameter.requires_grad_(True)
-    wanted, preset = _Wanted(config, task, model), config.settings.no_decay
+    wanted, preset = _RequestedGroups(config, task, model), config.settings.no_decay
     options_of = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
+    for name, factor in _layer_decay_factors(config, model).items():
+        options_of[name] = options_of.get(name, {}) | {"lr_scale": factor}
     frozen = set()
-    for name, (index, _) in _claims(wanted, model).items():
+    for name, (index, _) in _match_groups(wanted, model).items():
         group = wanted.groups[index]
         given = {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
         options_of[name] = options_of.get(name, {}) | {key: value for key, value in given.items() if value is not None}
@@ -106,7 +108,7 @@ def without_decay(model: nn.Module) -> list[str]:
     ]
 
 
-def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
+def _layer_decay_factors(config: Config, model: nn.Module) -> dict[str, float]:
     """Returns the factors of ``layer_decay``, as in BEiT and MAE (arXiv 2111.06377), whose first block is 1."""
     decay = config.settings.layer_decay
     if decay is None:
@@ -133,7 +135,7 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
     return scales
 
 
-def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:
+def _match_groups(wanted: _RequestedGroups, model: nn.Module) -> dict[str, tuple[int, str]]:
     """Returns group and pattern for each matched parameter, under any of its names."""
     first: dict[int, str] = {}
     every = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}

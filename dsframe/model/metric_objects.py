@@ -35,7 +35,7 @@ def reset(engine: Ranks) -> None:
             ) from error
         for part in metric.modules():
             if hasattr(part, "_reductions"):
-                _connect(engine, part, whose)
+                _gather_states(engine, part, whose)
 
 
 def compute(engine: Ranks) -> dict[str, float]:
@@ -65,7 +65,7 @@ def compute(engine: Ranks) -> dict[str, float]:
     return numbers
 
 
-def _connect(engine: Ranks, metric: Any, whose: str) -> None:
+def _gather_states(engine: Ranks, metric: Any, whose: str) -> None:
     """Makes a metric gather its states. Raises TaskError for lists that are not concatenated."""
     for state, reduction in metric._reductions.items():
         if isinstance(metric._defaults[state], list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
@@ -84,10 +84,10 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
     metric.sync_on_compute = metric._to_sync = True  # else each rank has the value of its own samples
     metric.dist_sync_fn = gather
     metric.distributed_available_fn = lambda: engine.plan.world.size > 1
-    vars(metric)["_dsframe_reset"] = {name: copied(value) for name, value in _but_states(metric)}
+    vars(metric)["_dsframe_reset"] = {name: copied(value) for name, value in _other_attributes(metric)}
 
 
-def _but_states(metric: Any) -> list[tuple[str, Any]]:
+def _other_attributes(metric: Any) -> list[tuple[str, Any]]:
     """Returns attributes that torchmetrics neither gathers nor resets, but private bools set by a batch."""
     import torchmetrics
 
@@ -104,7 +104,7 @@ def _refuse_unknown_states(metric: Any, whose: str) -> None:
     """Raises TaskError if updates have changed attributes that are not states, because each rank has its own."""
     for part in metric.modules():
         before = getattr(part, "_dsframe_reset", {})
-        for name, value in _but_states(part) if before else ():
+        for name, value in _other_attributes(part) if before else ():
             if before.get(name) is not None and not same(before[name], value):  # None before: a setting
                 raise TaskError(
                     f"{whose} keeps {name!r}, which ranks cannot gather; make it a state: self.add_state({name!r}, ...)"

@@ -75,7 +75,7 @@ class OptimizerSpec:
         try:
             optimizer = self.cls(parameters, **self.arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise _wrong("params", f"{self.name}: {error}") from None
+            raise _config_error("params", f"{self.name}: {error}") from None
         if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise TaskError(
                 f"Task.optimizer returned {type(optimizer).__name__}; return a torch.optim.Optimizer, and call its __init__"
@@ -132,7 +132,7 @@ def read(config: Config) -> OptimizerSpec:
         return OptimizerSpec(section.type, None, section.params)
     cls = getattr(torch.optim, "Adagrad" if name == "adagrad" else section.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise _wrong("type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor in torch.optim")
+        raise _config_error("type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor in torch.optim")
     return OptimizerSpec(section.type, cls, section.params)
 
 
@@ -157,7 +157,7 @@ def try_out(spec: OptimizerSpec, device: torch.device) -> None:
     try:
         optimizer.step(lambda: 0.0)
     except Exception as error:  # torch raises AssertionError, RuntimeError and others
-        raise _wrong("params", f"{spec.name}: {error}") from None
+        raise _config_error("params", f"{spec.name}: {error}") from None
 
 
 def _users_class(name: str) -> type[torch.optim.Optimizer]:
@@ -166,9 +166,9 @@ def _users_class(name: str) -> type[torch.optim.Optimizer]:
     try:
         cls = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise _wrong("type", f"{name!r} cannot be imported: {error}") from None
+        raise _config_error("type", f"{name!r} cannot be imported: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise _wrong("type", f"{name!r} is no subclass of torch.optim.Optimizer")
+        raise _config_error("type", f"{name!r} is no subclass of torch.optim.Optimizer")
     return cls
 
 
@@ -189,5 +189,5 @@ def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     return OptimizerSpec(kind, torch.optim.AdamW if decoupled else torch.optim.Adam, arguments)
 
 
-def _wrong(key: str, message: str) -> ConfigError:
+def _config_error(key: str, message: str) -> ConfigError:
     return ConfigError([Problem("error", f"optimizer.{key}", message, code="value")])

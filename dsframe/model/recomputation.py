@@ -104,7 +104,7 @@ def _alike(before: Tensor, now: Tensor) -> bool:
     )
 
 
-_LOOKS = 16
+_FULL_PASSES = 16
 """The first passes of a block that inspect all of its state. Later ones inspect what has changed, and all if their
 number is a power of 2."""
 _FIRST = 2
@@ -131,19 +131,19 @@ class _UserState:
         self.generators: list[Any] = []
         self.changing = set[tuple[int, str]]()
 
-    def taken(self) -> _Taken:
+    def taken(self) -> _StateBefore:
         """Returns the state before the next forward pass."""
         self._passes = number = self._passes + 1
-        whole = number <= _LOOKS or number & (number - 1) == 0
+        whole = number <= _FULL_PASSES or number & (number - 1) == 0
         spaces, places = list[Space](), self._places
         if whole or places is None:
-            spaces = self._looked_at()
+            spaces = self._find_spaces()
             places = [(space, key) for space in spaces for key in self.keys(space) if whole or self._moves(space, key)]
             self._places = None if whole else places
         held = [_Held(space, key, number <= _FIRST or self._changed(space, key)) for space, key in places]
-        return _Taken(self, held, spaces if whole else [], self._draws or whole, number)
+        return _StateBefore(self, held, spaces if whole else [], self._draws or whole, number)
 
-    def _looked_at(self) -> list[Space]:
+    def _find_spaces(self) -> list[Space]:
         """Returns the spaces to inspect, collected each time: objects in attributes may be gone later."""
         modules = list(self.module.modules())
         self.generators = generators_of(modules)
@@ -173,9 +173,9 @@ class _UserState:
     def drew(self, number: int) -> None:
         """Records that NumPy's or Python's generator moved in pass ``number``. Raises TaskError if it moved twice
         (another thread may have drawn once) and earlier passes may have been recomputed with other numbers."""
-        if number > _LOOKS and not self._draws:
+        if number > _FULL_PASSES and not self._draws:
             self._suspected = number
-        elif 0 < number - self._suspected <= _LOOKS < self._suspected:
+        elif 0 < number - self._suspected <= _FULL_PASSES < self._suspected:
             raise TaskError(
                 f"a recomputed {self.block} draws with NumPy or random only in some steps, and would draw other "
                 "numbers when it computes again; draw in each forward pass, or leave activation_checkpointing out"
@@ -187,7 +187,7 @@ _SCALARS = (int, float, complex, str, bytes, np.generic, type(None))
 _PLAIN = (*_SCALARS, Tensor, np.ndarray, tuple, *COUNTERS)
 
 
-class _Taken:
+class _StateBefore:
     """Values and generators before a forward pass; afterwards those that the pass has changed. A context for
     recomputation: entered once for each backward pass through a block with several outputs."""
 
@@ -257,7 +257,7 @@ class _Held:
     def __init__(self, space: Space, key: str, copies: bool = False, *, is_there: bool = True) -> None:
         self.space, self.key = space, key
         self._value: Any = space.values().get(key, ABSENT) if is_there else ABSENT
-        self._id, (self._parts, self._spec) = id(self._value), _flat(self._value)
+        self._id, (self._parts, self._spec) = id(self._value), _mutable_parts(self._value)
         self._ids, self._versions = [id(part) for part in self._parts], [_version(part) for part in self._parts]
         most = (math.inf if space.holds_buffers else ELEMENTS) if copies else _SMALL
         self._is_copied = [_elements(part) <= most for part in self._parts]
@@ -271,7 +271,7 @@ class _Held:
         now, norm = self.space.values().get(self.key, ABSENT), norms.get(id(self.space.owner))
         if now is not self._value or (norm is not None and norm.training):
             return True
-        parts, spec = _flat(now)
+        parts, spec = _mutable_parts(now)
         return spec != self._spec or any(map(_differs, self._parts, self._versions, self._copies, parts))
 
     def ended(self) -> bool:
@@ -293,7 +293,7 @@ class _Held:
         return twins.setdefault(self._id, tree_unflatten(parts, self._spec))
 
 
-def _flat(value: Any) -> tuple[list[Any], TreeSpec | None]:
+def _mutable_parts(value: Any) -> tuple[list[Any], TreeSpec | None]:
     """Returns the mutable parts of a value, also of small containers."""
     if isinstance(value, (Tensor, np.ndarray, *COUNTERS)):
         return [value], _LEAF

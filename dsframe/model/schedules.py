@@ -216,7 +216,7 @@ def _of_torch(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRS
 
     cls: Any = getattr(lr_scheduler, name, None)
     if not isinstance(cls, type) or name == "ReduceLROnPlateau":
-        raise _wrong(
+        raise _config_error(
             "type", f"{name!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
         )
     arguments = dict(params)
@@ -256,10 +256,10 @@ def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
         single.pop("last_batch_iteration", None)
         return _SCHEDULES[name](base, **single)
     except (TypeError, ValueError, AttributeError, ImportError, ZeroDivisionError) as error:
-        raise _wrong("params", f"{name}: {error}") from None
+        raise _config_error("params", f"{name}: {error}") from None
 
 
-def _wrong(key: str, message: str) -> ConfigError:
+def _config_error(key: str, message: str) -> ConfigError:
     return ConfigError([Problem("error", f"scheduler.{key}", message, code="value")])
 
 
@@ -302,7 +302,7 @@ def notes(config: Config, schedule: Schedule, total_steps: int, done: int = 0) -
         try:
             schedule(total_steps)
         except ValueError:
-            raise _wrong(
+            raise _config_error(
                 "params", f"OneCycleLR ends before the training of {total_steps:,} updates; raise total_steps"
             ) from None
     usual = {"warmup_num_steps": 1000} if scheduler and scheduler.type.startswith("Warmup") else {}

@@ -47,12 +47,12 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.channels_last:
         channels_last(model, whole)
     if wanted.compile == "blocks":
-        for block in _of(model, picked(whole, names, "compile")):
+        for block in _modules_named(model, picked(whole, names, "compile")):
             compile_(block, device)
     elif wanted.compile:  # never a part of a model, which the config check refuses
         compile_(model, device)
     if again:
-        for block in _of(model, recomputed(whole, config)):
+        for block in _modules_named(model, recomputed(whole, config)):
             recomputation.recompute(block)
             setattr(block, _UNIT, True)
 
@@ -89,7 +89,9 @@ def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str
     if wanted is None:
         class_name = repeated(model)
         if class_name is None:
-            raise _wrong(key, "the model has no repeated block", f"name some of its classes: {_list(classes)}")
+            raise _config_error(
+                key, "the model has no repeated block", f"name some of its classes: {_class_counts(classes)}"
+            )
         wanted = [class_name]
     chosen: set[str] = set()
     for entry in wanted:
@@ -100,20 +102,20 @@ def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str
             matching = {name for name, module in named if type(module).__name__ == entry}
         if not matching and by_name:
             there = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named))
-            raise _wrong(key, f"no module of the model is called {entry}", f"there are {', '.join(there)}")
+            raise _config_error(key, f"no module of the model is called {entry}", f"there are {', '.join(there)}")
         if not matching:
-            raise _wrong(key, f"the model has no module of class {entry}", f"there are {_list(classes)}")
+            raise _config_error(key, f"the model has no module of class {entry}", f"there are {_class_counts(classes)}")
         chosen |= matching
-    return [name for name, _ in named if name in chosen and not any(above in chosen for above in _above(name))]
+    return [name for name, _ in named if name in chosen and not any(above in chosen for above in _parent_names(name))]
 
 
-def _above(name: str) -> Iterator[str]:
+def _parent_names(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Returns those modules of the given names that ``model``, perhaps a part of the complete model, has."""
     chosen = set(names)
     return [module for name, module in model.named_modules() if name in chosen]
@@ -131,7 +133,7 @@ def repeated(model: nn.Module) -> str | None:
     return next((name for name, _ in sizes.most_common() if often[name] > 1), None)
 
 
-def _list(classes: Counter[str]) -> str:
+def _class_counts(classes: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in classes.most_common())
 
 
@@ -154,7 +156,9 @@ def channels_last(model: nn.Module, whole: nn.Module) -> None:
     is converted first. A compiler does that by itself.
     """
     if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
-        raise _wrong("channels_last", "channels_last affects 2-D convolutions only; this model has none", "remove it")
+        raise _config_error(
+            "channels_last", "channels_last affects 2-D convolutions only; this model has none", "remove it"
+        )
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
             module.register_forward_pre_hook(_innermost)
@@ -183,10 +187,10 @@ def compile_(module: nn.Module, device: torch.device) -> None:
     Compiles the method and not the call, so that an engine's hooks on this module stay outside the graph."""
     if device.type == "cpu" and compiler() is None:
         message = "torch.compile needs a C++ compiler, which this machine does not have"
-        raise _wrong("compile", message, "install g++, or remove it")
+        raise _config_error("compile", message, "install g++, or remove it")
     module.forward = torch.compile(module.forward)
     setattr(module, _UNIT, True)
 
 
-def _wrong(key: str, message: str, remedy: str) -> ConfigError:
+def _config_error(key: str, message: str, remedy: str) -> ConfigError:
     return ConfigError([Problem("error", f"dsframe.model.{key}", message, remedy, code="model")])

@@ -55,7 +55,10 @@ class Space:
 
 def code_of(owners: Collection[object]) -> set[CodeType]:
     """Returns the code of the owners' classes, and of the user's functions that they call or contain."""
-    functions = {*_reached(owners), *(function for cls in {*map(type, owners)} for function in functions_of(cls))}
+    functions = {
+        *_reachable_functions(owners),
+        *(function for cls in {*map(type, owners)} for function in functions_of(cls)),
+    }
     return {function.__code__ for function in functions}
 
 
@@ -94,7 +97,7 @@ def _file_of(hook: Any) -> str:
 def outside(owners: Collection[object]) -> list[Space]:
     """Returns the globals, classes and closures that the user's code of ``owners`` (modules and tasks) refers to."""
     spaces, names = dict[int, Space](), defaultdict[int, frozenset[str]](frozenset)
-    for function in _reached(owners):
+    for function in _reachable_functions(owners):
         code, file = function.__code__, Path(function.__code__.co_filename).name
         words, of_file = words_of(code), function.__globals__
         names[id(of_file)] |= words
@@ -107,7 +110,7 @@ def outside(owners: Collection[object]) -> list[Space]:
     return [*spaces.values()]
 
 
-def _reached(owners: Collection[object]) -> Iterator[FunctionType]:
+def _reachable_functions(owners: Collection[object]) -> Iterator[FunctionType]:
     """Yields the user's functions in ``owners`` and their classes, and those that they call by a global name."""
     held = [
         value for owner in owners for value in vars(owner).values() if isinstance(value, (FunctionType, MethodType))

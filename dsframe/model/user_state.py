@@ -15,7 +15,7 @@ from torch import nn
 
 def functions_of(cls: type) -> list[FunctionType]:
     """Returns the functions of a class, without those of nn.Module and dsframe's tasks."""
-    own: list[Any] = [
+    members: list[Any] = [
         value
         for base in cls.__mro__
         if base not in nn.Module.__mro__ and not base.__module__.startswith(("torch.", "deepspeed.", "dsframe."))
@@ -23,7 +23,7 @@ def functions_of(cls: type) -> list[FunctionType]:
     ]
     functions = [
         inspect.unwrap(getattr(value, "__func__", value))
-        for value in own
+        for value in members
         if callable(value) or hasattr(value, "__func__")
     ]
     return [function for function in functions if isinstance(function, FunctionType)]

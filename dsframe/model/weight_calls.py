@@ -173,7 +173,7 @@ class CallWatch(TorchFunctionMode):
             )
         for leaf in _tensors(args, kwargs):
             if isinstance(leaf, nn.Parameter):
-                self._touched(leaf)
+                self._check_read(leaf)
             elif (left := self._memory.name_of(leaf)) and (line := _caller()):
                 raise EngineError(
                     f"{line} uses a tensor in the memory that {left} had when the model was built. {self._engine.description} has "
@@ -185,9 +185,9 @@ class CallWatch(TorchFunctionMode):
             and isinstance(args[0], Tensor)
             and (name.startswith("=") or (name.endswith("_") and name[-2:] != "__"))
         ):
-            self._wrote(args[0])
+            self._check_write(args[0])
 
-    def _touched(self, parameter: nn.Parameter) -> None:
+    def _check_read(self, parameter: nn.Parameter) -> None:
         known, original = self._built.get(id(parameter), ("", None))
         if original is None or original() is not parameter:
             known = ""
@@ -206,7 +206,7 @@ class CallWatch(TorchFunctionMode):
             name = known or next((n for n, other in self._parameters.items() if other is parameter), "a weight")
             raise EngineError(f"{line} uses {name} outside of its module's forward pass: {self._shards()}")
 
-    def _wrote(self, target: Tensor) -> None:
+    def _check_write(self, target: Tensor) -> None:
         if target.requires_grad and not target.is_leaf:
             return
         name = self._name_of_memory(target)

@@ -53,7 +53,7 @@ class WeightWatch(CallWatch):
         self._first = 0
         self.recomputes_inside = False
         """True if the backward pass recomputes blocks in nested backward passes (``use_reentrant``)."""
-        self._said = False
+        self._reported = False
         self.elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
         """Encloses a loss or metrics. Refuses uses of model parts that other ranks have."""
 
@@ -71,7 +71,7 @@ class WeightWatch(CallWatch):
             self._after = {}
             self._unconfirmed.clear()
         self._last = {}
-        self._versions = self._counted()
+        self._versions = self._current_versions()
         if self._watching:
             self._refuse_converted("between two steps")
             self._before = self._marks()
@@ -143,17 +143,17 @@ class WeightWatch(CallWatch):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Counts writes in a backward pass: torch may call its hooks in any thread, and some libraries hide writes."""
-        self._versions = self._counted()
+        self._versions = self._current_versions()
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
-            self._note_writes(self._rewritten(), "in the backward pass")
+            self._note_writes(self._written_since(), "in the backward pass")
 
-    def _counted(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]
 
-    def _rewritten(self) -> list[str]:
+    def _written_since(self) -> list[str]:
         """Returns the weights that were written since the last count."""
-        counts = zip(self._parameters, self._versions, self._counted(), strict=True)
+        counts = zip(self._parameters, self._versions, self._current_versions(), strict=True)
         return [name for name, before, now in counts if before != now]
 
     def computed(self, loss: Tensor) -> None:
@@ -165,7 +165,7 @@ class WeightWatch(CallWatch):
         if not self._first:
             return
         if not self._watching:
-            self._note_writes(self._rewritten() if self._whole else [], "in the forward pass or the loss")
+            self._note_writes(self._written_since() if self._whole else [], "in the forward pass or the loss")
             return
         if not self._examined:
             self._examined = True
@@ -209,8 +209,8 @@ class WeightWatch(CallWatch):
             return added
         if isinstance(error, EngineError):
             return None  # the engine has given the reason
-        words = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
-        if remedy := next((known for text, known in self._engine.explains.items() if text in words), ""):
+        message = str(error) or traceback.extract_tb(error.__traceback__)[-1].name
+        if remedy := next((known for text, known in self._engine.explains.items() if text in message), ""):
             return EngineError(f"{remedy.format(self._engine.description)}; {_OTHER_ENGINES}")
         known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
         if self._whole or self._never_whole or not self._direct or not known:
@@ -251,8 +251,8 @@ class WeightWatch(CallWatch):
                 f"{where}: not the same numbers on all ranks, whose models would drift apart. "
                 "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example"
             )
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             self.notes.append(f"{where}: the same on all ranks, and kept")
 
     def _where(self, written: Mapping[str, Any], when: str) -> str:

@@ -64,7 +64,7 @@ def transformers() -> Any:
 def _silence(logs: Any, hub_constants: Any) -> None:
     """Disables network, warnings and progress bars. Does not use HF_HUB_OFFLINE, because packages that read it on
     import would stay offline."""
-    at_end(_as_online_as_before, hub_constants, hub_constants.HF_HUB_OFFLINE, "datasets.config" in sys.modules)
+    at_end(_restore_offline, hub_constants, hub_constants.HF_HUB_OFFLINE, "datasets.config" in sys.modules)
     at_end(logs.set_verbosity, logs.get_verbosity())
     if logs.is_progress_bar_enabled():
         at_end(logs.enable_progress_bar)
@@ -73,7 +73,7 @@ def _silence(logs: Any, hub_constants: Any) -> None:
     logs.disable_progress_bar()
 
 
-def _as_online_as_before(hub_constants: Any, offline: bool, had_datasets: bool) -> None:
+def _restore_offline(hub_constants: Any, offline: bool, had_datasets: bool) -> None:
     hub_constants.HF_HUB_OFFLINE = offline
     datasets = sys.modules.get("datasets.config")
     if datasets and not had_datasets and "HF_DATASETS_OFFLINE" not in os.environ:  # it has copied the hub's setting
@@ -88,7 +88,7 @@ def configure(auto: str, model: Json | str, facts: Json) -> Any:
     mapping = getattr(transformers(), MAPPINGS[auto])
     if type(config) not in mapping:
         raise TaskError(f'model_type "{config.model_type}": transformers has no {auto} for it')
-    if auto == "AutoModelForCausalLM" and _sees_behind(config):
+    if auto == "AutoModelForCausalLM" and _is_bidirectional(config):
         remedy = '; write "is_decoder": true into its configuration' * hasattr(config, "is_decoder")
         raise TaskError(
             f'task.model: in model_type "{config.model_type}" tokens see those behind them, their targets{remedy}'
@@ -97,7 +97,7 @@ def configure(auto: str, model: Json | str, facts: Json) -> Any:
     return config
 
 
-def _sees_behind(config: Any) -> bool:
+def _is_bidirectional(config: Any) -> bool:
     """Returns True for encoders, which transformers accepts as language models."""
     masked = type(config) in transformers().MODEL_FOR_MASKED_LM_MAPPING
     encoder = masked or config.model_type in ("bert-generation", "cpmant", "xlnet")
@@ -179,9 +179,9 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     config.use_cache = False  # the key-value cache is for generation only
     planned = torch.empty(0).device.type == "meta"  # only sizes are needed, and transformers loads nothing there
     if weights is None or planned:
-        return _aligned(cls.from_config(config, dtype=torch.float32, trust_remote_code=False))
+        return _with_supported_experts(cls.from_config(config, dtype=torch.float32, trust_remote_code=False))
     weights_folder = folder(weights)
-    stored = _stored(weights_folder)
+    stored = _stored_dtypes(weights_folder)
     short = auto == "AutoModelForCausalLM" and stored == {dtype}
     model, loading_report = _from_files(cls, weights_folder, config, dtype if short else torch.float32)
     if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # buffers are to be computed in fp32
@@ -194,7 +194,7 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     wrong = sorted(name for name in new if name not in parameters or parameters[name].shape[0] != classes)
     if wrong:  # a classifier may have a new output layer
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
-    return _aligned(model.train())  # from_pretrained returns it in evaluation mode
+    return _with_supported_experts(model.train())  # from_pretrained returns it in evaluation mode
 
 
 def resize(model: Any, vocabulary: int) -> None:
@@ -203,7 +203,7 @@ def resize(model: Any, vocabulary: int) -> None:
     model.resize_token_embeddings(vocabulary, mean_resizing=not planned)
 
 
-def _aligned(model: Any) -> nn.Module:
+def _with_supported_experts(model: Any) -> nn.Module:
     """Returns the model, without stacked experts if torch's grouped product does not support their row size: it needs
     multiples of 16 bytes, and raises in the first step."""
     stacked = [parameter for name, parameter in model.named_parameters() if ".experts." in name and parameter.ndim == 3]
@@ -212,7 +212,7 @@ def _aligned(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _stored(model_folder: Path) -> set[torch.dtype]:
+def _stored_dtypes(model_folder: Path) -> set[torch.dtype]:
     """Returns the dtypes of a folder's weights. Raises TaskError if weights are missing, truncated or pickled."""
     files = sorted(model_folder.glob("*.safetensors"))
     if not files:
@@ -227,7 +227,7 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
         )
         raise TaskError(f"task.model: {model_folder}: {why}")
     index = model_folder / "model.safetensors.index.json"
-    weight_map = _object(index).get("weight_map")
+    weight_map = _read_json(index).get("weight_map")
     known_files = [file.name for file in files]
     named = weight_map.values() if isinstance(weight_map, dict) else ()
     if strange := [name for name in named if name not in known_files]:
@@ -334,16 +334,16 @@ def load(path: Path) -> nn.Module:
 
 def generation_config(path: str) -> str | None:
     """Returns the text of a model folder's generation_config.json; None if there is none."""
-    settings = _object(folder(path) / "generation_config.json")
+    settings = _read_json(folder(path) / "generation_config.json")
     return json.dumps(settings, indent=2) if settings else None
 
 
 def preprocessor(path: str) -> Json:
     """Returns a model folder's preprocessor_config.json; empty if there is none."""
-    return _object(folder(path) / "preprocessor_config.json")
+    return _read_json(folder(path) / "preprocessor_config.json")
 
 
-def _object(file: Path) -> Json:
+def _read_json(file: Path) -> Json:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -387,7 +387,7 @@ def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
         )
     except Exception as error:  # as above
         raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_reason(tokenizer_folder, error)}") from error
-    config = _object(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
+    config = _read_json(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
     digest = hashlib.sha256(repr([config.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     for file in files:
         if file.is_file():
@@ -398,6 +398,6 @@ def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
 def _reason(model_folder: Path | None, error: Exception) -> str:
     """Returns why a folder cannot be read. Transformers' own message would suggest to run its code."""
     assert model_folder is not None
-    if any(_object(model_folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")):
+    if any(_read_json(model_folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")):
         return 'it needs code that lies in the folder ("auto_map"), which dsframe does not run; write a task whose model() does'
     return one_line(error)

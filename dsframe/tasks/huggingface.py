@@ -48,7 +48,7 @@ class CausalLanguageModelTask(Task):
             facts = {"vocab_size": _BYTES + 1, "eos_token_id": encoders.END_OF_BYTES}
         vocabulary = facts["vocab_size"]
         self.pretrained_config = _transformers.configure("AutoModelForCausalLM", settings.model, facts)
-        self._fits(vocabulary)
+        self._check_sizes(vocabulary)
         self._criterion = _transformers.loss("ForCausalLM")
         self.units_per_sample = settings.context
         self.hidden_size = getattr(self.pretrained_config, "hidden_size", None)
@@ -61,7 +61,7 @@ class CausalLanguageModelTask(Task):
         self._sequences: shared_sequences.Sequences | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
-    def _fits(self, vocabulary: int) -> None:
+    def _check_sizes(self, vocabulary: int) -> None:
         config, context = self.pretrained_config, self.settings.context
         self._stored_config = config
         if config.vocab_size < vocabulary and self.settings.resize_embeddings and isinstance(self.settings.model, str):
@@ -193,12 +193,12 @@ class CausalLanguageModelTask(Task):
 
     def _encode(self, content: Tensor) -> Tensor:
         try:  # some editors write a byte order mark
-            words = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
+            decoded = str(content.numpy().data, "utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
-        if "\0" in words:
+        if "\0" in decoded:
             raise DataError("has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
-        return torch.tensor(self.tokenizer(words, add_special_tokens=False)["input_ids"], dtype=torch.int32)
+        return torch.tensor(self.tokenizer(decoded, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 
 def _ends(config: Json, generation: str | None) -> list[int]:
@@ -231,7 +231,7 @@ def small(config: Any) -> Any:
     return small_config
 
 
-def _size_of(look: Json) -> int | None:
+def _image_size(look: Json) -> int | None:
     """Returns the height in pixels that a preprocessor_config.json resizes images to; None if it has none."""
     size = look.get("crop_size") if look.get("do_center_crop") else look.get("size")
     if isinstance(size, Mapping):
@@ -258,9 +258,9 @@ class ImageClassificationTask(ImagesTask):
     def __init__(self, settings: sections.ImageClassificationTask, seed: int) -> None:
         """Raises TaskError if there is no such model or if it does not accept the images."""
         super().__init__(settings, seed)
-        self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
+        self._preprocessor = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if settings.dataset == "image-folder" and settings.image_size is None:  # files have no fixed size
-            self.images = replace(self.images, size=_size_of(self._look) or self.images.size)
+            self.images = replace(self.images, size=_image_size(self._preprocessor) or self.images.size)
         facts = {
             "num_labels": self.images.classes,
             "num_channels": self.images.channels,
@@ -278,7 +278,7 @@ class ImageClassificationTask(ImagesTask):
                 self.images = replace(self.images, names=names)
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
-        mean, std = _normalisation(self._look)
+        mean, std = _normalisation(self._preprocessor)
         if self.images.channels == 3 and mean and std:
             self.images = replace(self.images, mean=mean, std=std)
         self.pretrained_config = config
@@ -292,20 +292,23 @@ class ImageClassificationTask(ImagesTask):
             model = _transformers.build("AutoModelForImageClassification", self.pretrained_config, None)
         self.batch_dependent = self.images.tried(model, "task.model:")
 
-    def _unlike(self) -> list[str]:
+    def _unsupported_steps(self) -> list[str]:
         """Returns the steps of the folder's own processor that training does not do."""
-        other = [name for name in _ELSEWHERE if self._look.get(name)]
-        scaled = self._look.get("do_rescale", True) and abs(self._look.get("rescale_factor", 1 / 255) * 255 - 1) < 0.01
+        other = [name for name in _ELSEWHERE if self._preprocessor.get(name)]
+        scaled = (
+            self._preprocessor.get("do_rescale", True)
+            and abs(self._preprocessor.get("rescale_factor", 1 / 255) * 255 - 1) < 0.01
+        )
         return other if scaled else [*other, "rescale_factor"]
 
     @property
     def prepares(self) -> bool:
-        return super().prepares or bool(self._unlike())
+        return super().prepares or bool(self._unsupported_steps())
 
     def prepare(self, say: Say) -> None:
         if super().prepares:
             super().prepare(say)
-        if self.images.channels == 3 and (unlike := self._unlike()):
+        if self.images.channels == 3 and (unlike := self._unsupported_steps()):
             say(
                 f"task.model: the folder's preprocessor_config.json has {', '.join(unlike)}, which the training does not do: "
                 "pictures look otherwise than to the folder's model; an export has the look of the training"

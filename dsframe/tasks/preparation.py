@@ -70,17 +70,17 @@ class _SharedPreparation:
 
     def run(self) -> None:
         """Prepares or waits, until every rank has the same outcome. Raises DsframeError."""
-        failure = _failure_of(self._guarded) if self._world.local_rank == 0 else ""
+        failure = _failure_of(self._prepare_with_signs) if self._world.local_rank == 0 else ""
         try:
             self._store.set(f"outcome/{self._world.rank}", failure)
             failure = self._wait()
-            self._leave()
+            self._wait_for_readers()
         except RuntimeError:  # the store is gone, with rank 0
-            failure = failure or _lost(0)
+            failure = failure or _lost_process(0)
         if failure:
             raise _error(failure)
 
-    def _guarded(self) -> None:
+    def _prepare_with_signs(self) -> None:
         over = threading.Event()
         signs = threading.Thread(target=self._give_signs, args=(over,), name="dsframe-prepare", daemon=True)
         signs.start()
@@ -106,7 +106,7 @@ class _SharedPreparation:
                     if failure := self._store.get(f"outcome/{rank}").decode():
                         return str(failure)
                 elif self._is_silent(rank):
-                    return _lost(rank)
+                    return _lost_process(rank)
             time.sleep(_LOOK_SECONDS if waiting else 0.0)
         return ""
 
@@ -120,7 +120,7 @@ class _SharedPreparation:
             self._signs[rank] = sign, now
         return sign == before and now - since > SILENT_SECONDS
 
-    def _leave(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Keeps rank 0 until all have read the outcome, because the store may end with it."""
         self._store.set(f"read/{self._world.rank}", "1")
         limit = time.monotonic() + _FAREWELL_SECONDS * self._world.is_main
@@ -161,7 +161,7 @@ def _error(text: str) -> DsframeError:
     return error
 
 
-def _lost(rank: int) -> str:
+def _lost_process(rank: int) -> str:
     message = (
         f"the process that prepared the data (rank {rank}) ended before it was done; perhaps it was killed, or memory was short. "
         "Start again: what is half done is not used"

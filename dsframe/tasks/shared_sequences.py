@@ -26,8 +26,8 @@ from dsframe.text import one_line
 _NAME = "dsframe_shared_sequences"
 _OWNER = "_dsframe_sequences"
 """Attribute of a model's modules: the object that computes their attention."""
-_ALONE = {"position_ids", "is_causal", "sliding_window", "cache_position", "use_cache", "output_attentions"}
-_ALONE |= {"output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+_SUPPORTED = {"position_ids", "is_causal", "sliding_window", "cache_position", "use_cache", "output_attentions"}
+_SUPPORTED |= {"output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
 """Arguments of attention that have no effect here, or that are supported."""
 
 
@@ -78,15 +78,15 @@ class Sequences:
 
     def _causal(self, parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
         if self._documents is None:
-            return _seen(parts, scale, dropout, window)
+            return _causal_attention(parts, scale, dropout, window)
         rows = []
         for row, lengths in enumerate(self._documents):
             pieces = zip(*(torch.split(tensor[row : row + 1], lengths, dim=2) for tensor in parts), strict=True)
-            rows.append(torch.cat([_seen(list(piece), scale, dropout, window) for piece in pieces], dim=2))
+            rows.append(torch.cat([_causal_attention(list(piece), scale, dropout, window) for piece in pieces], dim=2))
         return torch.cat(rows)
 
 
-def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
+def _causal_attention(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
     """Computes causal attention, ``[rows, heads, time, head size]``; with ``window`` only to the last positions."""
     query, key, value = parts
     time, mask = query.shape[2], None
@@ -119,7 +119,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls; ``named``: the model's own arguments. Raises TaskError for unknown ones."""
     scale, dropout = named.pop("scaling", None), named.pop("dropout", 0.0)
-    strange = [name for name, value in named.items() if value is not None and name not in _ALONE]
+    strange = [name for name, value in named.items() if value is not None and name not in _SUPPORTED]
     if strange or attention_mask is not None or named.get("is_causal") is False:
         what = ", ".join(strange) or "a mask of its own"
         raise TaskError(

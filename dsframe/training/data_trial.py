@@ -43,11 +43,11 @@ def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[An
         _refuse_shared_files(source)
     else:
         _refuse_changing_order(task, len(source))
-        if len(source) and (line := _state(source, "training", task.workers)):
+        if len(source) and (line := _state_warning(source, "training", task.workers)):
             say(line)
     for held_out in sets(task, data[1]).values():
         source = as_source(held_out, seed, task.eval_collate or task.collate)
-        if len(source) and (line := _state(source, "evaluation", task.workers)):
+        if len(source) and (line := _state_warning(source, "evaluation", task.workers)):
             say(line)
     return data
 
@@ -78,7 +78,7 @@ class _Reading(NamedTuple):
     row: str
     drawn: dict[str, Any]
     """State of the process's generators afterwards; they were seeded before."""
-    own: dict[str, Any]
+    generator_states: dict[str, Any]
     """State of the data set's own generators afterwards, by name."""
 
 
@@ -98,19 +98,21 @@ class _Readings(Dataset[_Reading]):
                 data: Any = source.dataset
             else:
                 batch, drawn, data = source.batch(torch.tensor([0]), 0), {}, source
-        return _Reading(digest(batch), drawn, {name: state_of(one) for name, one in _own_generators(data).items()})
+        return _Reading(digest(batch), drawn, {name: state_of(value) for name, value in _own_generators(data).items()})
 
 
-def _state(source: Source, which: str, workers: int) -> str:
+def _state_warning(source: Source, which: str, workers: int) -> str:
     """Returns a warning if the data have a state or a generator of their own, else ""."""
-    readers, before = min(workers, 1) if isinstance(source, DatasetSource) else 0, _positions()
+    readers, before = min(workers, 1) if isinstance(source, DatasetSource) else 0, _file_positions()
     first, second = loaded(_Readings(source), readers, batch_size=None, sampler=[0, 1])
-    if readers < workers and (name := _moved(before)):
+    if readers < workers and (name := _moved_file(before)):
         return (
             f"the {which} data read {name}, which was open before the workers started: they share the position in it, so one may "
             "read what another has looked for; open files in __getitem__, once in each process"
         )
-    if moved := [name for name, state in second.own.items() if first.own.get(name, state) != state]:
+    if moved := [
+        name for name, state in second.generator_states.items() if first.generator_states.get(name, state) != state
+    ]:
         return f"the {which} data draw from a random generator of their own ({', '.join(moved)}), {_SO}; {_REMEDY}"
     if first.row != second.row:
         return f"the {which} data give another sample 0 when it is read again: they have a state, {_SO}; {_REMEDY}"
@@ -125,19 +127,19 @@ def _state(source: Source, which: str, workers: int) -> str:
 def _own_generators(data: Any) -> dict[str, Any]:
     """Returns the random generators in attributes of a data set and of its parts (nested sets, transforms), and the
     global ones that their code refers to."""
-    found, seen, ahead = dict[str, Any](), set[int](), [("", data, 0)]
+    by_name, seen, ahead = dict[str, Any](), set[int](), [("", data, 0)]
     while ahead:
         name, value, depth = ahead.pop()
         if is_generator(value):
             if getattr(value, "device", _CPU) == _CPU:
-                found[name] = value
+                by_name[name] = value
         elif id(value) not in seen and depth <= _DEPTH and len(seen) < FEW:
             seen.add(id(value))
-            ahead += [(f"{name}.{key}".removeprefix("."), part, depth + 1) for key, part in _parts(value)]
-    return found
+            ahead += [(f"{name}.{key}".removeprefix("."), part, depth + 1) for key, part in _children(value)]
+    return by_name
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple, dict)):
         if len(value) <= _LONG:
             yield from (
@@ -146,15 +148,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, Tensor)):
         yield from vars(value).items()
         for function in functions_of(type(value)):
-            outside = ((word, function.__globals__.get(word)) for word in words_of(function.__code__))
-            yield from ((word, one) for word, one in outside if is_generator(one))
+            outside = ((name, function.__globals__.get(name)) for name in words_of(function.__code__))
+            yield from ((name, value) for name, value in outside if is_generator(value))
 
 
 def _refuse_shared_files(source: StreamSource) -> None:
     """Raises DataError if processes take rows of the stream from each other by a shared file position."""
-    before = _positions()
+    before = _file_positions()
     first = _first_row(source)
-    shared = _moved(before)
+    shared = _moved_file(before)
     if first and shared and (again := _first_row(source)) != first:
         raise DataError(
             f"{type(source.dataset).__name__} has {'another' if again else 'no'} first row when a second process reads it: they "
@@ -178,19 +180,19 @@ class _FirstRow(Dataset[str]):
         return ""
 
 
-def _positions() -> dict[str, tuple[str, int]]:
+def _file_positions() -> dict[str, tuple[str, int]]:
     """Returns name and position of each file open for reading, by descriptor; empty if the system lacks /proc."""
-    found, opened = {}, Path("/proc/self/fd")
+    positions, opened = {}, Path("/proc/self/fd")
     for link in opened.iterdir() if opened.is_dir() else ():
         with suppress(OSError):  # already closed, or not seekable
             if fcntl.fcntl(int(link.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                found[link.name] = str(link.readlink()), os.lseek(int(link.name), 0, os.SEEK_CUR)
-    return found
+                positions[link.name] = str(link.readlink()), os.lseek(int(link.name), 0, os.SEEK_CUR)
+    return positions
 
 
-def _moved(before: dict[str, tuple[str, int]]) -> str:
+def _moved_file(before: dict[str, tuple[str, int]]) -> str:
     """Returns the name of a file whose position another process has moved; "" if there is none."""
-    for number, (name, position) in _positions().items():
+    for number, (name, position) in _file_positions().items():
         was, then = before.get(number, ("", 0))
         if was == name and then != position:
             return name

@@ -50,18 +50,18 @@ class Evaluation:
         rank 0 only. ``on_batch``: called with outputs and targets of each batch of this rank."""
         self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
         self._on_batch = on_batch
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._has_loss = gives(engine.plan.task, "loss")
-        self._no_loss = ""
+        self._loss_error = ""
         """Why this rank could not compute the loss."""
-        self._kept: list[bytes] = []
+        self._packed_batches: list[bytes] = []
         """The packed ``keep()`` value of each batch, for ``metrics_of_all``."""
-        self._keeps = gives(engine.plan.task, "metrics_of_all")
-        self._looks: bool | None = True
+        self._has_metrics_of_all = gives(engine.plan.task, "metrics_of_all")
+        self._tests_batch_size: bool | None = True
         """True if the next batch tests whether metrics depend on the batch size; None: they do."""
         self._before: Task | None = None
         """The task from before a set, to detect a ``finalize`` that depends on this rank's batches."""
-        self._joins: bool | None = None if engine.built.watch else False
+        self._calls_collectively: bool | None = None if engine.built.watch else False
         """True if loss or metrics call the model or communicate, which all ranks do together; None: not known yet."""
         plan = engine.plan
         self._compiled = bool(plan.config.settings.model.compile)
@@ -81,17 +81,17 @@ class Evaluation:
         plan = self._engine.plan
         average = plan.config.settings.ema
         kept = generators.capture(plan.device)
-        with self._engine.averaged() if average and average.evaluate else nullcontext(), self._one_model():
-            results = self._over_all(stops)
-        self._look_at_draws(kept)
+        with self._engine.averaged() if average and average.evaluate else nullcontext(), self._equal_buffers():
+            results = self._evaluate_sets(stops)
+        self._check_draws(kept)
         generators.restore(kept, plan.device)
         return results
 
-    def _over_all(self, stops: Callable[[int], bool]) -> dict[str, float] | None:
+    def _evaluate_sets(self, stops: Callable[[int], bool]) -> dict[str, float] | None:
         results: dict[str, float] = {}
         done = 0
         for name, loader in self._loaders.items():
-            set_totals = self._over(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
+            set_totals = self._evaluate_set(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
             if set_totals is None:
                 return None
             results |= self._results(name, set_totals)
@@ -111,11 +111,11 @@ class Evaluation:
             torch.compiler.set_stance("force_eager") if self._compiled else nullcontext(),
             watch.trial() if watch else nullcontext(),
             unmoved.task_unmoved(self._engine),
-            self._one_model(),
+            self._equal_buffers(),
         ):
             for name, loader in self._loaders.items():
                 batches = list(loader.trial())
-                set_totals = self._over(name, batches, self._measure)
+                set_totals = self._evaluate_set(name, batches, self._measure)
                 try:
                     metrics |= self._results(name, set_totals or {})
                 except (ArithmeticError, ValueError):  # a few samples may leave nothing to divide by
@@ -125,17 +125,17 @@ class Evaluation:
                     if refused or len(batches) == len(loader):
                         raise
                     complete = False
-            self._look_at_draws(kept)
+            self._check_draws(kept)
         if complete:
             refuse_unknown(self._engine.plan, metrics)
         moved.put_back()
 
     def each(self, name: str, take: Take) -> None:
         """**Collective.** Calls ``take`` instead of metrics, for each batch of a set that counts."""
-        with self._one_model():
+        with self._equal_buffers():
             self._batches(name, self._loaders[name], take)
 
-    def _over(
+    def _evaluate_set(
         self,
         name: str,
         batches: Collection[EvaluationBatch] | EvaluationLoader,
@@ -144,21 +144,21 @@ class Evaluation:
     ) -> dict[str, Sum] | None:
         """**Collective.** Returns the sums over ``batches``, as many on each rank; None if ranks agree to stop."""
         metric_objects.reset(self._engine)
-        self._kept.clear()
-        self._looks = self._looks is not None
+        self._packed_batches.clear()
+        self._tests_batch_size = self._tests_batch_size is not None
         task, context = self._engine.plan.task, self._engine.plan.task.context
         context.local_rows = False
         if gives(task, "finalize") and self._engine.plan.world.size > 1:
             self._before = unmoved.twin(task)
-        local_totals = self._batches(name, batches, measure, stops, self._join)
+        local_totals = self._batches(name, batches, measure, stops, self._call_for_other_ranks)
         if local_totals is None:
             return None
-        if self._has_loss and (why := failures(self._engine, self._no_loss)):
+        if self._has_loss and (why := failures(self._engine, self._loss_error)):
             self._has_loss = False
-            self._tell(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
+            self._report_once(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
             local_totals.pop("loss", None)
         if context.local_rows:
-            self._tell(
+            self._report_once(
                 "note: all_rows() has the rows of one batch in an evaluation, whose metrics depend on eval_micro_batch_size and, "
                 "where the file leaves that out, on the number of processes; keep() and metrics_of_all() see all rows"
             )
@@ -182,7 +182,10 @@ class Evaluation:
                 if done and stops(done):
                     return None
                 self._sign_of_life()
-                with self._draws.of(number, batch.samples) if self._draws else nullcontext(), self._stance(name, batch):
+                with (
+                    self._draws.of(number, batch.samples) if self._draws else nullcontext(),
+                    self._compile_stance(name, batch),
+                ):
                     measured = engine.eval_step(batch.batch, partial(take, batch) if batch.counts else join)
                 if self._draws and not (self._draws.drawn or self._draws.left_out):
                     self._draws = None
@@ -190,7 +193,7 @@ class Evaluation:
                     total[metric] = total[metric] + value if metric in total else value
         return total
 
-    def _stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
+    def _compile_stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
         """For a shorter batch a compiler would build another graph, and then treat training batches as dynamic."""
         short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
@@ -198,28 +201,33 @@ class Evaluation:
     def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Sums:
         task, watch = self._engine.plan.task, self._engine.built.watch
         task.context.eval_samples = len(batch.samples)
-        with nullcontext() if watch is None else watch.inside(), self._joint(), elsewhere(watch):
+        with nullcontext() if watch is None else watch.inside(), self._detect_collectives(), elsewhere(watch):
             for metric in task.metric_objects.values():
                 task.update_metric(metric, outputs, targets)
             metrics = self._metrics(outputs, targets)
-            if self._keeps:
-                self._kept.append(whole_set.packed(task.keep(outputs, targets)))
-        if self._looks:
-            self._looks = False
-            self._look_at_parts(outputs, targets)
-        return {name: _counted(one) for name, one in metrics.items()}
+            if self._has_metrics_of_all:
+                self._packed_batches.append(whole_set.packed(task.keep(outputs, targets)))
+        if self._tests_batch_size:
+            self._tests_batch_size = False
+            self._test_batch_size(outputs, targets)
+        return {name: _counted(metric) for name, metric in metrics.items()}
 
-    def _look_at_parts(self, outputs: Any, targets: Any) -> None:
+    def _test_batch_size(self, outputs: Any, targets: Any) -> None:
         """Reports once which metrics depend on the size of a batch."""
         task, drawn = self._engine.plan.task, self._draws and (self._draws.drawn or self._draws.left_out)
-        if drawn or self._joins is not False or task.context.local_rows or not self._engine.plan.world.is_main:
+        if (
+            drawn
+            or self._calls_collectively is not False
+            or task.context.local_rows
+            or not self._engine.plan.world.is_main
+        ):
             return
-        no_loss, names = self._no_loss, loss_kind.unequal_metrics(self._engine, self._metrics, outputs, targets)
-        self._no_loss = no_loss  # the test above may have set it
-        if own := ", ".join(name for name in names if name != "loss" or not task.batch_dependent):
-            self._looks = None
-            self._tell(
-                f"note: {own} of an evaluation depends on eval_micro_batch_size and the number of processes: return the sum over "
+        no_loss, names = self._loss_error, loss_kind.unequal_metrics(self._engine, self._metrics, outputs, targets)
+        self._loss_error = no_loss  # the test above may have set it
+        if named := ", ".join(name for name in names if name != "loss" or not task.batch_dependent):
+            self._tests_batch_size = None
+            self._report_once(
+                f"note: {named} of an evaluation depends on eval_micro_batch_size and the number of processes: return the sum over "
                 "rows and their number (for a loss, loss_weight), or compute it in metrics_of_all() of what keep() returns"
             )
 
@@ -235,10 +243,10 @@ class Evaluation:
         return metrics
 
     @contextmanager
-    def _joint(self) -> Iterator[None]:
+    def _detect_collectives(self) -> Iterator[None]:
         """Detects whether code inside calls a module of the model, or communicates."""
         watch = self._engine.built.watch
-        if watch is None or self._joins:
+        if watch is None or self._calls_collectively:
             yield
             return
         called: list[nn.Module] = []
@@ -248,11 +256,11 @@ class Evaluation:
             yield
         finally:
             hook.remove()
-            self._joins = _collectives() != before or not set(watch.model.modules()).isdisjoint(called)
+            self._calls_collectively = _collectives() != before or not set(watch.model.modules()).isdisjoint(called)
 
-    def _join(self, outputs: Any, targets: Any) -> Sums:
+    def _call_for_other_ranks(self, outputs: Any, targets: Any) -> Sums:
         """Makes the calls that other ranks make together, with rows that belong to another rank. Returns nothing."""
-        if self._joins is not False:
+        if self._calls_collectively is not False:
             engine, task = self._engine, self._engine.plan.task
             with unmoved.task_unmoved(engine):
                 try:
@@ -260,7 +268,7 @@ class Evaluation:
                         task.update_metric(copy.deepcopy(metric), outputs, targets)
                     if "loss" not in task.metrics(outputs, targets):
                         task.validation_loss(outputs, targets)
-                    if self._keeps:
+                    if self._has_metrics_of_all:
                         task.keep(outputs, targets)
                 except EngineError:
                     raise
@@ -272,14 +280,14 @@ class Evaluation:
         """Returns the loss, or {} if it fails: in evaluation mode some models, such as detectors, have other
         outputs."""
         task = self._engine.plan.task
-        if self._no_loss or not self._has_loss:
+        if self._loss_error or not self._has_loss:
             return {}
         try:
             return sums(task.validation_loss(outputs, targets), f"{type(task).__name__}.loss")
         except EngineError:  # from the weight watch
             raise
         except Exception as error:
-            self._no_loss = reason(error, 200)
+            self._loss_error = reason(error, 200)
             return {}
 
     def _results(self, name: str, totals_by_name: Sums) -> dict[str, float]:
@@ -287,41 +295,43 @@ class Evaluation:
         engine = self._engine
         with elsewhere(engine.built.watch):
             computed = metric_objects.compute(engine)
-            if self._keeps:
-                computed |= whole_set.compute(engine, self._kept)
-                self._kept.clear()
+            if self._has_metrics_of_all:
+                computed |= whole_set.compute(engine, self._packed_batches)
+                self._packed_batches.clear()
             finished = _finalized_alike(engine, totals_by_name, self._before)
         loss = {"loss": totals_by_name["loss"].mean} if "loss" in totals_by_name and "loss" not in finished else {}
         prefix = f"{name}/" if name else ""
         return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}
 
-    def _look_at_draws(self, before: Any) -> None:
+    def _check_draws(self, before: Any) -> None:
         """**Collective.** Reports once if random numbers were drawn that belong to no sample."""
         engine = self._engine
         left_out = self._draws is not None and self._draws.left_out
         moved = generators.capture(engine.plan.device) != before
         drawn = torch.tensor([float(left_out or moved)], dtype=torch.float64, device=engine.plan.device)
         if engine.sum_over_ranks(drawn).item():
-            self._tell(
+            self._report_once(
                 "note: this evaluation draws random numbers that belong to no sample, others on each rank, so its metrics depend "
                 "on the number of processes"
             )
 
-    def _tell(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _report_once(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
             self._say(line)
 
     @contextmanager
     @torch.no_grad()
-    def _one_model(self) -> Iterator[None]:
+    def _equal_buffers(self) -> Iterator[None]:
         """**Collective.** Gives every rank the buffers of the first rank that holds them, and restores its own
         afterwards. BatchNorm's statistics depend on a rank's samples; without this no rank would evaluate the exported
         model, rank 0's."""
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = take_over(self._engine, kept)
         if stateful := but_statistics(self._engine, differ):
-            self._tell(f"warning: buffer {stateful} differs between ranks; results may depend on the number of ranks")
+            self._report_once(
+                f"warning: buffer {stateful} differs between ranks; results may depend on the number of ranks"
+            )
         try:
             yield
         finally:
@@ -350,12 +360,12 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
             raise TaskError(f"{key}: no metric {metric!r} in the evaluation; it has {', '.join(metrics) or 'none'}")
 
 
-def _counted(one: Sum) -> Sum:
+def _counted(metric: Sum) -> Sum:
     """Detaches the sum; its total is 0, not NaN, if the count is 0."""
-    total = one.total.detach()
-    if isinstance(one.count, Tensor):
-        return Sum(total.where(one.count.to(total.device) != 0, 0.0), one.count)
-    return Sum(total if one.count else torch.zeros_like(total), one.count)
+    total = metric.total.detach()
+    if isinstance(metric.count, Tensor):
+        return Sum(total.where(metric.count.to(total.device) != 0, 0.0), metric.count)
+    return Sum(total if metric.count else torch.zeros_like(total), metric.count)
 
 
 def totals(engine: Engine, sums: Sums) -> dict[str, Sum]:
@@ -380,9 +390,9 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
     finally:  # other ranks wait for these values
         after = held.attributes(modules)
         metrics.put_back()
-        told = [finished, _changed_by_batches(finished, before, sums) if before else []]
+        report = [finished, _changed_by_batches(finished, before, sums) if before else []]
         after.put_back()
-        of_ranks = all_gather_json(engine, told)
+        of_ranks = all_gather_json(engine, report)
         changed = {name for _, names in of_ranks for name in names}
         for name in sorted({name for metrics, _ in of_ranks for name in metrics}):
             values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # as text, because NaN != NaN

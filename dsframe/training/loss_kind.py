@@ -43,7 +43,7 @@ _REMEDY = (
     "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
     "loss_weight(targets)"
 )
-_EARLY_LOOKS = 8
+_EARLY_TESTS = 8
 """Number of steps after the first in which every step that logs is tested; then the interval doubles."""
 _CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
 _ELEMENTS = 1 << 22
@@ -58,7 +58,7 @@ class Branches:
         self._engine, self._loader = engine, loader
         self.looks = self.said = self._is_due = False
         self._next, self._begun, self._step, self._count = 1, 0, 0, 0
-        self._seen, self._looked = set[int](), set[int]()
+        self._seen, self._tested = set[int](), set[int]()
         """Numbers of autograd operations seen, and those already tested."""
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
@@ -75,7 +75,7 @@ class Branches:
         """Called after that forward pass."""
         count = torch._C._autograd._get_sequence_nr() - self._begun
         self._seen.add(count)
-        if len(self._seen) > 1 and count not in self._looked:
+        if len(self._seen) > 1 and count not in self._tested:
             self._step, self._count = self._engine.plan.task.context.step, count
 
     def judge(self) -> str:
@@ -83,7 +83,7 @@ class Branches:
         steps = [int(text) for text in all_gather_text(self._engine, str(self._step))] if self._is_due else [0]
         if not (step := max(steps)):
             return ""
-        self._looked |= {self._count} if step == self._step else set()
+        self._tested |= {self._count} if step == self._step else set()
         self._step = 0
         kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, steps.index(step), training=True)
         self.looks = "neither" not in all_gather_text(self._engine, kind)
@@ -105,9 +105,9 @@ class LossTrial:
         """True if the same loss, with equal inputs and random numbers, changed when repeated on this rank."""
         self._neither = False
         """True if the loss was reported to be neither a mean nor a sum over rows."""
-        self._looks_again = self._is_due = False
+        self._tests_again = self._is_due = False
         """The same on all ranks."""
-        self._is_first, self._next_look = True, 1
+        self._is_first, self._next_test = True, 1
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers from before the first step, during that step."""
@@ -120,16 +120,16 @@ class LossTrial:
         self.of_model = ModuleState(engine)
         self.branches = Branches(engine, loader)
         # With sequence parallelism a task has to return the mean over its slice's positions.
-        self._looks = engine.plan.batch.sequence_parallel_size == 1
+        self._can_test = engine.plan.batch.sequence_parallel_size == 1
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
         """Called before a step. ``steps_since``: steps after the first. ``logs``: the step logs, and waits for the
         device anyway."""
         self._is_first = steps_since == 0
         self.branches.begin_step(steps_since, logs=logs)
-        self._is_due = self._looks_again and logs and steps_since >= self._next_look
+        self._is_due = self._tests_again and logs and steps_since >= self._next_test
         if self._is_due:
-            self._next_look = steps_since + max(1, steps_since - _EARLY_LOOKS)
+            self._next_test = steps_since + max(1, steps_since - _EARLY_TESTS)
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the first micro-batch of a step, with a loss inspection attached if one is due."""
@@ -139,13 +139,13 @@ class LossTrial:
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
         self.of_model.begin(batch)
-        return replace(batch, inspect=self._inspect) if self._looks else batch
+        return replace(batch, inspect=self._inspect) if self._can_test else batch
 
     def judge_again(self) -> str:
         """**Collective.** Does the same as :meth:`judge` after a later step."""
         if not self._is_due or not self._tally()["neither"]:
             return ""
-        self._looks_again = False
+        self._tests_again = False
         return f"{_NEITHER} ({_REMEDY})"
 
     def step_ended(self) -> None:
@@ -177,8 +177,8 @@ class LossTrial:
         kind, why = sample_trial.agreed([kind for kind in _KINDS if tally[kind]]), ""
         if task.gathers_rows:
             return verdict  # the test saw only one rank's rows, while the loss covers the global batch
-        is_needed = self._looks and sample_trial.is_needed(engine, self._loader, kind)
-        few_rows = self._looks and sample_trial.has_few_rows(engine)
+        is_needed = self._can_test and sample_trial.is_needed(engine, self._loader, kind)
+        few_rows = self._can_test and sample_trial.has_few_rows(engine)
         of_halves = kind
         if is_needed or few_rows:
             seen = all_gather_text(engine, "neither" if self._votes["neither"] else "")
@@ -190,7 +190,7 @@ class LossTrial:
         if self._neither:
             return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"
         has_rows = of_halves in ("mean", "sum")
-        self._looks_again = self._looks and has_rows and not (task.batch_dependent or tally["draws"])
+        self._tests_again = self._can_test and has_rows and not (task.batch_dependent or tally["draws"])
         if kind in ("", task.loss_is):
             return verdict or why
         whose = type(task).__name__
@@ -214,7 +214,7 @@ class LossTrial:
         :meth:`judge`."""
         engine = self._engine
         parted = not getattr(engine, "averages_gradients", True)  # the weights of ranks differ temporarily
-        if parted or not self._looks or engine.plan.task.gathers_rows:
+        if parted or not self._can_test or engine.plan.task.gathers_rows:
             return ""
         alike = not but_statistics(engine, differing)
         line = sample_trial.refuse_other_numbers(engine, self._loader, buffers_alike=alike, resumed=resumed)
@@ -318,7 +318,7 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         losses, items = zip(whole, *halves, strict=True)
         kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
     kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
-    parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.found else ()
+    parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.detaches else ()
     try:  # on every rank, whatever its result: a loss may communicate
         seen = [_gradients(task, outputs, targets, part) for part in parts]
     except Exception:  # a loss without gradients here
@@ -329,10 +329,10 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
 class _Cuts(TorchFunctionMode):
     """Records calls that detach values. With gradients on, raises TaskError if a function uses weights."""
 
-    found = False
+    detaches = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= getattr(func, "__name__", "") in _CUTS or func == _DATA
+        self.detaches |= getattr(func, "__name__", "") in _CUTS or func == _DATA
         if torch.is_grad_enabled() and any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
             raise TaskError("the loss uses weights")
         return func(*args, **kwargs or {})

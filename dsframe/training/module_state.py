@@ -63,7 +63,7 @@ class ModuleState:
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
         self._later: tuple[held.Values, ...] = ()
-        self._built = dict[str, Any]()
+        self._structure = dict[str, Any]()
         self._rebuilt = set[str]()
         """Identity, mode and hooks of modules at the last test, and the entries that the first step has changed."""
 
@@ -73,7 +73,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values()
-            self._built = _built(self._modules())
+            self._structure = _structure(self._modules())
             self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
@@ -85,8 +85,8 @@ class ModuleState:
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._after = self._values()
-            before, self._built = self._built, _built(self._modules())
-            self._rebuilt = _differing(before, self._built) & before.keys()
+            before, self._structure = self._structure, _structure(self._modules())
+            self._rebuilt = _changed_keys(before, self._structure) & before.keys()
             self._extra_after = extra_state.pack(watch.model)
             self._changed |= {
                 name for name, packed in self._extra_after.items() if not same(packed, self._extra_before.get(name))
@@ -99,19 +99,21 @@ class ModuleState:
         code, and modules with their modes and the user's hooks."""
         task = self._engine.plan.task
         loss = inspect.unwrap(type(task).loss)
-        words = words_of(loss.__code__) if inspect.isfunction(loss) else frozenset[str]()
-        of_loss = held.Values([Space(vars(task), words, "{}")], lambda value: isinstance(value, (int, float, str)))
+        loss_names = words_of(loss.__code__) if inspect.isfunction(loss) else frozenset[str]()
+        of_loss = held.Values([Space(vars(task), loss_names, "{}")], lambda value: isinstance(value, (int, float, str)))
         of_task = unmoved.changes(self._task_after, task)
         changed = set[str]().union(*of_task, *(values.changed() for values in self._after or ()))
-        before, self._built = self._built, _built(self._modules())
+        before, self._structure = self._structure, _structure(self._modules())
         self._later = (*(values.small() for values in self._after or ()), of_loss)
-        return (changed | (_differing(before, self._built) if before else set())) - {"hooks"}
+        return (changed | (_changed_keys(before, self._structure) if before else set())) - {"hooks"}
 
     def changed_later(self) -> set[str]:
         """Returns, once, values read by loss or model that have changed since the first step, and replaced parts."""
         if not self._later:
             return set()
-        changed = _differing(self._built, _built(self._modules())).union(*(values.changed() for values in self._later))
+        changed = _changed_keys(self._structure, _structure(self._modules())).union(
+            *(values.changed() for values in self._later)
+        )
         changed |= self._rebuilt
         changed -= self.of_task | self._changed | self._outside
         self._later = () if changed else self._later
@@ -139,14 +141,16 @@ class ModuleState:
             "program": self._outside,
             "buffers": self._moved_buffers(),
         }
-        changed = {whose: self._of_all(names) for whose, names in kinds.items()}
-        depending = {whose: self._of_all({self._depends(whose, names)}) for whose, names in changed.items() if names}
+        changed = {whose: self._union_over_ranks(names) for whose, names in kinds.items()}
+        depending = {
+            whose: self._union_over_ranks({self._depends(whose, names)}) for whose, names in changed.items() if names
+        }
         self._batch = self._before = self._after = self._buffers = self._buffers_after = None
         for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
-            names = _few(sorted(changed[whose]))
+            names = _shortened(sorted(changed[whose]))
             if whose == "buffers":
-                if _LOSS in depends or self._lag(changed[whose]):
+                if _LOSS in depends or self._has_spectral_norm(changed[whose]):
                     lines.append(
                         f"model's loss depends on {names}, which each forward pass changes, so the training depends on "
                         "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
@@ -184,7 +188,7 @@ class ModuleState:
         extra = self._changed & self._extra_after.keys()
         return extra | {name for name in self._buffers.changed() & saved.keys() if but_statistics(self._engine, [name])}
 
-    def _lag(self, buffers: Collection[str]) -> bool:
+    def _has_spectral_norm(self, buffers: Collection[str]) -> bool:
         """Returns True for the vectors of a spectral norm, which follow a weight by one iteration in each forward pass.
         They start without lag (torch 2.13, ``nn/utils/parametrizations.py``), so the first step's loss does not show
         it."""
@@ -192,9 +196,9 @@ class ModuleState:
         modules = dict(watch.model.named_modules()) if watch else {}
         return any(isinstance(modules.get(name.rpartition(".")[0]), _SpectralNorm) for name in buffers)
 
-    def _of_all(self, words: set[str]) -> set[str]:
-        texts = all_gather_text(self._engine, json.dumps(sorted(words)))
-        return {word for text in texts for word in json.loads(text)}
+    def _union_over_ranks(self, names: set[str]) -> set[str]:
+        texts = all_gather_text(self._engine, json.dumps(sorted(names)))
+        return {name for text in texts for name in json.loads(text)}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
         """**Collective.** Returns whether this rank's loss, buffers after the forward pass, or evaluation differ
@@ -268,19 +272,19 @@ class ModuleState:
         return _BUFFERS if any(same(first[name], third.get(name)) for name in moved) else _NO, carried
 
 
-def _built(every: nn.Module) -> dict[str, Any]:
+def _structure(every: nn.Module) -> dict[str, Any]:
     """Returns the structure of modules, without values: identity, mode, the user's hooks, and an own ``forward``."""
-    found = dict[str, Any]()
+    structure = dict[str, Any]()
     for name, module in [*every.named_modules()][1:]:
-        own = (module, vars(module).get("forward"))
-        found |= {name or "model": own, f"{name}.training": module.training}
-        found[f"hooks of {name or 'model'}"] = hooks_of(module)
-    return found
+        identity = (module, vars(module).get("forward"))
+        structure |= {name or "model": identity, f"{name}.training": module.training}
+        structure[f"hooks of {name or 'model'}"] = hooks_of(module)
+    return structure
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
-def _few(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= _NAMED else f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"

@@ -26,7 +26,7 @@ def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[s
             f"{whose} returned {type(predicted).__name__}; return tensors or lists by name, a row for each sample"
         )
     parts = _parts(predicted) or {}
-    return _dicts({name: _rows(value, samples, f"{whose}: {name!r}") for name, value in parts.items()})
+    return _records({name: _rows(value, samples, f"{whose}: {name!r}") for name, value in parts.items()})
 
 
 def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
@@ -50,7 +50,7 @@ class Untargeted:
     def __call__(self, rows: list[Any]) -> Any:
         """Returns the batch. Raises DataError if rows do not fit each other."""
         if self.collate is None:
-            return collated(list(enumerate(map(_paired, rows))))
+            return collated(list(enumerate(map(_with_target, rows))))
         batch = self.collate(rows)
         complete = not isinstance(batch, Mapping) or any(name in batch for name in LABELS)
         return batch if complete else (batch, torch.zeros(len(rows), dtype=torch.int64))
@@ -64,11 +64,11 @@ def take_inputs_alone(source: Any) -> None:
     row = source.dataset[0]
     labelled = isinstance(row, Mapping) and any(name in row for name in LABELS)
     pair = isinstance(row, (tuple, list)) and len(row) == 2
-    if not (labelled or pair) and (source.collate or _paired(row) is not row):
+    if not (labelled or pair) and (source.collate or _with_target(row) is not row):
         source.collate = Untargeted(source.collate)
 
 
-def _paired(row: Any) -> Any:
+def _with_target(row: Any) -> Any:
     """Returns a row that has only inputs with the target 0; another row unchanged."""
     if isinstance(row, Mapping):
         return {**row, LABELS[0]: 0}
@@ -77,7 +77,7 @@ def _paired(row: Any) -> Any:
     return (row, 0) if isinstance(row, (Tensor, np.ndarray)) else row
 
 
-def _dicts(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+def _records(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -89,12 +89,12 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim and len(value) == samples:
             return list(plain(value, what))
-        raise _refused(what, f"shape {list(value.shape)}", samples)
+        raise _shape_error(what, f"shape {list(value.shape)}", samples)
     parts = _parts(value)
     if parts is not None:
-        return _dicts({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
+        return _records({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
     if not isinstance(value, (tuple, list)):
-        raise _refused(what, type(value).__name__, samples)
+        raise _shape_error(what, type(value).__name__, samples)
     tensors = bool(value) and all(isinstance(array, (Tensor, np.ndarray)) and array.ndim for array in value)
     by_part = tensors and all(len(array) == samples for array in value)
     if by_part and isinstance(value, list) and len(value) == samples > 1:
@@ -107,7 +107,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
         return [list(row) for row in zip(*each, strict=True)]
     if len(value) == samples:
         return [plain(array, what) for array in value]
-    raise _refused(what, f"a {type(value).__name__} of {len(value)}", samples)
+    raise _shape_error(what, f"a {type(value).__name__} of {len(value)}", samples)
 
 
 def _constant(value: Any, samples: int, what: str) -> list[Any]:
@@ -117,7 +117,7 @@ def _constant(value: Any, samples: int, what: str) -> list[Any]:
     return _rows(value, samples, what)
 
 
-def _refused(what: str, shape: str, samples: int) -> TaskError:
+def _shape_error(what: str, shape: str, samples: int) -> TaskError:
     return TaskError(
         f"{what}: {shape} for a batch of {samples} samples; return a row for each sample from predictions(outputs, targets)"
     )

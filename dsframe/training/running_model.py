@@ -27,7 +27,7 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
     if plan.world.is_main or all_ranks:
         try:
             with generators.kept(plan.device):
-                model = _made(engine)
+                model = _new_model(engine)
         except Exception as error:
             failure = reason(error, 400)
     if wrong := failures(engine, failure):
@@ -45,7 +45,7 @@ def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Modul
     return model
 
 
-def _made(engine: Engine) -> nn.Module:
+def _new_model(engine: Engine) -> nn.Module:
     """Returns a new model of the task, with the file's adapter."""
     plan = engine.plan
     generators.seed(plan.seed)

@@ -52,12 +52,12 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
         return False
-    return _is_users(engine)
+    return _has_user_loss(engine)
 
 
 def has_few_rows(engine: Engine) -> bool:
     """Returns True if halves are single rows: a loss with statistics over rows may be the mean of these."""
-    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _is_users(engine)
+    return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _has_user_loss(engine)
 
 
 def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, training: bool = False) -> tuple[str, str]:
@@ -74,7 +74,7 @@ def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, trai
     losses, why = trial.take()
     if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
-    return _kind(engine, losses, wholes=1), ""
+    return _kind_of_losses(engine, losses, wholes=1), ""
 
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
@@ -84,14 +84,14 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     plan, watch = engine.plan, engine.built.watch
     # At most as many rows as a training step, which has shown that they fit into memory.
     samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
-    if watch is None or plan.config.settings.model.compile or not _is_users(engine):
+    if watch is None or plan.config.settings.model.compile or not _has_user_loss(engine):
         return ""
     trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
     losses, _ = trial.take()
     near, whose = _tolerance(engine), type(plan.task).__name__
     moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
-    own = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
-    answers = all_gather_json(engine, [own, sorted(trial.digests), moves])
+    local_losses = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
+    answers = all_gather_json(engine, [local_losses, sorted(trial.digests), moves])
     of_ranks, digests, moving = zip(*answers, strict=True)
     if losses is None or any(each != digests[0] or len(each) > 1 for each in digests):
         return ""
@@ -111,13 +111,13 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    return "" if mixes_rows(engine) or _kind(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
+    return "" if mixes_rows(engine) or _kind_of_losses(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
 
 
 def mixes_rows(engine: Engine) -> bool:
     """Returns True if task or model declare that rows depend on others, or if a test could not tell."""
     watch, plan = engine.built.watch, engine.plan
-    if watch is None or plan.task.batch_dependent or plan.config.settings.model.compile or not _is_users(engine):
+    if watch is None or plan.task.batch_dependent or plan.config.settings.model.compile or not _has_user_loss(engine):
         return True
     return any(isinstance(module, _BatchNorm) for module in watch.model.modules())
 
@@ -207,7 +207,7 @@ def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]
             hook.remove()
 
 
-def _is_users(engine: Engine) -> bool:
+def _has_user_loss(engine: Engine) -> bool:
     """Returns True for a user's loss if ranks do not split micro-batches (in a pipeline only one rank would see the
     loss). The built-in tasks return means."""
     module = type(engine.plan.task).__module__
@@ -222,7 +222,7 @@ def _tolerance(engine: Engine) -> float:
     return _TOLERANCE_OF_16_BITS if short else _TOLERANCE
 
 
-def _kind(engine: Engine, losses: Losses, *, wholes: int) -> str:
+def _kind_of_losses(engine: Engine, losses: Losses, *, wholes: int) -> str:
     """Returns the kind, from the losses of all samples (the first ``wholes`` entries) and of their halves."""
     kinds = set()
     for values in losses.of.values():
@@ -249,8 +249,8 @@ def halvings(rows: int) -> list[Tensor]:
 def agreed(kinds: Collection[str]) -> str:
     """Returns the kind of a loss whose halvings, or ranks, have shown ``kinds``. They may differ: a mean over chosen
     rows is also a sum if all chosen rows are in one half."""
-    found = {*kinds} - {""}
-    return found.pop() if len(found) == 1 else "neither" if found else ""
+    seen = {*kinds} - {""}
+    return seen.pop() if len(seen) == 1 else "neither" if seen else ""
 
 
 class Losses:

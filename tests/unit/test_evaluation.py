@@ -406,12 +406,12 @@ METRICS = {
 def test_a_metric_that_depends_on_the_size_of_a_batch_is_said_once(name, capsys):
     task, said = METRICS[name]
     _, evaluation = make(task)
-    evaluation._looks = True
+    evaluation._tests_batch_size = True
     batch = next(iter(evaluation._loaders[""]))
     outputs, targets = torch.zeros(5), batch.batch[1]
-    evaluation._joins = False
+    evaluation._calls_collectively = False
     for _ in range(2):
-        evaluation._looks = evaluation._looks is not None
+        evaluation._tests_batch_size = evaluation._tests_batch_size is not None
         evaluation._measure(batch, outputs, targets)
     assert capsys.readouterr().out.count("metric of an evaluation depends on eval_micro_batch_size") == said
     assert task.context.eval_samples == 5

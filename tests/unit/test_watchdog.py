@@ -108,7 +108,7 @@ def test_a_rank_that_is_asked_answers():
     """Another rank has called in the store: this one is to compare, whatever its own limit."""
     dog = watchdog.Watchdog(World(), 0.2)
     dog._store = SimpleNamespace(check=lambda keys: keys == [f"hang/{dog._round}"])
-    hears = threading.Thread(target=dog._hear, daemon=True)
+    hears = threading.Thread(target=dog._poll_calls, daemon=True)
     hears.start()
     until = time.monotonic() + 10
     while dog._called < dog._round and time.monotonic() < until:
@@ -134,7 +134,7 @@ from dsframe.run_dir import outcome
 watchdog.ANSWER_SECONDS, watchdog.FIRST_FACTOR = 0.3, 1.0
 blocks = lambda *_: threading.Event().wait()
 store = SimpleNamespace(check=blocks, set=blocks, get=blocks)
-watchdog._meet = lambda world: store
+watchdog._create_store = lambda world: store
 if sys.argv[1] == "pipe":
     os.close(2)
 outcome.start(sys.argv[2], 1)
@@ -170,6 +170,6 @@ def test_a_process_that_was_frozen_does_not_hang(monkeypatch):
     monkeypatch.setattr(own, "_over", SimpleNamespace(wait=wait))
     own._last, own._limit = now[0], 8.0
     monkeypatch.setattr("dsframe.guard.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(own, "_tell", lambda status: told.append(status.seconds))
+    monkeypatch.setattr(own, "_report", lambda status: told.append(status.seconds))
     own._watch()
     assert told == [10.0]  # since it went on
