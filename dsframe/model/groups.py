@@ -74,8 +74,6 @@ def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGrou
             parameter.requires_grad_(True)
     wanted, preset = _RequestedGroups(config, task, model), config.settings.no_decay
     options_of = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
-    for name, factor in _layer_decay_factors(config, model).items():
-        options_of[name] = options_of.get(name, {}) | {"lr_scale": factor}
     frozen = set()
     for name, (index, _) in _match_groups(wanted, model).items():
         group = wanted.groups[index]
@@ -106,33 +104,6 @@ def without_decay(model: nn.Module) -> list[str]:
         for name, _ in model.named_parameters()
         if _UNDECAYED.search(name.lower()) or name.startswith(tuple(normed))
     ]
-
-
-def _layer_decay_factors(config: Config, model: nn.Module) -> dict[str, float]:
-    """Returns the factors of ``layer_decay``, as in BEiT and MAE (arXiv 2111.06377), whose first block is 1."""
-    decay = config.settings.layer_decay
-    if decay is None:
-        return {}
-    block_class = switches.repeated(model)
-    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == block_class]
-    inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
-    if not inside:
-        message, remedy = (
-            "the model repeats no block, so it has no layers to count",
-            "write parameter_groups with lr_scale",
-        )
-        path = ("dsframe", "layer_decay")
-        raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
-    scales = {}
-    last_block = 0
-    for name, parameter in model.named_parameters():
-        layer = inside.get(id(parameter))
-        last_block = max(last_block, layer or 0)
-        if layer is None:  # before or after the blocks
-            layer = 0 if last_block == 0 else len(blocks) + 1
-        if layer <= len(blocks) and decay != 1.0:
-            scales[name] = decay ** (len(blocks) + 1 - layer)
-    return scales
 
 
 def _match_groups(wanted: _RequestedGroups, model: nn.Module) -> dict[str, tuple[int, str]]:

@@ -14,8 +14,6 @@ class Rates:
     learning_rate: float
     momentum: float | None = None
     """Adam's first beta, or SGD's momentum, if the schedule cycles it."""
-    second_beta: float | None = None
-    """Adam's second beta, if the schedule fixes it."""
 
     weight_decay: float | None = None
     """For groups with a weight decay, if the task schedules it."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: DeepSpeed's five, computed only from the step number, and torch's.
+"""Learning-rate schedules: DeepSpeed's warm-ups, computed only from the step number, and torch's.
 
 Every engine, including DeepSpeed, takes its learning rate from here, so that a file has one schedule on all engines and
 a resumed run needs only its step number. Formulas: DeepSpeed 0.19.8's (``runtime/lr_schedules.py``); a test compares
@@ -104,79 +104,6 @@ def warmup_cosine(
         return Rates(base * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * cosine))
 
     return at
-
-
-def range_test(
-    base: float,
-    *,
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> Schedule:
-    """Returns LRRangeTest, which rises without end, to find the largest usable rate (arXiv 1803.09820)."""
-
-    def at(updates: int) -> Rates:
-        interval = updates / lr_range_test_step_size
-        interval = math.floor(interval) if lr_range_test_staircase else interval
-        return Rates(lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval))
-
-    return at
-
-
-@dataclass(frozen=True)
-class OneCycle:
-    """The OneCycle schedule: up, down, then decay, with the momentum inverted (Smith 2018, arXiv 1803.09820)."""
-
-    cycle_min_lr: float
-    cycle_max_lr: float
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-    decay_mom_rate: float = 0.0
-
-    def __call__(self, updates: int) -> Rates:
-        """Returns the rates after ``updates``."""
-        first = float(self.cycle_first_step_size)
-        second = first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
-        last = updates - 1
-        if last < first + second:
-            if updates == 0:  # DeepSpeed starts at the lowest rate and, only here, at the lowest momentum too
-                return self._rates(self.cycle_min_lr, self.cycle_min_mom)
-            height = self._height(updates, first, second)
-            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
-            return self._rates(rate, self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height)
-        rate, momentum = self.cycle_min_lr, self.cycle_max_mom
-        # As in DeepSpeed: a rate of 0 disables its own decay; a step size of 0 both.
-        if self.decay_step_size:
-            interval = (last - first - second + 1) / self.decay_step_size
-            rate /= 1 + self.decay_lr_rate * interval
-            momentum *= 1 + self.decay_mom_rate * interval
-        return self._rates(rate, momentum)
-
-    def _rates(self, rate: float, momentum: float) -> Rates:
-        if not self.cycle_momentum:
-            return Rates(rate)
-        return Rates(rate, momentum, 0.99)  # DeepSpeed fixes the second beta, and cycles nothing for SGD
-
-    def _height(self, updates: int, first: float, second: float) -> float:
-        total = first + second
-        position = 1.0 + updates / total - math.floor(1 + updates / total)
-        rising = position <= first / total
-        stairs = self.cycle_first_stair_count
-        if not rising and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        if stairs > 0:
-            inside = updates % total
-            steps = inside * stairs / first if inside <= first else (total - inside) * stairs / second
-            return math.floor(steps) / stairs
-        return position / (first / total) if rising else (position - 1) / (first / total - 1)
 
 
 class TorchSchedule:
