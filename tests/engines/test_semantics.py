@@ -14,7 +14,7 @@ from tests.engines.norm_task import Normed
 from tests.files import ds_config
 from tests.processes import REPOSITORY
 
-STEPS = 12
+STEPS = 8
 BASE = ds_config(
     32,
     "AdamW",
@@ -25,9 +25,9 @@ BASE = ds_config(
         "layers": 2,
         "heads": 2,
         "width": 32,
-        "context": 32,
+        "context": 16,
         "corpus": str(REPOSITORY / "LICENSE"),
-        "samples": 256,
+        "samples": 160,
     },
     steps=STEPS,
     eval_micro_batch_size=200,
