@@ -29,7 +29,7 @@ def trained(name, folder):
 
 @pytest.mark.timeout(600)
 def test_the_default_file_begins_to_learn(folder):
-    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.steps=100"]
+    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.steps=100", "--set", "dsframe.eval_samples=2000"]
     command = deepspeed(2, ["-m", "dsframe.train", "--run-dir", "short", *more])
     run_ranks(command, cwd=folder, timeout_seconds=500).check()
     summary = read_summary(folder / "short")
