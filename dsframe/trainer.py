@@ -207,9 +207,7 @@ class Trainer:
                 share = index * plan.batch.data_parallel_size + plan.data_rank
                 sample_draws.at(step - 1, share * plan.batch.micro_batch_size)
                 micro_batch = replace(micro_batch, draws=sample_draws)
-            if index == 0:
-                micro_batch = self._trial.watched(micro_batch)
-            yield micro_batch
+            yield self._trial.watched(micro_batch, index)
 
     def _summary(self, began: float, ended: float) -> Summary:
         plan, training, first_done = self.engine.plan, self.training, self._first_step.ended

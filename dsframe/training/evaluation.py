@@ -29,6 +29,7 @@ from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Sums, Task, gives, sums
 from dsframe.text import Say, reason
 from dsframe.training import held, loss_kind, unmoved, whole_set
+from dsframe.training.finite import IF_NO_ITEMS
 from dsframe.training.shared_buffers import but_statistics, take_over
 
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
@@ -162,7 +163,10 @@ class Evaluation:
                 "note: all_rows() has the rows of one batch in an evaluation, whose metrics depend on eval_micro_batch_size and, "
                 "where the file leaves that out, on the number of processes; keep() and metrics_of_all() see all rows"
             )
-        return totals(self._engine, local_totals)
+        every = totals(self._engine, local_totals)
+        if not gives(task, "loss_weight") and "loss" in every and every["loss"].total.isnan():
+            self._report_once(f"note: the loss of an evaluation is NaN; {IF_NO_ITEMS}")
+        return every
 
     def _batches(
         self,

@@ -11,6 +11,9 @@ from dsframe.errors import TrainingError
 from dsframe.events import Listener, Training
 from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
 
+IF_NO_ITEMS = (
+    "if the loss is a mean that may have no items (all labels ignored), return their number from loss_weight(targets)"
+)
 SKIPS_IN_A_ROW = 50
 """Number of consecutive skipped updates that ends a training, which then does not recover by itself."""
 
@@ -52,7 +55,6 @@ class FiniteCheck(Listener):
         """**Collective.** Raises TrainingError, which names what is not finite."""
         cause = diagnose_nonfinite(self._engine, training.loader, self._first, training.step)
         raise TrainingError(
-            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or repair the data; if the "
-            "loss is a mean that may have no items (all labels ignored), return their number from loss_weight(targets); or leave "
-            'such updates out: "on_nonfinite": "skip"'
+            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or repair the data; "
+            f'{IF_NO_ITEMS}; or leave such updates out: "on_nonfinite": "skip"'
         )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json, all_gather_text, any_rank
 from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
@@ -57,35 +57,39 @@ class Branches:
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
         self.looks = self.said = self._is_due = False
-        self._next, self._begun, self._step, self._count = 1, 0, 0, 0
-        self._seen, self._tested = set[int](), set[int]()
-        """Numbers of autograd operations seen, and those already tested."""
+        self._now, self._next, self._begun, self._share = 0, 1, 0, 0
+        self._seen, self._untested = set[int](), dict[int, list[int]]()
+        """Numbers of autograd operations seen; step and micro-batch of those not yet tested."""
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
-        """Called before a step, like :meth:`LossTrial.begin_step`."""
-        self._is_due = self.looks and logs and steps_since >= self._next
-        if self._is_due:
-            self._next = steps_since + max(1, steps_since // 4)
+        """Called before a step, like :meth:`LossTrial.begin_step`. One process asks no other rank, and tests at once."""
+        self._now = steps_since
+        self._is_due = self.looks and (logs or self._engine.plan.world.size == 1) and steps_since >= self._next
 
-    def begin(self) -> None:
-        """Called before the forward pass of the first micro-batch."""
+    def begin(self, index: int) -> None:
+        """Called before the forward pass of this rank's micro-batch ``index`` of the step."""
+        plan = self._engine.plan
+        self._share = index * plan.batch.data_parallel_size + plan.data_rank
         self._begun = torch._C._autograd._get_sequence_nr()  # no public name in torch
 
     def end(self) -> None:
         """Called after that forward pass."""
         count = torch._C._autograd._get_sequence_nr() - self._begun
-        self._seen.add(count)
-        if len(self._seen) > 1 and count not in self._tested:
-            self._step, self._count = self._engine.plan.task.context.step, count
+        if count not in self._seen:
+            self._seen.add(count)
+            self._untested[count] = [self._engine.plan.task.context.step, self._share]
 
     def judge(self) -> str:
         """**Collective.** Returns a message after a step, or ""."""
-        steps = [int(text) for text in all_gather_text(self._engine, str(self._step))] if self._is_due else [0]
-        if not (step := max(steps)):
+        asks, is_single = len(self._seen) > 1 and bool(self._untested), self._engine.plan.world.size == 1
+        if not self._is_due or not (asks if is_single else any_rank(self._engine, asks)):
             return ""
-        self._tested |= {self._count} if step == self._step else set()
-        self._step = 0
-        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, steps.index(step), training=True)
+        newest = [[step, share, count] for count, (step, share) in self._untested.items()][-1:]
+        step, share, count = max(entry for entries in all_gather_json(self._engine, newest) for entry in entries)
+        self._untested.pop(count, None)
+        self._seen.add(count)
+        self._next = self._now + max(1, self._now // 4)
+        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=True)
         self.looks = "neither" not in all_gather_text(self._engine, kind)
         return "" if self.looks or self.said else sample_trial.ROWS_DEPEND
 
@@ -131,10 +135,10 @@ class LossTrial:
         if self._is_due:
             self._next_test = steps_since + max(1, steps_since - _EARLY_TESTS)
 
-    def watched(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the first micro-batch of a step, with a loss inspection attached if one is due."""
-        self.branches.begin()
-        if not self._is_first:
+    def watched(self, batch: MicroBatch, index: int) -> MicroBatch:
+        """Returns micro-batch ``index`` of a step, with a loss inspection attached if one is due."""
+        self.branches.begin(index)
+        if index or not self._is_first:
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
@@ -184,11 +188,12 @@ class LossTrial:
             seen = all_gather_text(engine, "neither" if self._votes["neither"] else "")
             rank = seen.index("neither") if "neither" in seen else None
             kind, why = sample_trial.kind_of(engine, self._loader, task.context.step - 1, rank)
-            if not is_needed:
-                kind, why = kind or of_halves, ""
+            if not kind and not is_needed:
+                kind, why = of_halves, ""
         self._neither = kind == "neither"
         if self._neither:
-            return verdict if task.batch_dependent else verdict or f"{_NEITHER} ({_REMEDY})"
+            why = "" if of_halves == "neither" else why
+            return verdict if task.batch_dependent else verdict or why or f"{_NEITHER} ({_REMEDY})"
         has_rows = of_halves in ("mean", "sum")
         self._tests_again = self._can_test and has_rows and not (task.batch_dependent or tally["draws"])
         if kind in ("", task.loss_is):

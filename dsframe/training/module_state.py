@@ -108,14 +108,17 @@ class ModuleState:
         return (changed | (_changed_keys(before, self._structure) if before else set())) - {"hooks"}
 
     def changed_later(self) -> set[str]:
-        """Returns, once, values read by loss or model that have changed since the first step, and replaced parts."""
+        """Returns, once, values read by loss or model that have changed since the first step, and replaced parts. Omits
+        the state of the task's torchmetrics objects: only evaluations may call them."""
         if not self._later:
             return set()
         changed = _changed_keys(self._structure, _structure(self._modules())).union(
             *(values.changed() for values in self._later)
         )
         changed |= self._rebuilt
-        changed -= self.of_task | self._changed | self._outside
+        modules = dict(self._modules().named_modules())
+        metrics = {name for name in changed if hasattr(modules.get(name.rpartition(".")[0]), "_reductions")}
+        changed -= self.of_task | self._changed | self._outside | metrics
         self._later = () if changed else self._later
         return changed
 

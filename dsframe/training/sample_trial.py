@@ -33,6 +33,7 @@ from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sums, Task, gives, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import held, unmoved
+from dsframe.values import tensors_of
 
 _SAMPLES = 4
 """Maximum. Without gradients these take less memory than a training step, even if that has only one sample."""
@@ -42,6 +43,10 @@ _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 ROWS_DEPEND = (
     "model or collate gives a row other outputs beside other rows, so the training depends on the micro batch size "
     "(batch_dependent = True in the task says that it is meant)"
+)
+PADDED = (
+    "rows are longer in a batch than alone, and their loss is another one there: the model sees padding, so the "
+    "training depends on the micro batch size (mask it, or pad to one length, as dsframe.data.Pad(length=N) does)"
 )
 
 
@@ -60,21 +65,22 @@ def has_few_rows(engine: Engine) -> bool:
     return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _has_user_loss(engine)
 
 
-def kind_of(engine: Engine, loader: Loader, step: int, rank: int | None, *, training: bool = False) -> tuple[str, str]:
-    """**Collective.** Returns the kind and "", or "" and a message. ``training``: use the model in training mode.
-    ``rank``: the rank whose first micro-batch of ``step`` (from 0) is tested, because its halves showed a loss that is
-    neither; None: test a few of its samples."""
-    size, samples = engine.plan.batch.micro_batch_size, list(range(_SAMPLES))
+def kind_of(engine: Engine, loader: Loader, step: int, share: int | None, *, training: bool = False) -> tuple[str, str]:
+    """**Collective.** Returns the kind or "", and a message or "". ``training``: use the model in training mode.
+    ``share``: which micro-batch of all ranks in ``step`` (from 0) is tested, because its halves showed a loss that is
+    neither; None: test a few samples of the first one."""
+    size, samples = engine.plan.batch.micro_batch_size, list[int]()
     if not isinstance(loader.source, StreamSource):
         indices = torch.cat([indices for _, indices in loader.sampler.global_batch(step)])
         samples = (indices % len(loader.source)).tolist()
-    count = max(2, size // 2 * 2) if rank is not None else 2 if size == 1 else _SAMPLES
-    chosen = samples[(rank or 0) * size :][:count]
-    trial = _Trial(engine, loader, chosen if len(chosen) == count else list(range(count)), training=training)
+    count = max(2, size // 2 * 2) if share is not None else 2 if size == 1 else _SAMPLES
+    chosen = samples[(share or 0) * size :][:count]
+    trial = _Trial(engine, loader, [*dict.fromkeys([*chosen, *range(count)])][:count], training=training)
     losses, why = trial.take()
     if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
-    return _kind_of_losses(engine, losses, wholes=1), ""
+    kind = _kind_of_losses(engine, losses, wholes=1)
+    return kind, PADDED if kind == "neither" and len(trial.lengths) > 1 else ""
 
 
 def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
@@ -82,12 +88,14 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
     ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError if the
     losses of ranks differ, or if those of a ``resumed`` run would."""
     plan, watch = engine.plan, engine.built.watch
-    # At most as many rows as a training step, which has shown that they fit into memory.
-    samples = list(range(next(size for size in (_SAMPLES, 2, 1) if size <= plan.batch.micro_batch_size)))
     if watch is None or plan.config.settings.model.compile or not _has_user_loss(engine):
         return ""
-    trial = _Trial(engine, loader, samples, training=not watch.has_writes, again=True)
-    losses, _ = trial.take()
+    # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
+    for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
+        trial = _Trial(engine, loader, list(range(size)), training=not watch.has_writes, again=True)
+        losses, _ = trial.take()
+        if losses is not None:
+            break
     near, whose = _tolerance(engine), type(plan.task).__name__
     moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
     local_losses = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
@@ -141,6 +149,8 @@ class _Trial:
         """Positions in ``samples``."""
         self.draws = False
         """True if random numbers that belong to no sample were drawn on this rank."""
+        self.lengths = set[tuple[torch.Size, ...]]()
+        """Shapes of a row in the batches: several if rows are padded to the longest."""
         self.digests = set[str]()
         """One for each reading of all samples; data with a state give several."""
 
@@ -162,6 +172,7 @@ class _Trial:
             ):
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
+                    self.lengths.add(tuple(_of_a_row(leaf.shape, len(part)) for leaf in tensors_of(batch)))
                     before, others = generators.capture(plan.device), held.Generators(engine)
                     with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
@@ -189,6 +200,11 @@ class _Trial:
         else:
             for part in self._parts[self._wholes :]:
                 yield tree_map(lambda leaf, rows=part: leaf[rows], whole)
+
+
+def _of_a_row(shape: torch.Size, rows: int) -> torch.Size:
+    """Returns the shape of a row of a tensor that has rows first, or time."""
+    return shape[1:] if shape[:1] == (rows,) else shape[:1] + shape[2:]
 
 
 @contextmanager

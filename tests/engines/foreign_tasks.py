@@ -2082,10 +2082,10 @@ class _Pondering(nn.Module):
 
 
 class Pondering(Rows):
-    """Hard rows come in the third step."""
+    """A hard row comes in the third step."""
 
-    def __init__(self, loops=False):
-        self.loops = loops
+    def __init__(self, loops=False, hard=17):
+        self.loops, self.hard = loops, hard
 
     def model(self):
         return _Pondering(self.loops)
@@ -2093,7 +2093,7 @@ class Pondering(Rows):
     def train_data(self):
         rows, labels = super().train_data().tensors
         rows = rows.clamp(-2, 2)
-        rows[17, 0] = 3.5
+        rows[self.hard, 0] = 3.5
         return TensorDataset(rows, labels)
 
 

@@ -492,6 +492,20 @@ def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
     assert finished.stderr.count(text) == (not loops), finished
 
 
+@pytest.mark.parametrize(("accumulation", "hard"), [(1, 17), (2, 22), (8, 23)])
+def test_rows_that_depend_on_other_rows_later_are_said_at_once(accumulation, hard, tmp_path):
+    """On one process, in a step that does not log; whichever micro-batch it is, of one row too."""
+    document = file(("Pondering", {"hard": hard}), "single", steps=20, log_every_steps=10)
+    said_by = kept.train(tmp_path, document | {"gradient_accumulation_steps": accumulation}, 1).check().stderr
+    said = said_by.index("model or collate gives a row other outputs beside other rows")
+    assert said_by.index("step  2/20") < said < said_by.index("step  5/20")
+
+
+def test_rows_that_depend_in_training_alone_are_said_of_one_row(tmp_path):
+    document = file(("Centred", {"what": "training"}), "single") | {"gradient_accumulation_steps": 8}
+    assert "gives a row other outputs beside other rows" in kept.train(tmp_path, document, 1).check().stderr
+
+
 def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):
     document = file(("Chosen", {}), "single") | {"gradient_accumulation_steps": 2}
     finished = kept.train(tmp_path, document, 1).check()

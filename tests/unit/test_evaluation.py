@@ -434,3 +434,26 @@ def test_a_sum_over_nothing_adds_nothing(kind):
 
     _, evaluation = make(Judged(some))
     assert evaluation.run()["metric"] == 8.0
+
+
+class Chosen(ReadyTask):
+    """A mean over the rows below a number."""
+
+    def loss(self, outputs, targets):
+        return outputs.flatten()[targets < 5].mean()
+
+    def train_data(self):
+        return TensorSource(torch.randn(12, 3), torch.arange(12.0))
+
+
+class Weighed(Chosen):
+    def loss_weight(self, targets):
+        return (targets < 5).sum()
+
+
+@pytest.mark.parametrize("task", [Chosen, Weighed])
+def test_a_loss_over_no_items_is_said_once(task, capsys):
+    _, evaluation = make(task())
+    results = [evaluation.run() for _ in range(2)]
+    assert all((result["loss"] != result["loss"]) == (task is Chosen) for result in results)
+    assert capsys.readouterr().out.count("return their number from loss_weight(targets)") == (task is Chosen)

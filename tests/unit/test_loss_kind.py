@@ -246,6 +246,19 @@ def mixed_a_little(rows):
     return 0.9 * inputs + 0.1 * inputs.flip(0), targets
 
 
+def padded(rows):
+    """Rows of one to three numbers."""
+    some = [inputs[: 1 + int((inputs[1:] > 0).sum())] for inputs, _ in rows]
+    return nn.utils.rnn.pad_sequence(some, batch_first=True), torch.stack([targets for _, targets in rows])
+
+
+class OfAll(nn.Linear):
+    """Takes padding for numbers."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.mean(1, keepdim=True))
+
+
 def linear():
     return nn.Linear(3, 4)
 
@@ -261,6 +274,8 @@ FORMS = {
     "collate mixes a little": (Rows(mean, linear, mixed_a_little), NEITHER),
     "collate": (Rows(mean, linear, default_collate), ""),
     "collate, worse half": (Rows(largest, linear, default_collate), NEITHER),
+    "padding": (Rows(mean, lambda: OfAll(1, 4), padded), "the model sees padding"),
+    "padding, mean over items": (Rows(by_count, lambda: OfAll(1, 4), padded), NEITHER),
     "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
 }
 
@@ -369,7 +384,7 @@ TRACES = {
 def test_the_look_leaves_no_trace(kind, monkeypatch):
     """The training goes on as if nobody had looked."""
     looked = dsframe.fit(TRACES[kind](), file(1)).loss
-    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
+    monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch, index: batch)
     monkeypatch.setattr("dsframe.training.loss_kind.LossTrial.look_at_samples", lambda *_, **__: "")
     monkeypatch.setattr("dsframe.training.sample_trial.is_needed", lambda *_: False)
     assert dsframe.fit(TRACES[kind](), file(1)).loss == looked
