@@ -293,8 +293,10 @@ def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> Json:
         mine[section].update(values)
     with watchdog, generators.kept(plan.device):  # reading samples may draw random numbers
         mine["data"] = assert_same_samples(engine, job.work.loader)
-        for held_out in job.work.evaluation.values():
-            assert_same_samples(engine, held_out)
+        mine["evaluation data"] = {}
+        for name, held_out in job.work.evaluation.items():
+            read = {f"sample {index}": digest for index, digest in assert_same_samples(engine, held_out).items()}
+            mine["evaluation data"][name] = {"the number of samples": held_out.samples, **read}
     return mine
 
 

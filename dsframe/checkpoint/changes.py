@@ -142,6 +142,10 @@ def differences(manifest: Json, mine: Json) -> list[str]:
         changed.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
     if samples := _unlike(manifest.get("data", {}), current.get("data", {})):
         changed.append(f"the training data: sample {samples[0]} was another one: {FOLLOWS['training data']}")
+    for name, held_out in current.get("evaluation data", {}).items():
+        if others := _unlike(manifest.get("evaluation data", {}).get(name, {}), held_out):
+            where = f"the evaluation data {name}".rstrip()
+            changed.append(f"{where}: {others[0]} was another one: {FOLLOWS['evaluation data']}")
     return changed
 
 

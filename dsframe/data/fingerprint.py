@@ -33,8 +33,8 @@ _READINGS = 16
 def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
     """**Collective.** Returns digests of a few samples, by index. Raises DataError if ranks have different samples.
 
-    Samples that change with each reading have no digest: only their structure is compared, and {} is returned. May draw
-    random numbers, if the data do.
+    Samples that change with each reading have no digest: only their structure is compared, and {} is returned. A source
+    may have one digest of all its files (``digest_of_files``). May draw random numbers, if the data do.
     """
     chosen = _chosen(loader)
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
@@ -45,7 +45,8 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
     if index is None:
-        return {} if any(moves_there for _, moves_there in answers) else {index: digests[index] for index in common}
+        files = {"(which one is unknown)": text} if (text := getattr(loader.source, "digest_of_files", "")) else {}
+        return {} if any(moves_there for _, moves_there in answers) else {**{i: digests[i] for i in common}, **files}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
     again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _structure(rows[0])}
     readings = all_gather_json(ranks, again)

@@ -26,6 +26,9 @@ class RowSource:
     document, padded to the longest of the micro-batch, with an ``attention_mask``.
     """
 
+    digest_of_files = ""
+    """Of what is in the files that it was made of."""
+
     def __init__(
         self,
         tokenised: Tokenised,

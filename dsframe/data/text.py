@@ -30,6 +30,9 @@ class TextSource:
     from seed and epoch).
     """
 
+    digest_of_files = ""
+    """Of what is in the files that it was made of."""
+
     def __init__(self, tokens: Tensor, context: int, *, seed: int = 0, shifted: bool = False) -> None:
         self._tokens, self._context, self._seed, self._shifted = tokens, context, seed, shifted
         self._steps = torch.arange(context + 1)

@@ -151,6 +151,11 @@ class PartsEngine(Engine):
                 "optimizers": {name: changes.course_of(spec) for name, spec in specs.items()},
                 "learning rate": {name: spec.learning_rate for name, spec in specs.items()},
                 "modules": {name: engine.built.manifest["course"]["modules"] for name, engine in self._engines.items()},
+                "attributes": {
+                    key if key.startswith("task.") else f"{key}, {name}": value
+                    for name, engine in self._engines.items()
+                    for key, value in engine.built.manifest["course"]["attributes"].items()
+                },
             },
         }
         descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]

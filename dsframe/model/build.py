@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 import re
 import weakref
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
+from dsframe.config.read.secrets import is_secret
 from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host import generators
@@ -32,8 +35,14 @@ from dsframe.model.spill import Spill
 from dsframe.model.unusual import refuse_unusual
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Task
-from dsframe.values import elements
+from dsframe.values import attributes_of, elements, has_attributes
 
+_DEPTH = 3
+"""So many attributes below the task a number is looked for."""
+_FEW = 100
+"""Entries of a list or dict that are looked at."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that each module has."""
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
 LARGE = 1 << 24
 """Number of elements. A larger sharded model returns freed memory to the system; smaller ones keep it, for speed."""
@@ -57,7 +66,7 @@ def build_model(
     plan: Plan = ranks.plan
     task, settings = plan.task, plan.config.settings
     model, peft = _build_on_cpu(ranks, spill)
-    manifest = {"course": {"modules": described(model)}}
+    manifest = {"course": {"modules": described(model), "attributes": attributes(model, task)}}
     memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
     formats.integers_as_buffers(model)
@@ -259,11 +268,60 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         transient = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
         for key, value in {**transient, **vars(module)}.items():
-            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-                value = torch.from_numpy(np.ascontiguousarray(value))
-            if type(value) is Tensor and value.layout == torch.strided and not (value.is_meta or value.is_quantized):
-                wide = torch.complex128 if value.is_complex() else torch.float64
-                yield f"{name}.{key} {list(value.shape)} {float(value.detach().to(wide).abs().sum()):.3g}"
+            if size := _size(value):
+                yield f"{name}.{key} {size}"
+
+
+def _size(value: Any) -> str:
+    """The size of a tensor or an array, as :func:`_sizes_of_others`; "" of anything else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return ""
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    return f"{list(value.shape)} {float(value.detach().to(wide).abs().sum()):.3g}"
+
+
+def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
+    """What a checkpoint tells of arguments that neither weights nor source show: numbers and texts in attributes of the task, by
+    name, and one digest of the model's numbers. A text is there as a digest, and a path, which is where something lies, is not.
+    """
+    own = {} if type(task).__module__.startswith("dsframe.") else vars(task)  # a built-in one has the file's settings
+    of_task = dict(_plain({key: own[key] for key in own if not hasattr(Task, key)}, "task", _DEPTH))
+    of_model: list[str] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH and id(value) not in seen:  # modules share their configuration
+                seen |= {id(value)} if has_attributes(value) else set()
+                numbers = dict(_plain(value, f"{name}.{key}", _DEPTH - 1)).items()
+                of_model += [f"{path} {number}" for path, number in numbers if not isinstance(number, str)]
+    return {"digest of numbers in the model": xxh3_64_hexdigest(" ".join(of_model).encode()), **of_task}
+
+
+def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields the numbers and texts in ``value`` and in containers and objects in it, with their paths."""
+    if isinstance(value, (bool, int, float, type(None))):
+        yield path, value if value is None or math.isfinite(value) else repr(value)
+    elif isinstance(value, str):
+        if os.sep not in value and not is_secret(path):
+            yield path, f"a text, digest {xxh3_64_hexdigest(value.encode('utf-8', 'replace'))}"
+    elif size := _size(value):
+        yield path, size
+    elif isinstance(value, (dict, list, tuple)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in entries if depth and len(value) <= _FEW else ():
+            yield from _plain(item, f"{path}.{key}", depth - 1)
+    elif depth and _holds_arguments(value):
+        for key, item in vars(value).items() if isinstance(value, nn.Module) else attributes_of(value).items():
+            yield from _plain(item, f"{path}.{key}", depth - 1) if key not in _OF_TORCH else ()
+
+
+def _holds_arguments(value: Any) -> bool:
+    """Whether its attributes are looked at: of a loss without weights, but not of a network, nor of what is dsframe's."""
+    if isinstance(value, nn.Module):
+        return not any(True for _ in value.parameters())
+    return has_attributes(value) and not type(value).__module__.startswith("dsframe.")
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:

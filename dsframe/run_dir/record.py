@@ -121,15 +121,7 @@ def _cpu() -> str:
 class Record:
     """Rank 0's record of a run. Moves an earlier run's record in the same directory to ``earlier.1`` (2, ...)."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        about: Json,
-        done_steps: int = 0,
-        *,
-        loggers: MakeLoggers,
-        say: Say,
-    ) -> None:
+    def __init__(self, plan: Plan, about: Json, done_steps: int = 0, *, loggers: MakeLoggers, say: Say) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue
         from."""
         directory = plan.directory

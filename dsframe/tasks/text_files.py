@@ -132,7 +132,9 @@ class WindowsTask(CausalLanguageModelTask):
         if train and s.samples is not None:
             tokens = tokens[: s.samples * s.context + s.context]
         try:
-            return TextSource(tokens, s.context, seed=self.seed, shifted=train)
+            source = TextSource(tokens, s.context, seed=self.seed, shifted=train)
+            source.digest_of_files = documents.digest(recipe.sources, recipe.data_dir)
+            return source
         except DataError as error:
             raise DataError(f"{recipe.name}: {error}") from error
 
@@ -200,13 +202,11 @@ class RowsTask(WindowsTask):
 
     def _source(self, name: str) -> RowSource:
         train, s = name != "eval", self.settings
-        _, opened = self._opened(name)
-        return RowSource(
-            opened,
-            s.context,
-            together=self.packing == "documents",
-            samples=s.samples if train else None,
-        )
+        recipe, opened = self._opened(name)
+        samples = s.samples if train else None
+        source = RowSource(opened, s.context, together=self.packing == "documents", samples=samples)
+        source.digest_of_files = documents.digest(recipe.sources, recipe.data_dir)
+        return source
 
 
 def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:

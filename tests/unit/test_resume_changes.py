@@ -1,6 +1,7 @@
 """What may change between two starts, and what must stay, as a run says it."""
 
 import copy
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -61,13 +62,15 @@ MANIFEST = {
             "trained parameters": "4 of 4, digest bb",
             "digest of values that no checkpoint has": "cc",
         },
+        "attributes": {"digest of numbers in the model": "dd", "task.alpha": 0.5},
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
     "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
     "source": {"circles": "aa", "nets": "bb"},
     "data": {"0": "aa", "17": "bb", "99": "cc"},
+    "evaluation data": {"clean": {"the number of samples": 8, "sample 0": "aa"}},
 }
-SECTIONS = {"source": "source", "versions": "versions", "data": "training data"}
+SECTIONS = {"source": "source", "versions": "versions", "data": "training data", "evaluation data": "evaluation data"}
 """What stands beside the course and the run -> what follows from a change there."""
 
 
@@ -103,7 +106,7 @@ def test_a_change_anywhere_is_said_once_with_what_follows(path):
     assert path.rpartition("/")[2].replace("_", " ").replace("world size", "ranks") in line.replace("_", " ").replace(
         "-", " "
     )
-    if section not in ("source", "data"):
+    if section not in ("source", "data", "evaluation data"):
         assert ' is "another"' in line
 
 
@@ -398,9 +401,73 @@ SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
     ],
 )
 def test_a_change_of_a_setting_or_of_the_model_is_said_by_a_run(said_at_a_resume, first, then, line):
-    said = said_at_a_resume(first, then)
+    said = [text for text in said_at_a_resume(first, then) if not text.startswith("attributes.")]  # of the task
     assert len(said) == bool(line)
     assert not line or said[0].startswith(line)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, settings):
+        super().__init__(8, 3)
+        self.settings = settings
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.settings.scale
+
+
+class Argued(Shaped):
+    """With the arguments of a program, as one that parses its command line has them, and validation data of a file."""
+
+    def __init__(self, scale=1.0, evaluated=24, first=0, **arguments):
+        super().__init__()
+        self.network, self.evaluated = Namespace(scale=scale, folder="/data"), slice(first, first + evaluated)
+        self.arguments = Namespace(alpha=0.5, kind="focal", weights=torch.ones(3), token="of today")
+        vars(self.arguments).update(arguments)
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=self.arguments.alpha)
+
+    def model(self):
+        return Scaled(self.network)
+
+    def eval_data(self):
+        return torch.utils.data.TensorDataset(*(part[self.evaluated] for part in self.train_data().tensors))
+
+
+@pytest.mark.parametrize(
+    ("then", "line"),
+    [
+        ({}, ""),
+        ({"token": "of tomorrow"}, ""),
+        ({"alpha": 0.1}, "attributes.task.arguments.alpha was 0.5, is 0.1: the next step uses it"),
+        ({"kind": "dice"}, 'attributes.task.arguments.kind was "a text, digest '),
+        ({"weights": torch.tensor([1.0, 1, 2])}, 'attributes.task.arguments.weights was "[3] 3", is "[3] 4": '),
+        ({"scale": 2.0}, "attributes.digest of numbers in the model was "),
+        ({"evaluated": 8}, "the evaluation data: the number of samples was another one: "),
+        ({"first": 1}, "the evaluation data: sample 0 was another one: metrics from before, the best one and "),
+    ],
+)
+def test_arguments_and_validation_data_that_changed_are_said(said_at_a_resume, then, line):
+    """Neither weights nor source show them."""
+    said = said_at_a_resume({"task": Argued()}, {"task": Argued(**then)})
+    assert [text for text in said if text.startswith(line)] if line else not said
+
+
+def test_what_several_models_are_told_is_said_once(said_at_a_resume):
+    class Two(Argued):
+        model = dsframe.Task.model
+
+        def models(self):
+            return {"one": lambda: nn.Linear(8, 3), "other": lambda: Scaled(self.network)}
+
+        def losses(self):
+            return {"one": self.measured, "other": self.measured}
+
+        def measured(self, models, inputs, targets):
+            return sum(nn.functional.cross_entropy(model(inputs), targets) for model in models.values())
+
+    (line,) = said_at_a_resume({"task": Two()}, {"task": Two(alpha=0.1)})[:1]
+    assert line.startswith("attributes.task.arguments.alpha was 0.5, is 0.1")
+    said = said_at_a_resume({"task": Two()}, {"task": Two(scale=2.0)})
+    assert [text for text in said if text.startswith("attributes.digest of numbers in the model, other was ")]
 
 
 class Opened(Shaped):

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from dsframe.config.schema.settings import CausalLanguageModelTask as Settings
-from dsframe.data import documents, tokenised
+from dsframe.data import Loader, documents, tokenised
 from dsframe.data.encoders import TextEncoder
+from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
 from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
+from tests.unit.test_checkpoint_files import Room
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +239,22 @@ def test_the_second_start_reads_what_the_first_has_made(tmp_path, monkeypatch):
     (folder / "tokens").write_bytes(b"1234")
     path.write_text(content)
     assert tokenised.find_tokens(first._recipes["train"]) is None  # damaged
+
+
+@pytest.mark.parametrize("packing", ["rows", "concatenate"])
+def test_a_line_that_was_edited_is_seen_wherever_it_is(packing, tmp_path):
+    """Not only where one of the five samples differs that are compared in any case."""
+
+    def told(word):
+        lines = ["a cat sees a dog"] * 60
+        lines[7] = f"a {word} sees a dog"
+        jsonl(tmp_path / "a.jsonl", [{"text": line} for line in lines])
+        source = prepared("a.jsonl", packing=packing, context=8).train_data()
+        return Room(1).run(lambda ranks: assert_same_samples(ranks, Loader(source, seed=0, micro_batch_size=2)))[0]
+
+    before, after = told("cat"), told("cow")
+    assert [name for name in before if before[name] != after[name]] == ["(which one is unknown)"]
+    assert told("cat") == before
 
 
 def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path):

@@ -28,7 +28,7 @@ from dsframe.engines.deepspeed.imports import (
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
-from dsframe.model.build import dependences, described
+from dsframe.model.build import attributes, dependences, described
 from dsframe.model.parts import parts_of
 from dsframe.model.persistent import aliases
 from dsframe.model.plan import Plan
@@ -64,7 +64,9 @@ class Cut:
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
         whole = self._named(probes) if self._whole is None else self._whole
-        self.manifest: dict[str, Any] = {"course": {"modules": described(whole)}}
+        self.manifest: dict[str, Any] = {
+            "course": {"modules": described(whole), "attributes": attributes(whole, plan.task)}
+        }
         """``BuiltModel.manifest``, of all stages."""
         self.groups = groups.settle_groups(plan.config, plan.task, whole)
         """``BuiltModel.groups``, of all stages."""
