@@ -65,7 +65,7 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
 
     Raises DataError for patterns without a match, files matched twice, and unsupported file types.
     """
-    pattern_of: dict[Path, str] = {}
+    found: dict[Path, tuple[Path, str]] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
         names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
@@ -75,14 +75,12 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
             if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
                 continue  # "**" matches folders too
             _check_kind(path, key)
-            if path in pattern_of:
-                raise DataError(
-                    f"{key}: {path} is named twice, by {pattern_of[path]} and {pattern}; remove one of them"
-                )
-            pattern_of[path] = pattern
-    if not pattern_of:
+            if (place := path.absolute()) in found:
+                raise DataError(f"{key}: {path} is named twice, by {found[place][1]} and {pattern}; remove one of them")
+            found[place] = path, pattern
+    if not found:
         raise DataError(f"{key}: names no file")
-    return list(pattern_of)
+    return [path for path, _ in found.values()]
 
 
 def _check_kind(path: Path, key: str) -> None:
@@ -247,7 +245,10 @@ def _saved(path: Path) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drops nulls: Arrow gives every object all keys of its column, with null for missing ones."""
+    """Drops nulls: Arrow gives every object all keys of its column, with null for missing ones. A map comes as a list of
+    pairs and becomes an object."""
+    if isinstance(value, list) and value and all(isinstance(part, tuple) for part in value):
+        value = dict(value)
     if isinstance(value, Mapping):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value

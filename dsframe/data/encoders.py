@@ -241,12 +241,13 @@ class ConversationEncoder:
         return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
 
     def _warn_of_lost(self, messages: list[Any], text: str, row: Row) -> None:
-        """Warns about roles whose messages are not completely in the template's output ``text``."""
+        """Warns about roles whose words, thoughts and calls are not all in the template's output ``text``."""
         without_spaces = "".join(text.split())
         lost = (
-            message["role"]
+            message["role"] if key == "content" else f"{message['role']} ({key})"
             for message in messages
-            if isinstance(content := message.get("content"), str) and "".join(content.split()) not in without_spaces
+            for key, words in _words(message)
+            if "".join(words.split()) not in without_spaces and (key == "content" or key in self._template)
         )
         self._warn(row, "the chat template leaves out or changes words of messages of", lost)
 
@@ -292,6 +293,7 @@ def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Itera
 
 _WEIGHTS = ("weight", "train", "loss")
 """Keys of a message that say whether it is learned, as in the formats of OpenAI, Axolotl and others."""
+_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
 _ASKING = ("system", "developer", "user", "tool", "function", "ipython")
 """Roles that are never the model's own."""
 
@@ -309,6 +311,18 @@ def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [
         {key: part for key, part in message.items() if key not in _WEIGHTS and part is not None} for message in messages
     ]
+
+
+def _words(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a message says, by the keys that chat templates know: its texts, and the functions that it calls."""
+    for key in _TEXTS:
+        if isinstance(text := message.get(key), str):
+            yield key, text
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, (list, tuple)) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            yield "tool_calls", name
 
 
 def _common(first: Sequence[int], other: Sequence[int]) -> int:

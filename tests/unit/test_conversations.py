@@ -254,6 +254,18 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path):
     assert '"arguments": {"x": null}' in words("bytes").decode(tokens_of(made, rows[0]))
 
 
+def test_a_map_of_parquet_is_an_object(tmp_path):
+    """As other programs write arguments of calls; pyarrow gives its pairs."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    kind = arrow.list_(arrow.struct([("role", arrow.string()), ("at", arrow.map_(arrow.string(), arrow.string()))]))
+    rows = [[{"role": "user", "at": [("a", "one"), ("b", None)]}]]
+    parquet.write_table(arrow.table({"messages": arrow.array(rows, kind)}), tmp_path / "a.parquet")
+    (row,) = documents.rows(tmp_path / "a.parquet", ["messages"])
+    assert row.value == {"messages": [{"role": "user", "at": {"a": "one"}}]}
+
+
 def test_parts_of_text_are_one_text_and_other_parts_are_refused():
     tokenizer, parts = words("bytes"), [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]
     assert learned(tokenizer, talk(said(parts))) == "one[END]"
@@ -307,6 +319,27 @@ def test_what_the_template_does_not_write_is_said_once(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "dsframe: warning: a:1: columns that are not read: system",
         "dsframe: warning: a:1: not in the chat template, so not read: masked, tool_calls, tools",
+    ]
+
+
+def test_calls_and_thoughts_that_a_template_leaves_out_are_said(capsys):
+    """It knows their keys, and writes them of the last message alone, or where there is no content."""
+    call = [{"type": "function", "function": {"name": "look", "arguments": {"at": "the cat"}}}]
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>{% generation %}"
+        "{% if loop.last and m['reasoning_content'] %}{{ m['reasoning_content'] }}{% endif %}"
+        "{% if m['content'] %}{{ m['content'] }}{% else %}{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}"
+        "{% endfor %}{% endif %}[END]{% endgeneration %}{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    rows = encoder(words("bytes"), template)
+    encoded(rows, talk(said("sees"), said("", reasoning_content="a dog", tool_calls=call)))
+    assert not capsys.readouterr().err
+    encoded(rows, talk(said("sees", tool_calls=call), said("one")), "f:2")
+    encoded(rows, talk(said("sees", reasoning_content="a dog"), said("one")), "f:3")
+    what = "the chat template leaves out or changes words of messages of: assistant"
+    assert capsys.readouterr().err.splitlines() == [
+        f"dsframe: warning: f:2: {what} (tool_calls)",
+        f"dsframe: warning: f:3: {what} (reasoning_content)",
     ]
 
 

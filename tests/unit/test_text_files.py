@@ -327,6 +327,7 @@ def test_what_is_no_file_of_rows_is_named(tmp_path):
     assert "folder is a folder, but none that datasets.save_to_disk wrote" in refusal("folder")
     jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
     assert "good.jsonl is named twice, by good.jsonl and g*.jsonl" in refusal(["good.jsonl", "g*.jsonl"])
+    assert "good.jsonl is named twice, by good.jsonl and /" in refusal(["good.jsonl", str(tmp_path / "good.jsonl")])
     for columns, message in (
         (["body", "id"], "no column \"text\", or it is null; it has 'body', 'id'"),
         (["text"] * 2, "is there twice"),
