@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from dsframe.data.datasets import DatasetSource, StreamSource, as_source
@@ -31,6 +33,8 @@ _DEPTH = 5
 """Number of attribute levels below the data set that are searched for a generator."""
 _LONG = 32
 """Longer lists are assumed to hold rows, not transforms."""
+_OVERWRITTEN = "overwritten"
+"""Returned in place of the digest of a stream's first row."""
 _SO = "so the result depends on the number of processes, on workers and on restarts"
 _REMEDY = "draw in __getitem__ with torch, NumPy or random, which dsframe seeds for each sample"
 
@@ -80,6 +84,8 @@ class _Reading(NamedTuple):
     """State of the process's generators afterwards; they were seeded before."""
     generator_states: dict[str, Any]
     """State of the data set's own generators afterwards, by name."""
+    overwritten: bool
+    """True if reading the next row changes the values of this one."""
 
 
 class _Readings(Dataset[_Reading]):
@@ -94,17 +100,41 @@ class _Readings(Dataset[_Reading]):
             if isinstance(source, DatasetSource):
                 row = source.item(0, 0)  # this seeds
                 drawn = generators.capture(_CPU)
-                batch = source.collated([(0, 0, row)])
+                batch = digest(source.collated([(0, 0, row)]))
                 data: Any = source.dataset
             else:
-                batch, drawn, data = source.batch(torch.tensor([0]), 0), {}, source
-        return _Reading(digest(batch), drawn, {name: state_of(value) for name, value in _own_generators(data).items()})
+                batch, drawn, data, row = digest(source.batch(torch.tensor([0]), 0)), {}, source, None
+            states = {name: state_of(value) for name, value in _own_generators(data).items()}
+            several = isinstance(source, DatasetSource) and len(source) > 1
+            return _Reading(batch, drawn, states, number > 0 and several and _overwritten(source, row))
+
+
+def _overwritten(source: Any, row: Any) -> bool:
+    """Returns True if reading the next row changes ``row``, the first one."""
+    before = _values(row)
+    source.item(0, 1)
+    return _values(row) != before
+
+
+def _values(row: Any) -> str:
+    """Returns a digest of the tensors, arrays, numbers and texts of a row."""
+    plain = (Tensor, np.ndarray, int, float, str, bytes)
+    return digest([leaf for leaf in tree_leaves(row) if isinstance(leaf, plain)])
+
+
+def _refuse_overwritten(which: str) -> None:
+    raise DataError(
+        f"the {which} data give each row in the same memory, so a batch would have its last row several times; return a "
+        "copy of it (.clone(), .copy())"
+    )
 
 
 def _state_warning(source: Source, which: str, workers: int) -> str:
     """Returns a warning if the data have a state or a generator of their own, else ""."""
     readers, before = min(workers, 1) if isinstance(source, DatasetSource) else 0, _file_positions()
     first, second = loaded(_Readings(source), readers, batch_size=None, sampler=[0, 1])
+    if second.overwritten:
+        _refuse_overwritten(which)
     if readers < workers and (name := _moved_file(before)):
         return (
             f"the {which} data read {name}, which was open before the workers started: they share the position in it, so one may "
@@ -156,6 +186,8 @@ def _refuse_shared_files(source: StreamSource) -> None:
     """Raises DataError if processes take rows of the stream from each other by a shared file position."""
     before = _file_positions()
     first = _first_row(source)
+    if first == _OVERWRITTEN:
+        _refuse_overwritten("training")
     shared = _moved_file(before)
     if first and shared and (again := _first_row(source)) != first:
         raise DataError(
@@ -176,7 +208,11 @@ class _FirstRow(Dataset[str]):
 
     def __getitem__(self, number: int) -> str:
         with suppress(DataError):  # "gives no row"
-            return digest(self._source.collated([(0, 0, self._source.item(0, 0))]))
+            row = self._source.item(0, 0)
+            first = digest(self._source.collated([(0, 0, row)]))
+            with suppress(DataError):
+                return _OVERWRITTEN if _overwritten(self._source, row) else first
+            return first
         return ""
 
 

@@ -116,6 +116,39 @@ def test_held_out_data_are_read_too_and_pure_ones_say_nothing():
     assert lines(Rows(), Rows(), workers=2) == []
 
 
+class Buffered(Rows):
+    """Writes each row into the same memory, as what reads into a buffer does."""
+
+    def __init__(self, kind):
+        self.row = {"tensor": torch.zeros(4), "array": np.zeros(4), "list": [0.0] * 4}[kind]
+
+    def __getitem__(self, index):
+        self.row[:] = ROWS[index] if isinstance(self.row, torch.Tensor) else ROWS[index].tolist()
+        return {"x": self.row, "labels": index}
+
+
+class BufferedStream(IterableDataset):
+    def __init__(self, rows, copied=False):
+        self.rows, self.copied = rows, copied
+
+    def __iter__(self):
+        rows = (self.rows[index] for index in range(8))
+        return ((row["x"].clone() if self.copied else row["x"], row["labels"]) for row in rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_rows_in_one_memory_are_refused(kind, workers):
+    """A micro-batch would have its last row several times, and one of another size another row."""
+    with pytest.raises(DataError, match=r"the training data give each row in the same memory, .*return a copy"):
+        lines(Buffered(kind), workers=workers)
+    with pytest.raises(DataError, match="the evaluation data give each row in the same memory"):
+        lines(Rows(), Buffered(kind), workers=workers)
+    with pytest.raises(DataError, match="the training data give each row in the same memory"):
+        lines(BufferedStream(Buffered(kind)))
+    assert lines(BufferedStream(Buffered("tensor"), copied=True)) == []
+
+
 class Ordered(Given):
     """Gives the order of ``make(epoch, samples)``."""
 
