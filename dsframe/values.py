@@ -83,10 +83,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Returns the attributes of such an object."""
     with_slots = [vars(cls) for cls in type(value).__mro__ if "__slots__" in vars(cls)]
     slots = [name for of in with_slots for name, slot in of.items() if isinstance(slot, MemberDescriptorType)]
-    return {
-        **{name: getattr(value, name) for name in slots if hasattr(value, name)},
-        **getattr(value, "__dict__", {}),
-    }
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
 
 def same(before: Any, after: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
+from torch.utils.data import TensorDataset
 from xxhash import xxh3_64
 
 from dsframe.cluster.exchange import Ranks, all_gather_json, by_value, numbered
@@ -22,9 +23,12 @@ from dsframe.data.datasets import StreamSource
 from dsframe.data.loader import EvaluationLoader, Loader
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
+from dsframe.values import tensors_of
 
 BUDGET_SECONDS = 1.0
 """No further row is read after this time, except the first."""
+_MAX_BYTES = 1 << 28
+"""Largest size of tensors in memory that are digested: a tenth of a second."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _READINGS = 16
 """A sample that is randomly flipped looks the same in this many readings once in 65,536 runs."""
@@ -33,8 +37,8 @@ _READINGS = 16
 def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
     """**Collective.** Returns digests of a few samples, by index. Raises DataError if ranks have different samples.
 
-    Samples that change with each reading have no digest: only their structure is compared, and {} is returned. A source
-    may have one digest of all its files (``digest_of_files``). May draw random numbers, if the data do.
+    Samples that change with each reading have no digest: only their structure is compared, and {} is returned. Tensors
+    in memory, and files, have one digest of all samples. May draw random numbers, if the data do.
     """
     chosen = _chosen(loader)
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
@@ -45,8 +49,8 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
     if index is None:
-        files = {"(which one is unknown)": text} if (text := getattr(loader.source, "digest_of_files", "")) else {}
-        return {} if any(moves_there for _, moves_there in answers) else {**{i: digests[i] for i in common}, **files}
+        alike = {name: digests[name] for name in common}
+        return {} if any(moves_there for _, moves_there in answers) else {**alike, **_of_all(loader.source)}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
     again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _structure(rows[0])}
     readings = all_gather_json(ranks, again)
@@ -63,7 +67,17 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     )
 
 
-def digest(row: Batch) -> str:
+def _of_all(source: Any) -> dict[str, str]:
+    """Returns a digest of all samples, if they are small tensors in memory or read from files (``digest_of_files``)."""
+    data = getattr(source, "dataset", source)
+    text, is_ours = getattr(data, "digest_of_files", ""), type(data).__module__.startswith("dsframe.data.")
+    tensors = tensors_of(list(vars(data).values())) if not text and (is_ours or type(data) is TensorDataset) else []
+    if tensors and sum(tensor.nbytes for tensor in tensors) <= _MAX_BYTES:
+        text = digest(tensors)
+    return {"(which one is unknown)": text} if text else {}
+
+
+def digest(row: Any) -> str:
     """Returns a digest of names, types, shapes and values; of objects, such as graphs, repr and inner tensors."""
     hasher = xxh3_64()
     _update(hasher, row, 3)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
+from xxhash import xxh3_64_hexdigest
 
 from dsframe.data._torchvision import torchvision
 from dsframe.errors import DataError
@@ -77,6 +78,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")
+        names = "\0".join(path.relative_to(folder).as_posix() for path, _ in self.samples)
+        self.digest_of_files = xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
+        """Of their names and order."""
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -129,12 +129,7 @@ class ModelEngine(Engine):
         return loss_of(self.plan.task, outputs, batch, self._terms, self.built.watch, reaches=self.reaches_model)
 
     def _result(
-        self,
-        loss: Tensor,
-        learning_rate: float,
-        gradient_norm: Tensor | float | None,
-        *,
-        skipped: bool,
+        self, loss: Tensor, learning_rate: float, gradient_norm: Tensor | float | None, *, skipped: bool
     ) -> StepResult:
         return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
 

@@ -104,12 +104,7 @@ BUILT_IN: dict[str, Entry] = {
         package="deepspeed",
         launcher="deepspeed",
         supports=(PLACEMENT | CUTS | EXPERTS | REPLICA) - _OTHERWISE.keys() - {"keep_in_fp32"}
-        | {
-            "gradient_sum",
-            "communication_data_type",
-            "grad_accum_dtype",
-            "skip_nonfinite",
-        }
+        | {"gradient_sum", "communication_data_type", "grad_accum_dtype", "skip_nonfinite"}
         | {"lamb", "lion", "muon", "quantized_base"},
         ignores=MODELS_OWN,
         otherwise={

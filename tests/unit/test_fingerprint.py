@@ -1,17 +1,22 @@
 """A few training samples as digests: which are read, what they notice, and what they cost."""
 
 import copy
+import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 import dsframe
-from dsframe.data import Loader, TensorSource, fingerprint
+from dsframe.data import Loader, TensorSource, fingerprint, folder
+from dsframe.data.datasets import as_source
 from dsframe.data.fingerprint import assert_same_samples, digest
+from dsframe.data.source import ImageSource
+from dsframe.data.text import TextSource
 from dsframe.errors import DataError
 from dsframe.tools.compare import losses
 from tests.files import ds_config
@@ -155,7 +160,45 @@ def test_a_digest_is_of_names_types_shapes_and_values():
 def test_the_same_samples_have_the_same_digest_tomorrow():
     """Checkpoints keep them."""
     (told,) = of_ranks(loader(TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))))
+    assert told.pop("(which one is unknown)")
     assert told == {"0": "b454b1cfde2d9ae3", "1": "66a90fcbdb72e09e", "2": "fb81c4c9284a257e"}
+
+
+def in_memory(kind, row, directory):
+    """Nine samples, of which one is another one with another ``row``, beside those that are read in any case."""
+    rows = torch.arange(36.0).view(9, 4)
+    rows[row] += 1
+    if kind == "images":
+        return ImageSource(rows.view(9, 1, 2, 2).byte(), torch.zeros(9), classes=1, mean=(0.0,), std=(1.0,))
+    if kind == "text":
+        return TextSource(rows.flatten(), 3)
+    if kind == "names":
+        image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+        shutil.rmtree(directory / "train", ignore_errors=True)
+        (directory / "train" / "a").mkdir(parents=True)
+        for number in range(9):
+            path = directory / "train" / "a" / f"{number}{'b' * (number == row)}.png"
+            image.new("RGB", (8, 8)).save(path)
+        facts = SimpleNamespace(size=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+        return folder.load(str(directory), facts, train=True, augment=False)
+    return TensorDataset(rows, rows)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "collated", "images", "text", "names"])
+def test_of_what_is_in_memory_each_sample_is_seen(kind, tmp_path):
+    """And of a folder of images each name."""
+
+    def told(row):
+        data = in_memory(kind, row, tmp_path)
+        mine = loader(as_source(data, 0, default_collate if kind == "collated" else None))
+        (found,) = of_ranks(mine)
+        return found
+
+    read = {int(name) for name in told(0) if name.isdigit()}
+    unread = next(row for row in range(9) if row not in read)
+    before, after = told(-1), told(unread)
+    assert before["(which one is unknown)"] != after["(which one is unknown)"]
+    assert told(unread) == after
 
 
 class Dropping(Line):

@@ -294,7 +294,7 @@ def test_a_manifest_without_the_new_fields_is_gone_on_from(folder):
     manifest = read_manifest(path)
     assert {"nets", "task"} <= manifest["source"].keys()
     assert {"dsframe", "python", "torch"} <= manifest["versions"].keys()
-    assert len(manifest["data"]) in (4, 5)
+    assert len(manifest["data"]) in (5, 6)
     for key in ("source", "data"):
         del manifest[key]
     del manifest["course"]["per_sample_randomness"]
