@@ -6,7 +6,7 @@ import glob
 import os
 import sysconfig
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -121,13 +121,7 @@ def synthetic(size: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 9, (512,), generator=generator).tolist()
     words = [bytes(torch.randint(97, 123, (n,), generator=generator).tolist()) + b" " for n in lengths]
-    choice = (torch.rand(size // 3, generator=generator) ** 3 * len(words)).long().tolist()
-    return torch.from_numpy(np.frombuffer(b"".join(_take(words, choice, size)), np.uint8)[:size].copy())
-
-
-def _take(words: list[bytes], choice: list[int], size: int) -> Iterator[bytes]:
-    for index in choice:
-        if size <= 0:
-            return
-        size -= len(words[index])
-        yield words[index]
+    choice = (torch.rand(size // 3, generator=generator) ** 3 * len(words)).long()
+    ends = torch.tensor([*map(len, words)])[choice].cumsum(0)
+    needed = choice[: int((ends < size).sum()) + 1].tolist()
+    return torch.from_numpy(np.frombuffer(b"".join(map(words.__getitem__, needed)), np.uint8)[:size].copy())

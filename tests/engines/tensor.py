@@ -134,7 +134,7 @@ def averaged(made):
 
 @functools.cache
 def one_process(kind, told):
-    """The engine of one process, which several cases are compared with, and what it trained. ``told``: JSON."""
+    """The engine of one process, on rank 0 alone, which several cases are compared with, and what it trained. ``told``: JSON."""
     changes, settings = json.loads(told)
     made = build(kind, changes, "single", **settings)
     before, losses, kept = Snapshot(made[0].state()), list(steps(made, 0, 6)), Snapshot(made[0].state())
@@ -150,8 +150,12 @@ def measure(kind, engine, changes, **settings):
     if dist.is_initialized():  # those of the case before
         groups._release_process_group_references()
     whole = {key: value for key, value in changes.items() if key not in SHARDED}
-    alone, before, losses, kept_alone, loss, means, on = one_process(kind, json.dumps([whole, settings]))
+    is_main = worlds.here().is_main
+    alone, *found = one_process(kind, json.dumps([whole, settings])) if is_main else [None]
     cut = build(kind, changes, engine, **settings)
+    everywhere = [found]
+    dist.broadcast_object_list(everywhere)
+    before, losses, kept_alone, loss, means, on = everywhere[0]
     report = {"description": cut[0].description}
     report["before"] = apart(Snapshot(cut[0].state()), before)
     report["alone"], report["cut"] = losses, list(steps(cut, 0, 6))
@@ -164,13 +168,15 @@ def measure(kind, engine, changes, **settings):
     cut[0].load_state(kept_alone)
     report["read_back"] = apart(Snapshot(cut[0].state()), kept_alone)
     report["on from the single"] = list(steps(cut, 6, 9))
-    alone[0].load_state(kept_cut)
-    report["single on from it"] = list(steps(alone, 6, 9))
+    if is_main:
+        alone[0].load_state(kept_cut)
+        report["single on from it"] = list(steps(alone, 6, 9))
     cut[0].load_state(kept_cut)
     report["again"] = list(steps(cut, 6, 9)) == on_cut
     model = getattr(cut[0], "_model", None) or cut[0].model
-    held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
-    report["elements"] = [held, sum(p.numel() for p in alone[0].model.parameters())]
+    if is_main:
+        held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+        report["elements"] = [held, sum(p.numel() for p in alone[0].model.parameters())]
     return report
 
 
