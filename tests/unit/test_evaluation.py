@@ -457,3 +457,20 @@ def test_a_loss_over_no_items_is_said_once(task, capsys):
     results = [evaluation.run() for _ in range(2)]
     assert all((result["loss"] != result["loss"]) == (task is Chosen) for result in results)
     assert capsys.readouterr().out.count("return their number from loss_weight(targets)") == (task is Chosen)
+
+
+class Mode(ReadyTask):
+    """Reports whether metrics find the model in training mode."""
+
+    def model(self):
+        self.net = super().model()
+        return self.net
+
+    def metrics(self, outputs, targets):
+        return {"training": Sum(float(self.net.training) * len(targets), len(targets))}
+
+
+def test_metrics_find_the_model_in_evaluation_mode():
+    engine, evaluation = make(Mode())
+    assert evaluation.run()["training"] == 0.0
+    assert engine.model.training
