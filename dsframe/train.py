@@ -136,7 +136,7 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
     if isinstance(error, RuntimeError) and re.search(r"DataLoader worker \(pid", str(error)):
         # torch raises this wherever the process is at that moment, perhaps in the task's code.
         what = f"a process that reads data has ended, perhaps because memory was short: {str(error).strip()}"
-        leave(DataError(f"{what}; go on with --resume auto, and with fewer workers"), world, verbose=verbose)
+        leave(DataError(f"{what}; continue with --resume auto, and with fewer workers"), world, verbose=verbose)
     if verbose or not lost_a_peer(error):
         from dsframe.guard import user_code  # late: it imports torch
 

@@ -36,7 +36,7 @@ def named_class(path: str, base: type[Named], what: str) -> type[Named]:
             + close_match(class_name, vars(module))
         ) from None
     if not (isinstance(target, type) and issubclass(target, base)):
-        raise TaskError(f'{whose}: {class_name} is no {what}; write "class {class_name}(dsframe.{base.__name__})"')
+        raise TaskError(f'{whose}: {class_name} is not a {what}; write "class {class_name}(dsframe.{base.__name__})"')
     return target
 
 

@@ -96,7 +96,7 @@ class Writing:
                 if self._other_rank_failed.wait(_POLL_SECONDS):
                     return ""  # the caller knows the other rank's error
             text = self._status_file(rank).read_text()
-            report: Json = json.loads(text) if text else {"failure": "there is no room for its word"}
+            report: Json = json.loads(text) if text else {"failure": "there is no room for its status file"}
             if report["failure"]:
                 return f"rank {rank}: {report['failure']}"
             reports.append(report)

@@ -158,7 +158,7 @@ def compare_classes(manifest: Json, names: Sequence[str]) -> None:
     what = f"; {', '.join(gone)} missing" * bool(gone) + f"; {', '.join(new)} new" * bool(new)
     raise CheckpointError(
         f"the data's classes are {', '.join(names)}, but the checkpoint was trained with {', '.join(trained)}{what}: "
-        "rename the folders as they were, or train anew"
+        "rename the folders as they were, or train again"
     )
 
 

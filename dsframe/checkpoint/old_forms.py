@@ -30,7 +30,7 @@ def translated(path: Path, manifest: Json) -> Json:
 
     def header(file: str) -> Json:
         if file not in manifest["files"] or Path(file).name != file:
-            raise CheckpointError(f"{path}: {file!r} is no file of it")
+            raise CheckpointError(f"{path}: {file!r} is not one of its files")
         if file not in headers:
             headers[file] = _header(path / file)
         return headers[file]

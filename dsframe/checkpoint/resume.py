@@ -112,7 +112,7 @@ def begin(
     checkpoint.close()
     archive_earlier(engine, folder, step if in_place else None, say)
     run = manifest["run"]
-    say(f"going on after step {step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
+    say(f"continuing after step {step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
     evaluation = {name: math.nan if value is None else value for name, value in manifest["evaluation"].items()}
     return Start(step, manifest["loss"], evaluation, in_place)
 

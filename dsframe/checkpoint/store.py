@@ -247,7 +247,7 @@ def _pointed(pointer: Path) -> Path:
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = pointer.parent / name
     if not _NAME.fullmatch(name) or not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {name!r}, and there is no such checkpoint beside it")
+        raise CheckpointError(f"{pointer} names {name!r}, and there is no such checkpoint next to it")
     return folder
 
 
@@ -328,7 +328,7 @@ class _Tensor(_Part):
             return f"lies in pieces that do not make its shape {self.shape}"
         for name, begin, count in self.pieces:
             if name not in files:
-                return f"is in {name!r}, which is no file of it"
+                return f"is in {name!r}, which is not one of its files"
             if begin % width or begin + count * width > files[name].bytes:
                 return f"is not in {name!r} from byte {begin} on"
         return ""

@@ -203,7 +203,7 @@ def slurm_hosts(nodelist: str) -> list[str]:
     With several brackets in one name the last varies fastest. Raises WorldError if the text is not such a list.
     """
     if nodelist and not re.fullmatch(f"{_HOST}(?:,{_HOST})*", nodelist):
-        raise WorldError(f"{nodelist!r} is no list of hosts in Slurm's form, such as node[03-04,9],gpu1")
+        raise WorldError(f"{nodelist!r} is not a list of hosts in Slurm's form, such as node[03-04,9],gpu1")
     hosts: list[str] = []
     for entry in re.findall(_HOST, nodelist):
         pieces = [_numbers(piece) for piece in re.findall(r"\[[^\]]*\]|[^\[]+", entry)]

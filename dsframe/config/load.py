@@ -140,7 +140,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
 
 
 def _is_ours(root: Any, findings: Findings) -> bool:
-    """Reports a file that is no object or belongs to another program. Returns False for those."""
+    """Reports a file that is not an object or belongs to another program. Returns False for those."""
     if not isinstance(root, dict):
         findings.error((), "the top of the file must be an object {...}", code="type")
         return False

@@ -160,7 +160,7 @@ def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
         text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a byte order mark
         if "\0" in text:
-            raise DataError(f"{path}: has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
+            raise DataError(f"{path}: has NUL characters, so it is not UTF-8 text; convert it, from UTF-16 perhaps")
         return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None

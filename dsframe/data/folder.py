@@ -156,7 +156,7 @@ def _damage(path: Path) -> str:
 
     try:
         if path.exists() and not path.is_file():
-            return "it is no file"  # opening a pipe would block
+            return "it is not a file"  # opening a pipe would block
         with path.open("rb") as file:
             with Image.open(file) as image:
                 refuse_unshown(image)

@@ -147,6 +147,6 @@ def in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
         if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("multiprocessing/connection.py"):
             raise
         raise DataError(
-            "a process that reads data has ended while it handed over a batch, perhaps because memory was short; go on with "
+            "a process that reads data has ended while it handed over a batch, perhaps because memory was short; continue with "
             "--resume auto, and with fewer workers"
         ) from error

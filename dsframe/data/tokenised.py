@@ -165,7 +165,7 @@ def make(recipe: Recipe, say: Say) -> None:
             _sync(partial)
             if recipe.folder() != folder:
                 raise DataError(
-                    f"{recipe.name}: a file changed while it was read; start again when nobody writes to it"
+                    f"{recipe.name}: a file changed while it was read; start again when no program writes to it"
                 )
             if _opened(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one

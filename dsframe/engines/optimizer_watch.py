@@ -84,7 +84,7 @@ def _watch_first_step(optimizer: torch.optim.Optimizer, kept_outside: set[str], 
             return
         if drawn != generators.capture(device) and dist.is_initialized() and dist.get_world_size() > 1:
             raise TaskError(
-                f"{type(optimizer).__name__} draws random numbers in its step(), others on each rank: whole weights "
+                f"{type(optimizer).__name__} draws random numbers in its step(), different ones on each rank: whole weights "
                 "would drift apart, and weights in shards would depend on the number of ranks; train on one process"
             )
         for name, value in _values(optimizer).items():

@@ -127,7 +127,7 @@ BUILT_IN: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod.engine:HorovodEngine",
         package="horovod",
-        install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
+        install="compile it against this torch as docs/coming_from/horovod.md says (plain pip install horovod fails)",
         launcher="horovodrun",
         several=SEVERAL,
         supports=REPLICA | {"gradient_sum", "fp16_compression", "skip_nonfinite", "quantized_base"},

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsframe.values import trainable
 
 PATCHES = {
-    "settle_buckets": "DDP arranges its buckets anew after the first backward pass: a restarted run would round otherwise",
+    "settle_buckets": "DDP rebuilds its buckets after the first backward pass: a restarted run would round differently",
     "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one, and at rare dtypes",
     "by_another_name": "DDP refuses torch's own bf16 hook without NCCL, by its name; Gloo adds bf16 up as well",
     "put_linear_back": "DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, for all that follows in the process",

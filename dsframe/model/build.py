@@ -239,7 +239,7 @@ def dependences(
     if drops and not per_sample:
         depends.append(Dependence(f"dropout draws other masks on each rank, {ON_RANKS}", on_processes=True))
     if sparse := ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided):
-        depends.append(Dependence(f"sparse buffer {sparse} is in no checkpoint: model() makes it anew at each start"))
+        depends.append(Dependence(f"sparse buffer {sparse} is in no checkpoint: model() makes it again at each start"))
     return tuple(depends)
 
 

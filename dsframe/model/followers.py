@@ -81,7 +81,7 @@ class EarlyStop(Follower):
         counts: list[Any] = [state.get(key) for key in ("best_step", "waited", "observed")]
         counted = all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not counted or not _is_number(state["best"]):
-            raise CheckpointError(f"the checkpoint's stop is no state of early stopping: {dict(state)}")
+            raise CheckpointError(f"the checkpoint's stop is not a state of early stopping: {dict(state)}")
         if state["metric"] == self._wanted.metric:
             self._best = -math.inf if state["best"] is None else float(state["best"])
             self._best_step, self._waited, self.observed = map(int, counts)
@@ -136,7 +136,7 @@ class Plateau(Follower):
         """Restores :meth:`state`; of another metric only the learning rate. Raises CheckpointError if it is invalid."""
         state = {"metric": self._watched, "base": self._base, **state}  # missing in older checkpoints
         if state.keys() != self.state().keys() or not all(_is_number(state[key]) for key in state if key != "metric"):
-            raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
+            raise CheckpointError(f"the checkpoint's schedule is not that of ReduceLROnPlateau: {dict(state)}")
         rate = float(state["rate"]) * (self._base / state["base"]) if state["base"] else self._base
         self._optimizer.param_groups[0]["lr"] = rate
         if state["metric"] != self._watched:

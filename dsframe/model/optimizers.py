@@ -168,7 +168,7 @@ def _users_class(name: str) -> type[torch.optim.Optimizer]:
     except (ImportError, AttributeError, ValueError) as error:
         raise _config_error("type", f"{name!r} cannot be imported: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise _config_error("type", f"{name!r} is no subclass of torch.optim.Optimizer")
+        raise _config_error("type", f"{name!r} is not a subclass of torch.optim.Optimizer")
     return cls
 
 

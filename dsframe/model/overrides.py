@@ -19,7 +19,7 @@ _WEIGHTS = ("parameters", "named_parameters", *_MODULES)
 
 
 def refuse(model: Any, task: str) -> None:
-    """Raises TaskError if the model is no nn.Module, or if an override has another signature or omits parameters.
+    """Raises TaskError if the model is not an nn.Module, or if an override has another signature or omits parameters.
     ``task``: the name of the task's class."""
     if not isinstance(model, nn.Module):
         raise TaskError(f"{task}.model() returned {type(model).__name__}, not a torch.nn.Module")

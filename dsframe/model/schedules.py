@@ -144,7 +144,7 @@ def _of_torch(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRS
     cls: Any = getattr(lr_scheduler, name, None)
     if not isinstance(cls, type) or name == "ReduceLROnPlateau":
         raise _config_error(
-            "type", f"{name!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
+            "type", f"{name!r} is neither a DeepSpeed schedule nor one of torch's that depends only on the step"
         )
     arguments = dict(params)
     if "lr_lambda" in arguments:

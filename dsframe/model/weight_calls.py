@@ -154,7 +154,7 @@ class CallWatch(TorchFunctionMode):
         if func is Tensor.backward and not alone and (line := _caller()):
             raise EngineError(
                 f"{line} calls backward() itself, which adds to the gradients that {self._engine.description} reduces and updates "
-                "with; use torch.autograd.grad, which gives derivatives alone"
+                "with; use torch.autograd.grad, which only computes derivatives"
             )
         if kwargs.get("max_norm") is not None and not self._whole:
             raise EngineError(

@@ -295,7 +295,7 @@ def _object(path: Path, text: str) -> Json:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, or dsframe has not written it: {error}") from None
     if not isinstance(content, dict):
-        raise DataError(f"{path} is damaged, or dsframe has not written it: {type(content).__name__} is no object")
+        raise DataError(f"{path} is damaged, or dsframe has not written it: {type(content).__name__} is not an object")
     return content
 
 

@@ -153,7 +153,7 @@ def _from_folder(path: str) -> Any:
         raise TaskError(f"task.model: {model_folder} has no config.json; name the folder that save_pretrained wrote")
     if (model_folder / "adapter_config.json").is_file():  # transformers would add it and freeze the rest
         raise TaskError(
-            f'task.model: {model_folder} has an adapter beside the model; move it into a folder of its own, for "adapter.folder"'
+            f'task.model: {model_folder} has an adapter next to the model; move it into a folder of its own, for "adapter.folder"'
         )
     try:
         config = transformers().AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
@@ -231,7 +231,7 @@ def _stored_dtypes(model_folder: Path) -> set[torch.dtype]:
     known_files = [file.name for file in files]
     named = weight_map.values() if isinstance(weight_map, dict) else ()
     if strange := [name for name in named if name not in known_files]:
-        raise TaskError(f"task.model: {index} names {strange[0]!r}, and there is no such file beside it")
+        raise TaskError(f"task.model: {index} names {strange[0]!r}, and there is no such file next to it")
     dtypes = set()
     for file in files:
         try:

@@ -73,7 +73,7 @@ def build_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ..
     for hook in objects:
         if not isinstance(hook, Hooks):
             kind = type(hook).__name__
-            raise TaskError(f'hooks: {kind} is no Hooks; write "class {kind}(dsframe.Hooks)"')
+            raise TaskError(f'hooks: {kind} is not a subclass of dsframe.Hooks; write "class {kind}(dsframe.Hooks)"')
     return (*map(_hook, names), *objects)
 
 

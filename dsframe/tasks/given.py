@@ -49,7 +49,7 @@ def _no_data_set(data: Any) -> str:
     if isinstance(data, DataLoader):
         return "a DataLoader; return its data set: dsframe makes the batches of every rank (train_batch_size, collate, workers)"
     if not (hasattr(data, "__getitem__") or isinstance(data, Source)):
-        what = f"a {kind}, which can be read once" if isinstance(data, Iterator) else f"{kind}, which is no data set"
+        what = f"a {kind}, which can be read once" if isinstance(data, Iterator) else f"{kind}, which is not a data set"
         return f"{what}; return a list, a torch Dataset or an IterableDataset"
     if isinstance(data, Mapping) and 0 not in data:
         names = [repr(name) for name in data] or ["no names"]

@@ -27,7 +27,7 @@ _REASONS = {
     "GatedRepoError": "its owner asks who uses it; accept its terms at https://huggingface.co/{name}, then: hf auth login",
     "RepositoryNotFoundError": "there is none, or it is private; check the name, or: hf auth login",
     "RevisionNotFoundError": "it has no revision {revision}; name a branch, a tag or a commit of it",
-    "HFValidationError": "this is no name; write hub:OWNER/NAME or hub:OWNER/NAME@REVISION",
+    "HFValidationError": "this is not a name; write hub:OWNER/NAME or hub:OWNER/NAME@REVISION",
 }
 _OFFLINE = (
     "it is not in the cache, and this machine cannot download it; where there is a network: "

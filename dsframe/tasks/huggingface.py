@@ -197,7 +197,7 @@ class CausalLanguageModelTask(Task):
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 ({error.reason} after byte {error.start})") from None
         if "\0" in decoded:
-            raise DataError("has NUL characters, so it is no UTF-8 text; convert it, from UTF-16 perhaps")
+            raise DataError("has NUL characters, so it is not UTF-8 text; convert it, from UTF-16 perhaps")
         return torch.tensor(self.tokenizer(decoded, add_special_tokens=False)["input_ids"], dtype=torch.int32)
 
 
@@ -311,7 +311,7 @@ class ImageClassificationTask(ImagesTask):
         if self.images.channels == 3 and (unlike := self._unsupported_steps()):
             say(
                 f"task.model: the folder's preprocessor_config.json has {', '.join(unlike)}, which the training does not do: "
-                "pictures look otherwise than to the folder's model; an export has the look of the training"
+                "the folder's model expects images preprocessed in another way; an export has the preprocessing of the training"
             )
 
     def model(self) -> nn.Module:

@@ -85,7 +85,7 @@ def ready(layers: Sequence[Layer]) -> list[nn.Module]:
     def there(layer: Layer, index: int) -> nn.Module:
         if isinstance(layer, nn.Module):
             return layer
-        raise TaskError(f"layer {index} of cut() is no module; cut() gives the parts of a model that is there")
+        raise TaskError(f"layer {index} of cut() is not a module; cut() gives the parts of a model that is there")
 
     return _with_ties(layers, there)
 

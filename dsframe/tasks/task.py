@@ -242,7 +242,9 @@ class Task:
         generators.seed(self.seed * 1_000_003 + list(models).index(name))
         model = made()
         if not isinstance(model, nn.Module):
-            raise TaskError(f"{type(self).__name__}.models: {name!r} made {type(model).__name__}, which is no module")
+            raise TaskError(
+                f"{type(self).__name__}.models: {name!r} made {type(model).__name__}, which is not a module"
+            )
         return model
 
     def layers(self) -> Sequence[Layer] | None:
@@ -578,7 +580,7 @@ def sums(metrics: Any, whose: str) -> Sums:
         return value.reshape(()) if value.dtype in _SUMMED else value.reshape(()).double()
 
     if not isinstance(metrics, Mapping):
-        refuse(f"{type(metrics).__name__} is no mapping")
+        refuse(f"{type(metrics).__name__} is not a mapping")
     scalars: dict[str, Sum] = {}
     for name, value in metrics.items():
         if not isinstance(value, Sum):

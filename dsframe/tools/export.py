@@ -269,9 +269,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--merge",
         action="store_true",
-        help="add the adapter to the model that it was trained beside, which is built again",
+        help="add the adapter to the model that it was trained with, which is built again",
     )
-    add("--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)")
+    add("--out", type=Path, help="file or folder to write (default: next to the checkpoint, named after it)")
     return parser
 
 

@@ -16,7 +16,7 @@ BEGINNINGS = {
     "text": ("text", "a small GPT on text"),
     "finetune": ("finetune", "a model of transformers, on conversations, by LoRA"),
     "table": ("table", "numbers in a CSV file"),
-    "slurm": ("slurm", "a batch script that goes on after time limits, and the file of a small training"),
+    "slurm": ("slurm", "a batch script that continues after time limits, and the file of a small training"),
 }
 """Name -> folder in examples/, and one line of help."""
 _LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     lines = [f"  {name:<10}{text}" for name, (_, text) in BEGINNINGS.items()]
     about = "Write a commented file, and a task where one is needed, to begin with."
     parser = command("init", about, "\n".join(["beginnings:", *lines]))
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; made where it is not there")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; created if missing")
     parser.add_argument(
         "--from", dest="beginning", choices=tuple(BEGINNINGS), default="own", help="default: %(default)s"
     )

@@ -60,7 +60,7 @@ class Checkpoints(Listener):
             self._saver.settle()
         self._events.emit("on_finish", training)
         raise StoppedError(
-            f"stopped after step {training.step}{f' by {name}' if name != 'SIGUSR1' else ''}; go on with --resume auto"
+            f"stopped after step {training.step}{f' by {name}' if name != 'SIGUSR1' else ''}; continue with --resume auto"
         )
 
     def add_evaluation(self, training: Training) -> None:

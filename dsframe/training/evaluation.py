@@ -315,8 +315,8 @@ class Evaluation:
         drawn = torch.tensor([float(left_out or moved)], dtype=torch.float64, device=engine.plan.device)
         if engine.sum_over_ranks(drawn).item():
             self._report_once(
-                "note: this evaluation draws random numbers that belong to no sample, others on each rank, so its metrics depend "
-                "on the number of processes"
+                "note: this evaluation draws random numbers that belong to no sample, different ones on each rank, so its "
+                "metrics depend on the number of processes"
             )
 
     def _report_once(self, line: str) -> None:
@@ -402,9 +402,9 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
             values = [f"{metrics.get(name)}" for metrics, _ in of_ranks]  # as text, because NaN != NaN
             if len(set(values)) > 1 or name in changed:
                 raise TaskError(
-                    f"{type(task).__name__}.finalize: {name!r} is not of all samples alone ({by_value(values)}): it draws, or "
-                    "reads what this rank's batches have left. Take it from sums, or compute it in metrics_of_all() of what keep() "
-                    "returns"
+                    f"{type(task).__name__}.finalize: {name!r} does not follow from the sums over all samples "
+                    f"({by_value(values)}): it draws, or reads what this rank's batches have left. Take it "
+                    "from sums, or compute it in metrics_of_all() of what keep() returns"
                 )
     return finished
 

@@ -83,6 +83,6 @@ class FirstStep(Listener):
             say(f"dsframe: {what} (which no checkpoint has), for no sample, {ON_RANKS}")
         known = any(dependence.on_processes for dependence in built.depends)
         if built.draws and built.draws.moved and not known:
-            say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
+            say(f"dsframe: this model draws random numbers in training, different ones on each rank, {ON_RANKS}")
         if trial.draws and not built.sample_draws:
-            say(f"dsframe: this task's loss draws random numbers, others on each rank, {ON_RANKS}")
+            say(f"dsframe: this task's loss draws random numbers, different ones on each rank, {ON_RANKS}")

@@ -41,7 +41,7 @@ _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 """Relative. The same row differs by less in a batch of another size, also in TF32."""
 
 ROWS_DEPEND = (
-    "model or collate gives a row other outputs beside other rows, so the training depends on the micro batch size "
+    "model or collate gives a row different outputs in different batches, so the training depends on the micro batch size "
     "(batch_dependent = True in the task says that it is meant)"
 )
 PADDED = (

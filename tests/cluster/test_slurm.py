@@ -110,7 +110,7 @@ def test_interrupted_on_two_nodes(interrupt, cluster, tmp_path):
     state = wait(cluster, job, lambda state: int(state["Restarts"]) and ended(state), tmp_path, 300)
     written = output.read_text()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), written
-    found = re.search(r"going on after step (\d+) from", written)
+    found = re.search(r"continuing after step (\d+) from", written)
     assert found, written
     assert int(found[1]) < steps - 50, "from what the signal saved, or the last checkpoint before"
     alone = ["-m", "dsframe.train", *TRAINING[:-1], "alone", "--engine", "single"]

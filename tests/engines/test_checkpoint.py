@@ -48,7 +48,7 @@ def test_a_signal_to_every_process_saves_where_workers_read(tmp_path):
     task = ("--set", 'dsframe.task={"name": "tests.faults.slow_task:ReadingTask"}')
     stopped = portability.train(portability.SETUPS["single@1"], run_dir, *task, steps=100_000, while_running=ask)
     assert stopped.returncode == 75, stopped
-    assert "by SIGTERM; go on with --resume auto" in stopped.stderr
+    assert "by SIGTERM; continue with --resume auto" in stopped.stderr
     assert len(list(Store(run_dir / "checkpoints").newest_first())) == 1
 
 
@@ -67,7 +67,7 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path):
     done = portability.train(setup, run_dir, "--resume", "auto").check()
     assert "optimizer.safetensors was altered" in done.stderr
     assert "model.safetensors has 1,000 bytes instead of" in done.stderr
-    assert "going on after step 6" in done.stderr
+    assert "continuing after step 6" in done.stderr
     names = {path.name for path in checkpoints.directory.iterdir()}
     assert {"step-00000015.damaged", "step-00000012.damaged", "step-00000015", "step-00000006"} <= names
     assert portability.losses(run_dir) == whole

@@ -103,4 +103,4 @@ def test_metrics_that_ranks_compute_of_their_own_batches_are_refused(ranks, tmp_
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["3"] == 1.0
     else:
         assert finished.returncode == 5
-        assert "Gathers.finalize: 'boxes' is not of all samples alone (" in finished.stderr
+        assert "Gathers.finalize: 'boxes' does not follow from the sums over all samples (" in finished.stderr

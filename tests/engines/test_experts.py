@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("model", "section", "message"),
     [
-        ({"model_type": "llama"}, {}, '"llama" is no model whose experts dsframe can spread'),
+        ({"model_type": "llama"}, {}, '"llama" is not a model whose experts dsframe can spread'),
         ({"num_local_experts": 3}, {}, "3 experts are not divisible by autoep_size 2; choose another"),
         ({}, {"autoep_size": 3}, "4 processes are not divisible by autoep_size 3"),
         ({}, {"preset_model": "qwen3_moe"}, 'preset_model "qwen3_moe" is for another model than "mixtral"; remove it'),

@@ -479,7 +479,7 @@ def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path):
 )
 def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
     finished = kept.train(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
-    assert ("model or collate gives a row other outputs beside other rows" in finished.stderr) == (not says)
+    assert ("model or collate gives a row different outputs in different batches" in finished.stderr) == (not says)
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
@@ -488,7 +488,7 @@ def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
 def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
     """Where the hardest row decides for all; not where each row has its own, whatever else is computed."""
     finished = kept.train(tmp_path, file(("Pondering", {"loops": loops}), setup, steps=5), SETUPS[setup][0]).check()
-    text = "model or collate gives a row other outputs beside other rows"
+    text = "model or collate gives a row different outputs in different batches"
     assert finished.stderr.count(text) == (not loops), finished
 
 
@@ -497,13 +497,13 @@ def test_rows_that_depend_on_other_rows_later_are_said_at_once(accumulation, har
     """On one process, in a step that does not log; whichever micro-batch it is, of one row too."""
     document = file(("Pondering", {"hard": hard}), "single", steps=20, log_every_steps=10)
     said_by = kept.train(tmp_path, document | {"gradient_accumulation_steps": accumulation}, 1).check().stderr
-    said = said_by.index("model or collate gives a row other outputs beside other rows")
+    said = said_by.index("model or collate gives a row different outputs in different batches")
     assert said_by.index("step  2/20") < said < said_by.index("step  5/20")
 
 
 def test_rows_that_depend_in_training_alone_are_said_of_one_row(tmp_path):
     document = file(("Centred", {"what": "training"}), "single") | {"gradient_accumulation_steps": 8}
-    assert "gives a row other outputs beside other rows" in kept.train(tmp_path, document, 1).check().stderr
+    assert "gives a row different outputs in different batches" in kept.train(tmp_path, document, 1).check().stderr
 
 
 def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):

@@ -145,7 +145,7 @@ class Drawing(Gan):
 @pytest.mark.parametrize(("task", "said"), [(Gan, False), (Drawing, True)])
 def test_losses_that_draw(task, said, tmp_path, capsys):
     dsframe.fit(task(), run_file(tmp_path, "gan 1 single", steps=1))
-    assert ("draws random numbers in training, others on each rank" in capsys.readouterr().err) == said
+    assert ("draws random numbers in training, different ones on each rank" in capsys.readouterr().err) == said
 
 
 class Normed(Gan):
@@ -276,7 +276,7 @@ def both(models, inputs, targets):
             {"one": both},
             "models: 'one' is Sequential, made already; give what makes the model",
         ),
-        ({"one": dict}, {"one": both}, "models: 'one' made dict, which is no module"),
+        ({"one": dict}, {"one": both}, "models: 'one' made dict, which is not a module"),
         (
             {"one": partial(net, 4, 3), "teacher": partial(net, 4, 3)},
             {"one": both},

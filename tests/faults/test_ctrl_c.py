@@ -44,7 +44,7 @@ def test_it_saves_and_says_how_to_go_on(words, tmp_path):
     assert code == 75, "\n".join(lines)
     assert f"dsframe: {NOTE}" in lines
     assert lines[-1].startswith("dsframe: note: stopped after step ")
-    assert lines[-1].endswith("; go on with --resume auto [stopped]")
+    assert lines[-1].endswith("; continue with --resume auto [stopped]")
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

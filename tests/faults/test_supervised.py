@@ -41,7 +41,7 @@ def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path):
     def disturb(running):
         running.wait_for(lambda: "step-00000010" in running.output, timeout_seconds=90, what="the first checkpoint")
         running.ranks()[1].kill()
-        running.wait_for(lambda: "going on after step" in running.output, timeout_seconds=90, what="the second start")
+        running.wait_for(lambda: "continuing after step" in running.output, timeout_seconds=90, what="the second start")
         since = len(re.findall(r"step +\d+/", running.output))
         running.wait_for(
             lambda: len(re.findall(r"step +\d+/", running.output)) > since + 3, timeout_seconds=90, what="more steps"
@@ -62,4 +62,4 @@ def test_the_same_error_at_the_same_step_ends_it(tmp_path):
     finished = run_ranks(launch("-np", "1", "--restarts", "5"), cwd=tmp_path, timeout_seconds=90)
     assert finished.returncode == 5, finished
     assert "failed 2 times in a row after step 13: rank 0: ValueError: the data of step 14 are odd" in finished.output
-    assert "going on after step 10" in finished.output
+    assert "continuing after step 10" in finished.output

@@ -67,7 +67,7 @@ def test_the_best_stays_and_is_found(folder, capsys, monkeypatch):
     assert cli.main(["export", "run", "--best"]) == 0
     assert (folder / "step-00000006.safetensors").is_file()
     dsframe.fit(Told(), file(steps=14), resume="best")
-    assert "going on after step 6" in capsys.readouterr().err
+    assert "continuing after step 6" in capsys.readouterr().err
     assert "step-00000006" in names(folder)
     (folder / "best").write_text("../../elsewhere\n")
     with pytest.raises(CheckpointError, match="there is no such checkpoint"):

@@ -43,7 +43,7 @@ def test_what_is_wrong_is_said():
     with pytest.raises(TaskError, match=r"dsframe.stop.metric: no metric 'loss' in the evaluation; it has accuracy"):
         stop().check({"accuracy": 1.0})
     for state in ({}, {**stop().state(), "waited": "x"}, {**stop().state(), "best": "x"}):
-        with pytest.raises(CheckpointError, match="no state of early stopping"):
+        with pytest.raises(CheckpointError, match="not a state of early stopping"):
             stop().restore(state)
     other = stop(metric="accuracy:max")
     other.restore({**stop().state(), "waited": 3})
@@ -139,12 +139,12 @@ def test_refusals(tmp_path):
         dsframe.fit(task, file(str(tmp_path)))
     with pytest.raises(
         TaskError,
-        match=r'hook "tests.unit.test_early_stop:Falling": Falling is no hook; write',
+        match=r'hook "tests.unit.test_early_stop:Falling": Falling is not a hook; write',
     ):
         dsframe.fit(Falling(), file(str(tmp_path), hooks=["tests.unit.test_early_stop:Falling"]))
     task = Falling()
     task.hooks = [3]
-    with pytest.raises(TaskError, match="hooks: int is no Hooks"):
+    with pytest.raises(TaskError, match=r"hooks: int is not a subclass of dsframe.Hooks"):
         dsframe.fit(task, file(str(tmp_path)))
 
 

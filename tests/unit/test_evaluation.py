@@ -324,7 +324,7 @@ def test_a_number_of_this_ranks_samples_is_refused(how, refused):
             return str(error)
 
     for line in Room(2).run(said):
-        assert ("Counts.finalize: 'accuracy' is not of all samples alone" in line) == refused
+        assert ("Counts.finalize: 'accuracy' does not follow from the sums over all samples" in line) == refused
         assert refused or line == "0.5"
 
 

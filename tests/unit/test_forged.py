@@ -40,7 +40,7 @@ FORGED = {
     "another step": ({"step": 41}, "is of step 41"),
     "a control character": ({"aliases": {"a\n\u001b[2J": "a.weight"}}, "'aliases"),
     "no weight": ({"parameters__c__tensors": {}}, "parameter 'c' has no weight"),
-    "a file that is not there": (place(file="../x"), "is in '../x', which is no file of it"),
+    "a file that is not there": (place(file="../x"), "is in '../x', which is not one of its files"),
     "beyond the file": (place(begin=1 << 40), "is not in 'model.safetensors' from byte 1099511627776 on"),
     "between elements": (place(begin=1), "is not in 'model.safetensors' from byte 1 on"),
     "fewer elements": (place(count=999), "lies in pieces that do not make its shape [1000]"),

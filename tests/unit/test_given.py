@@ -97,7 +97,7 @@ WRONG = {
     "a tuple of two Tensors, which is read as two samples; return TensorDataset": (X, Y),
     "a DataLoader; return its data set": DataLoader(TensorDataset(X, Y)),
     "a generator, which can be read once": (row for row in Y),
-    "int, which is no data set": 3,
+    "int, which is not a data set": 3,
 }
 
 

@@ -59,7 +59,7 @@ def load(folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (shard("../../../etc/passwd"), "names '../../../etc/passwd', and there is no such file beside it"),
+        (shard("../../../etc/passwd"), "names '../../../etc/passwd', and there is no such file next to it"),
         (shard(5), "names 5, and"),
         (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=7), "m: "),
         (lambda folder: edit(folder / "config.json", n_embd="a"), "config.json: "),

@@ -104,7 +104,7 @@ def test_the_cache_is_read_and_errors_have_a_remedy(tmp_path, endpoint):
         "hub:me/gated": "accept its terms at https://huggingface.co/me/gated, then: hf auth login",
         "hub:me/secret": "there is none, or it is private",
         "hub:me/old@v2": "it has no revision v2",
-        "hub:a/b/c": "this is no name",
+        "hub:a/b/c": "this is not a name",
     }
     lines = asked(list(said), tmp_path, HF_ENDPOINT=endpoint)
     assert len(lines) == len(said)

@@ -146,7 +146,7 @@ def test_an_accent_is_the_same_letter_in_each_way_to_write_it(places, pictures):
 
 def test_a_pipe_is_not_waited_for(pictures):
     os.mkfifo(pictures / "train" / "cat" / "9.png")
-    with pytest.raises(DataError, match=r"9\.png \(it is no file\)"):
+    with pytest.raises(DataError, match=r"9\.png \(it is not a file\)"):
         folder.check(str(pictures), ["cat", "dog"], print)
     os.mkfifo(pictures / "rows.jsonl")
     with pytest.raises(DataError, match="is neither a file nor a folder"):

@@ -319,7 +319,7 @@ def test_a_launch_without_restarts_says_how_to_go_on(saved, advised, tmp_path, c
     launched.run(Played(launched, says(9, BEGAN, lost(7), saved=saved)))
     said = capfd.readouterr().err
     assert "failed after step 7: a process was killed" in said
-    assert ("; go on with --resume auto" in said) is advised
+    assert ("; continue with --resume auto" in said) is advised
 
 
 def test_a_program_that_is_not_there_starts_no_process(here, capsys):
@@ -327,7 +327,7 @@ def test_a_program_that_is_not_there_starts_no_process(here, capsys):
     write_json(here / "config.json", {"train_batch_size": 2})
     with pytest.raises(SystemExit):
         command.main(["--config", "config.json", "-np", "2", "--script", "cirlces.py"])
-    assert "--script: cirlces.py is no file; did you mean circles.py?" in capsys.readouterr().err
+    assert "--script: cirlces.py is not a file; did you mean circles.py?" in capsys.readouterr().err
 
 
 def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(tmp_path):

@@ -430,7 +430,7 @@ class DrawingHook(dsframe.Hooks):
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (Line(with_noise), "this task's loss draws random numbers, others on each rank"),
+        (Line(with_noise), "this task's loss draws random numbers, different ones on each rank"),
         (Line(numpys), OTHERS),
         (Line(pythons), OTHERS),
         (Rows(mean, OwnGenerator), OTHERS),

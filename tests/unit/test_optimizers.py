@@ -340,7 +340,7 @@ def test_state_of_another_shape_needs_whole_weights(shards):
     ("document", "message"),
     [
         (own(1, "Sings", lr=0.1), "Sings' cannot be imported: .*has no attribute 'Sings'"),
-        (own(1, "Ramp", lr=0.1), "Ramp' is no subclass of torch.optim.Optimizer"),
+        (own(1, "Ramp", lr=0.1), "Ramp' is not a subclass of torch.optim.Optimizer"),
         (own(1, lr=0.1, dekay=1), "unexpected keyword argument 'dekay'"),
     ],
 )

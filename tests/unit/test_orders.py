@@ -85,7 +85,7 @@ class Drawing(Counting):
 
 def test_draws_in_forward_are_announced_after_the_first_step(here, capsys):
     losses(Drawing())
-    said = "this model draws random numbers in training, others on each rank, so the training depends on the number of processes"
+    said = "draws random numbers in training, different ones on each rank, so the training depends on the number of processes"
     assert capsys.readouterr().err.count(said) == 1
     losses(Drawing(), per_sample_randomness=True)
     losses(Counting())

@@ -278,8 +278,8 @@ def test_code_rate_and_data_that_changed_are_said_by_a_run(folder):
     (folder / "task.py").write_text(TASK.replace("arange(64.0)[:, None]", "arange(64.0)[:, None] * 2"))
     said = changes(train(folder, "run", "--resume", "auto", "--set", "optimizer.params.lr=0.02", steps=4))
     assert said == [
-        "learning rate was 0.01, is 0.02: the new schedule goes on at the saved number of updates",
-        "the source of nets, task was changed: the new code goes on from the saved state",
+        "learning rate was 0.01, is 0.02: the new schedule continues at the saved number of updates",
+        "the source of nets, task was changed: the new code continues from the saved state",
         f"the training data: sample 31 was another one: {FOLLOWS['training data']}",
         "the learning rate continues at 0.02; with the saved settings it would be 0.01",
     ]
@@ -316,7 +316,7 @@ def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder):
     assert samples(more) == whole[16:], "8 of them once more"
     (line,) = [line for line in changes(more) if line.startswith("train_batch_size")]
     assert "was 8, is 16: step 3 is step 1 now" in line
-    assert "going on after step 1 from" in more.stderr
+    assert "continuing after step 1 from" in more.stderr
     (newest,) = Store(folder / "more" / "checkpoints").newest_first()
     assert (read_manifest(newest)["step"], read_manifest(newest)["updates"]) == (4, 6)
 
@@ -389,7 +389,7 @@ SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
         (
             {"stop": {"metric": "loss:min"}},
             {"stop": {"metric": "accuracy:max"}},
-            'stop.metric was "loss:min", is "accuracy:max": the counts go on with it; those of another metric begin anew',
+            'stop.metric was "loss:min", is "accuracy:max": the counts continue; those of another metric start again',
         ),
         ({"task": Shaped("frozen")}, {}, 'modules.trained parameters was "2 of 4, digest '),
         ({}, {"task": Shaped("relu")}, 'modules.digest of str(model) was "'),

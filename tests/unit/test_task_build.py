@@ -92,8 +92,8 @@ def test_a_users_task_takes_its_options_and_the_seed():
         ("mine.unparsed:Line", r"importing mine.unparsed failed: /.*unparsed.py:2: SyntaxError"),
         ("mine.lines:Lime", r'has no Lime; its tasks: Line; did you mean "Line"\?'),
         ("mine.empty:Line", "has no Line; its tasks: none"),
-        ("mine.lines:Plain", r"Plain is no task; write \"class Plain\(dsframe.Task\)\""),
-        ("mine.lines:number", "number is no task; write"),
+        ("mine.lines:Plain", r"Plain is not a task; write \"class Plain\(dsframe.Task\)\""),
+        ("mine.lines:number", "number is not a task; write"),
     ],
 )
 def test_what_cannot_be_imported_is_explained(name, message):
@@ -160,7 +160,7 @@ def test_a_total_may_be_a_number(total):
         ({"right": Sum(torch.ones(2), 2)}, r"'right' has a total of shape \[2\]"),
         ({"right": Sum("3", 4)}, "'right' has a total that is str"),
         ({"right": Sum(torch.tensor(3.0), torch.ones(2))}, r"'right' has a count of shape \[2\]"),
-        (0.75, "float is no mapping"),
+        (0.75, "float is not a mapping"),
     ],
 )
 def test_metrics_that_are_no_sums_are_refused(found, said):

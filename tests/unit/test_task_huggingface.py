@@ -267,7 +267,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path):
     with pytest.raises(TaskError, match=r"are quantised \(quantization_config\); name a folder"):
         language(model=str(folder))
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(TaskError, match=r"has an adapter beside the model; move it"):
+    with pytest.raises(TaskError, match=r"has an adapter next to the model; move it"):
         language(model=str(folder))
 
 

@@ -285,7 +285,7 @@ BAD = [
     ("a.jsonl", '{"text": "a"}\n\n{"text": "b",}\n', {}, "a.jsonl:3: not JSON ("),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', {}, "a.jsonl:2: not UTF-8"),
     ("a.txt", b"abc\n\xe9\xe9", {}, "a.txt: not UTF-8 (invalid continuation byte at byte 4)"),
-    ("a.txt", "abc".encode("utf-16-le"), {}, "a.txt: has NUL characters, so it is no UTF-8 text"),
+    ("a.txt", "abc".encode("utf-16-le"), {}, "a.txt: has NUL characters, so it is not UTF-8 text"),
     ("a.jsonl", "[1]\n", {}, "a.jsonl:1: list in place of a JSON object"),
     ("a.jsonl", '{"text": 5}\n', {}, 'a.jsonl:1: "text" is int in place of a text'),
     ("a.jsonl", "\n", {}, "a.jsonl: empty"),

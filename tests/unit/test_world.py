@@ -150,7 +150,7 @@ def test_slurm_node_lists(nodes, hosts):
 
 @pytest.mark.parametrize("nodes", ["node[1-2", "node[a-b]", "node[1-]", "node[]", "a,,b", "a,", "n[1[2-3]]", "a b"])
 def test_what_is_no_slurm_node_list_is_refused(nodes):
-    with pytest.raises(WorldError, match="is no list of hosts in Slurm's form"):
+    with pytest.raises(WorldError, match="is not a list of hosts in Slurm's form"):
         world.slurm_hosts(nodes)
 
 

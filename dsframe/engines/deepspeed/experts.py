@@ -37,7 +37,7 @@ def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
     model_type = getattr(config, "model_type", type(model).__name__)
     if model_type not in KINDS:
         raise EngineError(
-            f'expert_parallel: "{model_type}" is no model whose experts dsframe can spread over ranks; '
+            f'expert_parallel: "{model_type}" is not a model whose experts dsframe can spread over ranks; '
             f"remove expert_parallel, or train one of {', '.join(KINDS)}"
         )
     preset = plan.config.deepspeed.expert_parallel.preset_model

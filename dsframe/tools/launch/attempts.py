@@ -132,7 +132,9 @@ class Attempts:
         last, restarts = self._failures[-1], self._restarts
         if len(self._failures) > restarts:
             used = f"; all {restarts} restarts are used" if restarts else ""
-            return f"{last}{used}" + ("; go on with --resume auto" if last.moved and self._newest() is not None else "")
+            return f"{last}{used}" + (
+                "; continue with --resume auto" if last.moved and self._newest() is not None else ""
+            )
         if last.is_final:
             return f"{last}; {NO_CHANGE}"
         repeats = self._failures[-2:] if last.reason else self._failures[-SILENT_REPEATS:]

@@ -103,7 +103,7 @@ def main(argv: Argv = None) -> int:
         print(launch)
         return 0
     if options.script and not Path(options.script).is_file():
-        parser().error(f"--script: {options.script} is no file{near_path(Path(options.script))}")
+        parser().error(f"--script: {options.script} is not a file{near_path(Path(options.script))}")
     streams.survive()
     if code := _check(request):
         return code
