@@ -46,12 +46,7 @@ class Buckets:
     """The gradients of ``parameters``, which all ranks pass in the same order, so that all make the same buckets."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        start: Start,
-        *,
-        bytes_each: int | None,
-        overlaps: bool = True,
+        self, parameters: Sequence[nn.Parameter], start: Start, *, bytes_each: int | None, overlaps: bool = True
     ) -> None:
         """``bytes_each``: limit of a bucket, except for a larger parameter (None: ``usual_bytes``). ``overlaps``: True
         if gradients come from a backward pass; otherwise all are reduced in :meth:`finish`."""

@@ -119,12 +119,7 @@ def _to_training_mode(model: nn.Module, task: Task) -> None:
 
 def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
     settings, task = plan.config.settings, plan.task
-    depends = dependences(
-        task,
-        model,
-        per_sample=settings.per_sample_randomness,
-        synced=settings.model.sync_batch_norm,
-    )
+    depends = dependences(task, model, per_sample=settings.per_sample_randomness, synced=settings.model.sync_batch_norm)
     if kept := formats.kept_in_fp32(model, formats.parameter_dtype(plan.config)):
         text = (
             f"parts {', '.join(kept)} stay in fp32 in transformers, and become 16-bit here, as all weights (the optimizer's copies "

@@ -9,9 +9,10 @@ accumulate gradients.
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, ModuleType, NoneType
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returne
     devices = {leaf.device for leaf in tensors_of(gradients) if leaf.is_cuda}
     try:
         with torch.random.fork_rng(devices):
+            if isinstance(function, MethodType):  # it may count in its object
+                function = MethodType(function.__func__, copy.copy(function.__self__))
             again = function(*tree_map_only(Tensor, lambda gradient: 2 * gradient, gradients))
         return all(
             torch.allclose(second, 2 * first, rtol=1e-3, atol=0.0)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dsframe.errors import TaskError
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -19,9 +21,16 @@ class Rates:
     """For groups with a weight decay, if the task schedules it."""
 
     def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
-        """Writes the values to torch's ``param_groups``, the learning rate times each group's ``lr_scale``."""
+        """Writes the values to torch's ``param_groups``, the learning rate times each group's ``lr_scale``. Raises
+        TaskError if something else has set a learning rate since the last update."""
         for group in parameter_groups:
-            group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
+            now = group.get("lr")
+            if group.get("lr_set", now) != now:
+                raise TaskError(
+                    f"something else has set the learning rate to {now:g} (a scheduler of torch's, a hook, the optimizer's "
+                    "step), and dsframe sets it before each update: give its factor by schedule(updates) in the task"
+                )
+            group["lr_set"] = group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum, group["betas"][1])
             elif self.momentum is not None and "momentum" in group:

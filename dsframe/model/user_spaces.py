@@ -104,8 +104,8 @@ def outside(owners: Collection[object]) -> list[Space]:
         spaces[id(of_file)] = Space(of_file, names[id(of_file)], f"{{}} of {file}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             spaces[id(cell)] = Space(cell, frozenset(["cell_contents"]), f"{name} of a closure in {file}")
-        for cls in _users_classes([*map(type, owners), *(of_file.get(word) for word in words)]):
-            names[id(cls)] |= words
+        for cls in _users_classes([*map(type, owners), *_used_by(function)]):
+            names[id(cls)] |= words.union(*(words_of(own.__code__) for own in functions_of(cls)))
             spaces[id(cls)] = Space(cls, names[id(cls)], f"{cls.__name__}.{{}}")
     return [*spaces.values()]
 
@@ -124,11 +124,16 @@ def _reachable_functions(owners: Collection[object]) -> Iterator[FunctionType]:
             continue
         seen.add(function.__code__)
         yield function
-        for word in words_of(function.__code__):
-            value = function.__globals__.get(word)
+        for value in _used_by(function):
             if isinstance(value, FunctionType):
                 ahead.append(value)
             ahead += [inner for cls in _users_classes([value]) for inner in functions_of(cls)]
+
+
+def _used_by(function: FunctionType) -> list[Any]:
+    """Returns the globals that a function names, and what its closure has."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [*(function.__globals__.get(word) for word in words_of(function.__code__)), *cells]
 
 
 def _users_classes(values: Iterable[Any]) -> Iterator[type]:

@@ -41,9 +41,7 @@ class Checkpoints(Listener):
             finish_steps(training)
             logged = training.schedule.logs(step) and math.isfinite(training.loss)
             seconds = self._saver.save(
-                step,
-                loss=training.loss if logged else None,
-                evaluation=training.current_metrics(),
+                step, loss=training.loss if logged else None, evaluation=training.current_metrics()
             )
             training.pause(seconds)
             if self._hooks.listens("on_checkpoint") and not self._saver.asynchronous:

@@ -29,10 +29,7 @@ class Evaluations(Listener):
         assert stop_request is not None
         finish_steps(training)
         began = time.perf_counter()
-        with (
-            stop_request.between_batches() as stops,
-            training.progress.evaluation(self._evaluation.batches),
-        ):
+        with stop_request.between_batches() as stops, training.progress.evaluation(self._evaluation.batches):
             metrics = self._evaluation.run(stops)
         training.pause(time.perf_counter() - began)
         if metrics is None:

@@ -139,6 +139,7 @@ class LossTrial:
         """Returns micro-batch ``index`` of a step, with a loss inspection attached if one is due."""
         self.branches.begin(index)
         if index or not self._is_first:
+            self.of_model.backward_ended()
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
@@ -192,8 +193,8 @@ class LossTrial:
                 kind, why = of_halves, ""
         self._neither = kind == "neither"
         if self._neither:
-            why = "" if of_halves == "neither" else why
-            return verdict if task.batch_dependent else verdict or why or f"{_NEITHER} ({_REMEDY})"
+            line = why if why and of_halves != "neither" else f"{_NEITHER} ({_REMEDY})"
+            return verdict if task.batch_dependent else verdict or line
         has_rows = of_halves in ("mean", "sum")
         self._tests_again = self._can_test and has_rows and not (task.batch_dependent or tally["draws"])
         if kind in ("", task.loss_is):
@@ -235,9 +236,7 @@ class LossTrial:
 
     def _judge_state(self, *, resumed: bool) -> str:
         whose, world = type(self._engine.plan.task).__name__, self._engine.plan.world
-        state = {
-            name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
-        }
+        state = {name for names in all_gather_json(self._engine, sorted(self._state)) for name in names}
         if "moves" in set(all_gather_text(self._engine, "moves" if self._moves else "")):
             state.add("a value outside of the attributes (in an object of a global, for example)")
         weights = all_gather_text(self._engine, json.dumps(self._weights, sort_keys=True))
@@ -266,6 +265,7 @@ class LossTrial:
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
         self.branches.end()
+        self.of_model.forward_ended()
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
             return  # the test would consume it
         task = self._engine.plan.task

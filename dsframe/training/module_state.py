@@ -10,7 +10,6 @@ spectral norm.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import all_gather_json
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
@@ -60,6 +59,9 @@ class ModuleState:
         self._after: tuple[held.Values, held.Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
+        self._at_loss: tuple[held.Values, ...] = ()
+        self._in_backward = set[str]()
+        """What the loss of the first micro-batch, or its backward pass, has changed of what the model or the program keeps."""
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
         self._later: tuple[held.Values, ...] = ()
@@ -77,8 +79,18 @@ class ModuleState:
             self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
+    def forward_ended(self) -> None:
+        """After the forward pass of the first micro-batch."""
+        self._at_loss = self._values()
+
+    def backward_ended(self) -> None:
+        """After its backward pass, or later in the step."""
+        self._in_backward.update(*(values.changed() for values in self._at_loss))
+        self._at_loss = ()
+
     def step_ended(self) -> None:
         """Called directly after the step, before hooks, which may set attributes."""
+        self.backward_ended()
         watch, task = self._engine.built.watch, self._engine.plan.task
         self.of_task = self.of_task.union(*unmoved.changes(self._task_before, task))
         self._task_after = unmoved.twin(task)
@@ -159,12 +171,9 @@ class ModuleState:
                         "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
                     )
             elif kind := next((kind for kind in (_LOSS, _BUFFERS, _EVALUATION) if kind in depends), ""):
-                where = (
-                    "in globals, classes or closures from one step"
-                    if whose == "program"
-                    else f"in attributes from one {call}"
-                )
-                text = f"{whose} keeps values {where} to the next, and its {kind} on them ({names})"
+                of_program = "globals, classes or closures from one step"
+                where = of_program if whose == "program" else f"attributes from one {call}"
+                text = f"{whose} keeps values in {where} to the next, and its {kind} on them ({names})"
                 if resumed or (kind != _BUFFERS and self._engine.plan.world.size > 1):
                     extra = {name.rpartition(".")[0] for name in self._extra_after}  # it saves its module's attributes
                     saved = all(name.rpartition(".")[0] in extra for name in changed[whose])
@@ -176,9 +185,11 @@ class ModuleState:
                     )
                 lines.append(f"{text}; no checkpoint has them")
             elif _UNKNOWN in depends:
-                what = "values" if whose == "program" else "attributes"
+                what, that = "values" if whose == "program" else "attributes", "loss depends"
+                if not changed[whose].isdisjoint(self._in_backward):
+                    call, that = "backward pass", "gradients depend"
                 lines.append(
-                    f"{whose} changes {what} in its {call} ({names}); whether its loss depends on them was not examined"
+                    f"{whose} changes {what} in its {call} ({names}); whether its {that} on them was not examined"
                 )
         return ". This ".join(lines)
 
@@ -200,8 +211,7 @@ class ModuleState:
         return any(isinstance(modules.get(name.rpartition(".")[0]), _SpectralNorm) for name in buffers)
 
     def _union_over_ranks(self, names: set[str]) -> set[str]:
-        texts = all_gather_text(self._engine, json.dumps(sorted(names)))
-        return {name for text in texts for name in json.loads(text)}
+        return {name for of_rank in all_gather_json(self._engine, sorted(names)) for name in of_rank}
 
     def _depends(self, whose: str, names: Collection[str]) -> str:
         """**Collective.** Returns whether this rank's loss, buffers after the forward pass, or evaluation differ
@@ -211,6 +221,8 @@ class ModuleState:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
         in_evaluation = self._compared(whose, names, in_training=False)[0]  # collective, whatever the first result was
+        if kind == _NO and not self._in_backward.isdisjoint(names):
+            return _UNKNOWN  # gradients may depend on it
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 
     def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
@@ -240,10 +252,8 @@ class ModuleState:
                     if whose == "model":
                         of_modules.put_back()
                     if whose in ("model", "buffers"):
-                        kept_alike = self._alike if whose == "model" else {}
-                        extra_state.load(
-                            watch.model, self._extra_after if after else {**self._extra_before, **kept_alike}
-                        )
+                        shared = self._alike if whose == "model" else {}
+                        extra_state.load(watch.model, self._extra_after if after else self._extra_before | shared)
                     elif whose == "program":
                         outside.put_back()
                     values = vars(self._task_after if after else self._task_before)

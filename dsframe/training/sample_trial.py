@@ -172,7 +172,9 @@ class _Trial:
             ):
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
-                    self.lengths.add(tuple(_of_a_row(leaf.shape, len(part)) for leaf in tensors_of(batch)))
+                    shapes, rows = [leaf.shape for leaf in tensors_of(batch)], (len(part),)
+                    # Without the rows, which may come after time.
+                    self.lengths.add(tuple(one[1:] if one[:1] == rows else one[:1] + one[2:] for one in shapes))
                     before, others = generators.capture(plan.device), held.Generators(engine)
                     with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
@@ -200,11 +202,6 @@ class _Trial:
         else:
             for part in self._parts[self._wholes :]:
                 yield tree_map(lambda leaf, rows=part: leaf[rows], whole)
-
-
-def _of_a_row(shape: torch.Size, rows: int) -> torch.Size:
-    """Returns the shape of a row of a tensor that has rows first, or time."""
-    return shape[1:] if shape[:1] == (rows,) else shape[:1] + shape[2:]
 
 
 @contextmanager

@@ -2130,6 +2130,84 @@ class HeldMetric(Rows):
         return {"right": sums["right"].mean, "held": held}
 
 
+class CalledMetric(HeldMetric):
+    """The same, called for the value of a batch, and never computed."""
+
+    def metrics(self, outputs, targets):
+        right = (outputs.argmax(1) == targets).float()
+        return {"right": dsframe.Sum(self.mean(right) * len(right), len(right))}
+
+    def finalize(self, sums):
+        return {"right": sums["right"].mean}
+
+
+class Rated(Rows):
+    """Rates that something else than dsframe sets: a scheduler of torch's in a hook, a hook, the optimizer."""
+
+    class Falling(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.param_groups[0]["lr"] *= 0.5
+
+    class Setting(Hooks):
+        def __init__(self, task):
+            self.task = task
+
+        def on_step(self, run):
+            if self.task.by == "scheduler":
+                self.task.scheduler.step()
+            elif self.task.by == "hook":
+                self.task.made.param_groups[0]["lr"] = 0.5
+
+    def __init__(self, by):
+        self.by, self.hooks = by, [Rated.Setting(self)]
+
+    def optimizer(self, groups, lr):
+        self.made = (Rated.Falling if self.by == "optimizer" else torch.optim.SGD)(groups, lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.made, 1, 0.5)
+        return self.made
+
+
+class _Scale(torch.autograd.Function):
+    """Gradients are larger in the first steps."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, rows):
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _Scale.calls += 1
+        return gradient * (1 + 1 / _Scale.calls)
+
+
+class CountsBackward(Rows):
+    """A count of backward passes: in the class of a function, or of a hook in an attribute."""
+
+    class Model(nn.Module):
+        def __init__(self, where):
+            super().__init__()
+            self.first, self.last, self.where, self.calls = nn.Linear(8, 16), nn.Linear(16, 3), where, 0
+
+        def forward(self, rows):
+            hidden = self.first(rows).tanh()
+            if self.where == "hook" and hidden.requires_grad:
+                hidden.register_hook(self.larger)
+            return self.last(_Scale.apply(hidden) if self.where == "function" else hidden)
+
+        def larger(self, gradient):
+            self.calls += 1
+            return gradient * (1 + 1 / self.calls)
+
+    def __init__(self, where):
+        self.where, _Scale.calls = where, 0
+
+    def model(self):
+        return CountsBackward.Model(self.where)
+
+
 class Centred(Rows):
     """A model whose rows depend on each other."""
 
@@ -2146,7 +2224,7 @@ _FORWARDS = 0
 
 
 class Warming(nn.Module):
-    """Counts its calls in a global, a list of one, its class or a closure."""
+    """Counts its calls in a global, a list of one, its class or a closure, or by what its forward has in its own closure."""
 
     calls = 0
 
@@ -2177,6 +2255,31 @@ class Warming(nn.Module):
         return self.layer(rows) * min(1.0, 0.2 * count)
 
 
+def _warming_locally(where):
+    """Of code that ``model()`` defines itself, as in a notebook."""
+    count = 0
+
+    def counted():
+        nonlocal count
+        count += 1
+        return count
+
+    class Counter:
+        calls = 0
+
+        @classmethod
+        def counted(cls):
+            cls.calls += 1
+            return cls.calls
+
+    class Model(nn.Linear):
+        def forward(self, rows):
+            number = counted() if where == "local function" else Counter.counted()
+            return super().forward(rows) * min(1.0, 0.2 * number)
+
+    return Model(8, 3)
+
+
 class WarmedUp(Rows):
     """A model with a warm-up by the number of its calls."""
 
@@ -2185,7 +2288,7 @@ class WarmedUp(Rows):
         self.where, _FORWARDS, _CALLS[0], Warming.calls = where, 0, 0, 0
 
     def model(self):
-        return Warming(self.where)
+        return _warming_locally(self.where) if self.where.startswith("local") else Warming(self.where)
 
 
 class Noisy(Rows):

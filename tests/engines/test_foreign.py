@@ -135,6 +135,8 @@ CASES = {
     "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of")),
     "a count in a global list": ("WarmedUp", {"where": "list"}, dict.fromkeys(("horovod", "fsdp"), "(_CALLS of foreign")),
     "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)")),
+    "a count in a local function": ("WarmedUp", {"where": "local function"}, {"ddp": "(count of a closure in foreign"}),
+    "a count in a local class": ("WarmedUp", {"where": "local class"}, {"ddp": "them (Counter.calls)"}),
     "a count in a closure": ("WarmedUp", {"where": "closure"}, dict.fromkeys(("fsdp",), "(count of a closure in foreign")),
     "a rank in the loss": ("ByRank", {"where": "loss"}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank")),
     "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
@@ -204,7 +206,14 @@ LATER = {
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
-COUNTS = ("a count in a model's global", "a count in a global list", "a count in a class", "a count in a closure")
+COUNTS = (
+    "a count in a model's global",
+    "a count in a global list",
+    "a count in a class",
+    "a count in a closure",
+    "a count in a local function",
+    "a count in a local class",
+)
 STATEFUL = {
     "a hook writes later",
     "state of the loss",
@@ -520,6 +529,29 @@ def test_a_metric_that_the_task_holds_is_over_all_rows(setup, tmp_path):
     assert len(of_evaluations) == 2
     for evaluation in of_evaluations:
         assert evaluation["held"] == pytest.approx(evaluation["right"])
+
+
+def test_what_a_metric_counts_is_no_state_of_the_training(tmp_path):
+    finished = kept.train(tmp_path, file(("CalledMetric", {}), "single", eval_every_steps=2), 1).check()
+    assert "no checkpoint has it" not in finished.stderr
+
+
+@pytest.mark.parametrize(("by", "setup"), [("scheduler", "ddp"), ("hook", "single"), ("optimizer", "fsdp")])
+def test_a_rate_that_something_else_sets_is_refused(by, setup, tmp_path):
+    document = file(("Rated", {"by": by}), setup) | {"optimizer": {"type": "task", "params": {"lr": 0.1}}}
+    finished = kept.train(tmp_path, document, SETUPS[setup][0])
+    assert finished.returncode == 5
+    assert len(losses(tmp_path / "run")) == 1
+    assert "something else has set the learning rate to 0.05 " in finished.stderr or by == "hook"
+    assert "give its factor by schedule(updates)" in finished.stderr
+
+
+@pytest.mark.parametrize(("where", "name"), [("function", "_Scale.calls"), ("hook", "calls")])
+def test_what_a_backward_pass_counts_is_said(where, name, tmp_path):
+    case = ("CountsBackward", {"where": where})
+    finished = kept.train(tmp_path, file(case, "single") | {"gradient_accumulation_steps": 1}, 1).check()
+    assert f"in its backward pass ({name}); whether its gradients depend on them was not examined" in finished.stderr
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
 def test_limits_hold_in_several_models(tmp_path):
