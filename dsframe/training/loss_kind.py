@@ -112,6 +112,7 @@ class LossTrial:
         self._tests_again = self._is_due = False
         """The same on all ranks."""
         self._is_first, self._next_test = True, 1
+        self._batch: Any = None
         self._others: held.Generators | None = None
         self._held: unmoved.HeldBuffers | None = None
         """The task's buffers from before the first step, during that step."""
@@ -143,6 +144,7 @@ class LossTrial:
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
         self._others = held.Generators(self._engine)
         self._held = unmoved.HeldBuffers(self._engine)
+        self._batch = batch.inputs, batch.targets
         self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._can_test else batch
 
@@ -218,12 +220,12 @@ class LossTrial:
     def look_at_samples(self, differing: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Does the same as :func:`sample_trial.refuse_other_numbers`. ``differing``: as for
         :meth:`judge`."""
-        engine = self._engine
+        engine, batch, self._batch = self._engine, self._batch, None
         parted = not getattr(engine, "averages_gradients", True)  # the weights of ranks differ temporarily
         if parted or not self._can_test or engine.plan.task.gathers_rows:
             return ""
         alike = not but_statistics(engine, differing)
-        line = sample_trial.refuse_other_numbers(engine, self._loader, buffers_alike=alike, resumed=resumed)
+        line = sample_trial.refuse_other_numbers(engine, self._loader, batch, buffers_alike=alike, resumed=resumed)
         self.branches.said = line == sample_trial.ROWS_DEPEND
         self.branches.looks = not (self._neither or self._loader.collate_draws or sample_trial.mixes_rows(engine))
         return "" if self._neither and self.branches.said else line

@@ -83,27 +83,35 @@ def kind_of(engine: Engine, loader: Loader, step: int, share: int | None, *, tra
     return kind, PADDED if kind == "neither" and len(trial.lengths) > 1 else ""
 
 
-def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool, resumed: bool) -> str:
-    """**Collective.** Runs the same samples on every rank, in training mode. Returns a message, or "".
-    ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises TaskError if the
-    losses of ranks differ, or if those of a ``resumed`` run would."""
+def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffers_alike: bool, resumed: bool) -> str:
+    """**Collective.** Runs the same samples on every rank, in training mode; of a stream, rows of ``batch``. Returns a
+    message, or "". ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises
+    TaskError if the losses of ranks differ, or if those of a ``resumed`` run would."""
     plan, watch = engine.plan, engine.built.watch
     if watch is None or plan.config.settings.model.compile or not _has_user_loss(engine):
         return ""
     # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
     for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
+        given = batch if isinstance(loader.source, StreamSource) else None
         trial = _Trial(engine, loader, list(range(size)), training=not watch.has_writes, again=True)
+        trial.given = given
         losses, _ = trial.take()
         if losses is not None:
             break
     near, whose = _tolerance(engine), type(plan.task).__name__
     moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
     local_losses = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
-    answers = all_gather_json(engine, [local_losses, sorted(trial.digests), moves])
-    of_ranks, digests, moving = zip(*answers, strict=True)
-    if losses is None or any(each != digests[0] or len(each) > 1 for each in digests):
+    kind = "" if losses is None or mixes_rows(engine) else _kind_of_losses(engine, losses, wholes=2)
+    answers = all_gather_json(engine, [local_losses, sorted(trial.digests), moves, kind])
+    of_ranks, digests, moving, kinds = zip(*answers, strict=True)
+    if losses is None or any((not given and each != digests[0]) or len(each) > 1 for each in digests):
         return ""
-    if all(of_ranks) and buffers_alike and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0]):
+    if (
+        not given
+        and all(of_ranks)
+        and buffers_alike
+        and any(_differ([row[name] for row in of_ranks], near) for name in of_ranks[0])
+    ):
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
@@ -119,7 +127,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, *, buffers_alike: bool,
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    return "" if mixes_rows(engine) or _kind_of_losses(engine, losses, wholes=2) != "neither" else ROWS_DEPEND
+    return ROWS_DEPEND if "neither" in kinds else ""
 
 
 def mixes_rows(engine: Engine) -> bool:
@@ -140,6 +148,8 @@ class _Trial:
     def __init__(
         self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
     ) -> None:
+        self.given: Batch | None = None
+        """A batch whose first rows are the samples, if they are not read from the loader."""
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
         ways = halvings(len(samples)) if len(samples) > 1 else []
@@ -158,7 +168,8 @@ class _Trial:
         """**Collective.** Returns the losses, or the reason why there are none. Has no side effects."""
         engine, loader = self._engine, self._loader
         watch, plan = engine.built.watch, engine.plan
-        if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) <= max(self._samples):
+        known = not isinstance(loader.source, StreamSource) and len(loader.source) > max(self._samples)
+        if watch is None or not (known or self.given):
             return None, "the samples cannot be read again"
         losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
@@ -190,12 +201,14 @@ class _Trial:
     def _batches(self) -> Iterator[Batch]:
         """Yields a batch of each part. If batches have rows, halves are taken from the first batch."""
         batches = self._loader.batches([[self._samples[place] for place in part] for part in self._parts])
+        if self.given is not None:
+            batches = iter([tree_map(lambda leaf: leaf[: len(self._samples)], self.given)] * self._wholes)
         for _ in range(self._wholes):
             whole = next(batches)
             self.digests.add(digest(whole))
             yield tree_map_only(Tensor, torch.clone, whole)  # a model may write to it
         leaves, size = tree_leaves(whole), len(self._parts[0])
-        if self._loader.collates or not all(
+        if (self._loader.collates and self.given is None) or not all(
             isinstance(leaf, Tensor) and list(leaf.shape[:1]) == [size] for leaf in leaves
         ):
             yield from batches
@@ -240,14 +253,8 @@ def _kind_of_losses(engine: Engine, losses: Losses, *, wholes: int) -> str:
     kinds = set()
     for values in losses.of.values():
         pairs = ((0, at, at + 1) for at in range(wholes, len(values), 2))
-        kinds.add(
-            agreed(
-                {
-                    kind_of_parts([values[n] for n in three], [losses.items[n] for n in three], _tolerance(engine))
-                    for three in pairs
-                }
-            )
-        )
+        of = [([values[n] for n in three], [losses.items[n] for n in three]) for three in pairs]
+        kinds.add(agreed({kind_of_parts(*parts, _tolerance(engine)) for parts in of}))
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), "")
 
 

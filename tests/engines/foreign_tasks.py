@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import dsframe
@@ -2050,7 +2050,7 @@ class Asking(nn.Module):
 
 
 class Centring(nn.Module):
-    """Outputs around their mean over the rows: always, in training, or where most rows are positive."""
+    """Outputs around their mean over the rows: always, in training, where most rows are positive, or never."""
 
     def __init__(self, what):
         super().__init__()
@@ -2060,7 +2060,8 @@ class Centring(nn.Module):
         h = self.layer(rows)
         if self.what == "branch":
             return h if rows[:, 0].mean() > 0 else 2 * h
-        return h - h.mean(0) if self.training or self.what == "always" else h
+        centred = self.what == "always" or (self.what == "training" and self.training)
+        return h - h.mean(0) if centred else h
 
 
 class _Pondering(nn.Module):
@@ -2217,6 +2218,23 @@ class Centred(Rows):
 
     def model(self):
         return Centring(self.what)
+
+
+class Streamed(Centred):
+    """The same rows as a stream, which cannot be read again."""
+
+    class Stream(IterableDataset):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __iter__(self):
+            return iter(self.rows)
+
+    def train_data(self):
+        return Streamed.Stream(super().train_data())
 
 
 _CALLS = [0]

@@ -492,6 +492,15 @@ def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
     assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("what", "setup", "said"),
+    [("always", "ddp", 1), ("training", "fsdp", 1), ("nothing", "ddp", 0), ("nothing", "single", 0)],
+)
+def test_rows_of_a_stream_that_depend_on_each_other_are_said(what, setup, said, tmp_path):
+    finished = kept.train(tmp_path, file(("Streamed", {"what": what}), setup), SETUPS[setup][0]).check()
+    assert finished.stderr.count("model or collate gives a row other outputs beside other rows") == said
+
+
 @pytest.mark.parametrize("setup", ["single", "ddp", "fsdp"])
 @pytest.mark.parametrize("loops", [False, True])
 def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
