@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,23 @@ def class_names(data_dir: str | None) -> list[str]:
     return names
 
 
-def _transform(size: int, mean: Sequence[float], std: Sequence[float], *, augment: bool) -> Any:
-    """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``.
+def _transform(images: Any, *, augment: bool) -> Any:
+    """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``. ``images``: as for :func:`load`.
 
     With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise
     the shorter side is resized to 8/7 of ``size`` and the centre cropped.
     """
-    made = torchvision().transforms
+    made, size = torchvision().transforms, images.size
     random = [made.RandomResizedCrop(size), made.RandomHorizontalFlip()]
-    part = random if augment else [made.Resize(round(size * 8 / 7)), made.CenterCrop(size)]
-    return made.Compose([*part, made.ToTensor(), made.Normalize(mean, std)])
+    centre = partial(_centre, size=size) if images.floored else made.CenterCrop(size)
+    part = random if augment else [made.Resize(round(size * 8 / 7)), centre]
+    return made.Compose([*part, made.ToTensor(), made.Normalize(images.mean, images.std)])
+
+
+def _centre(image: Any, size: int) -> Any:
+    """The centre of an image of Pillow's, as the image processors of transformers crop it."""
+    left, top = ((side - size) // 2 for side in image.size)
+    return image.crop((left, top, left + size, top + size))
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -197,7 +205,7 @@ def rgb(image: Any) -> Any:
 
 
 def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
-    """Returns the training or validation images under ``data_dir``, with ``size``, ``mean`` and ``std`` of ``images``.
+    """Returns the training or validation images under ``data_dir``, with ``size``, ``mean``, ``std`` and crop of ``images``.
 
     ``names``: the classes by number; default: their folders in alphabetical order. Raises DataError.
     """
@@ -205,5 +213,5 @@ def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[
     folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]
     if not folders:
         raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
-    transform = _transform(images.size, images.mean, images.std, augment=augment)
+    transform = _transform(images, augment=augment)
     return ImageFolder(folders[0], names or class_names(data_dir), transform)

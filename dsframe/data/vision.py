@@ -41,6 +41,8 @@ class Images:
     """True if a mirror image still shows the same class: true for garments, not for digits."""
     names: tuple[str, ...] = ()
     """Class names by number, if the files have names."""
+    floored: bool = False
+    """True if the centre crop rounds its first pixel down, as transformers does; torchvision rounds to the nearest."""
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Returns meta tensors of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""

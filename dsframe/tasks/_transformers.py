@@ -93,7 +93,9 @@ def configure(auto: str, model: Json | str, facts: Json) -> Any:
         raise TaskError(
             f'task.model: in model_type "{config.model_type}" tokens see those behind them, their targets{remedy}'
         )
-    config.architectures = [mapping[type(config)].__name__]
+    several = mapping[type(config)]  # of some there are two
+    names = [cls.__name__ for cls in (several if isinstance(several, tuple) else (several,))]
+    config.architectures = [next((name for name in config.architectures or () if name in names), names[0])]
     return config
 
 

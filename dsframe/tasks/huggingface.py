@@ -258,6 +258,7 @@ class ImageClassificationTask(ImagesTask):
     def __init__(self, settings: sections.ImageClassificationTask, seed: int) -> None:
         """Raises TaskError if there is no such model or if it does not accept the images."""
         super().__init__(settings, seed)
+        self.images = replace(self.images, floored=True)  # as the processor of an export crops
         self._preprocessor = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if settings.dataset == "image-folder" and settings.image_size is None:  # files have no fixed size
             self.images = replace(self.images, size=_image_size(self._preprocessor) or self.images.size)

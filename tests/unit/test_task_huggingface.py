@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 
+import numpy as np
 import pytest
 import torch
 
@@ -470,6 +471,34 @@ def test_an_export_has_the_look_of_the_training(name, fields, said, tmp_path):
     image, processor = pytest.importorskip("PIL.Image"), library.AutoImageProcessor.from_pretrained(tmp_path)
     theirs = processor(image.open(picture), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(theirs, task.eval_data()[0][0], rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("sides", [(33, 64), (64, 33), (41, 90), (50, 40), (16, 16)])
+def test_the_processor_of_an_export_cuts_out_what_was_evaluated(sides, tmp_path):
+    """Torchvision rounds where the centre begins: it was a pixel off where the border is odd."""
+    pictures(tmp_path / "d", "b", "a")
+    picture = next((tmp_path / "d" / "val").rglob("*.png"))
+    image, library = pytest.importorskip("PIL.Image"), _transformers.transformers()
+    pixels = np.random.default_rng(0).integers(0, 256, (*sides, 3), dtype=np.uint8)
+    image.fromarray(pixels).save(picture)
+    task = classifier(dataset="image-folder", data_dir=str(tmp_path / "d"), samples=None)
+    (tmp_path / "preprocessor_config.json").write_text(task.pretrained()["preprocessor_config"])
+    processor = library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    theirs = processor(image.open(picture), return_tensors="pt")["pixel_values"][0]
+    held_out = task.eval_data()
+    number = [path for path, _ in held_out.samples].index(picture)
+    torch.testing.assert_close(theirs, held_out[number][0], rtol=0, atol=1e-5)
+
+
+def test_a_kind_of_which_transformers_has_two_classifiers_is_built(tmp_path):
+    """DeiT and LeViT: with and without a teacher's output. It was a traceback; the folder's own is taken."""
+    sizes = {key: value for key, value in VIT.items() if key != "model_type"}
+    task = classifier(model={"model_type": "deit", **sizes})
+    assert type(task.model()).__name__ == "DeiTForImageClassification"
+    library, known = _transformers.transformers(), tmp_path / "m"
+    config = library.DeiTConfig(**sizes, image_size=16, num_labels=10)
+    library.DeiTForImageClassificationWithTeacher(config).save_pretrained(known)
+    assert type(classifier(model=str(known)).model()).__name__ == "DeiTForImageClassificationWithTeacher"
 
 
 def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path):
