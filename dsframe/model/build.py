@@ -41,6 +41,8 @@ _DEPTH = 3
 """So many attributes below the task a number is looked for."""
 _FEW = 100
 """Entries of a list or dict that are looked at."""
+_ADDRESSES = 1 << 40
+"""A larger number is an address or a hash, and another one in each process."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that each module has."""
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
@@ -296,6 +298,8 @@ def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
 
 def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yields the numbers and texts in ``value`` and in containers and objects in it, with their paths."""
+    if isinstance(value, int) and abs(value) >= _ADDRESSES:
+        return
     if isinstance(value, (bool, int, float, type(None))):
         yield path, value if value is None or math.isfinite(value) else repr(value)
     elif isinstance(value, str):

@@ -437,6 +437,7 @@ class Argued(Shaped):
     [
         ({}, ""),
         ({"token": "of tomorrow"}, ""),
+        ({"hash": hash("cat") | 1 << 60}, ""),
         ({"alpha": 0.1}, "attributes.task.arguments.alpha was 0.5, is 0.1: the next step uses it"),
         ({"kind": "dice"}, 'attributes.task.arguments.kind was "a text, digest '),
         ({"weights": torch.tensor([1.0, 1, 2])}, 'attributes.task.arguments.weights was "[3] 3", is "[3] 4": '),
