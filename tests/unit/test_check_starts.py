@@ -119,7 +119,7 @@ def a_file(rng, engine):
 def passes(document, processes):
     """True if ``dsframe check`` has nothing but notes, or a package that this machine lacks."""
     options = argparse.Namespace(processes=processes, engine=None, overrides=())
-    problems = check._judge(json.dumps(document), "f.json", options).problems
+    problems = check._examine(json.dumps(document), "f.json", options).problems
     return not any(each.severity == "error" or each.code == "not-installed" for each in problems)
 
 
