@@ -263,7 +263,7 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
     """Yields the size of each tensor and array in a transient buffer or an attribute, with few digits, because the last
     digits of sines depend on the processor."""
     for name, module in model.named_modules():
-        transient = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+        transient = {key: module._buffers.get(key) for key in sorted(module._non_persistent_buffers_set)}
         for key, value in {**transient, **vars(module)}.items():
             if size := _size(value):
                 yield f"{name}.{key} {size}"

@@ -537,3 +537,16 @@ def test_a_model_is_described_without_addresses_and_earlier_trainings():
     assert described(model)["trained parameters"].startswith("1 of 2, ")
     vars(model[0].weight)[FROZEN] = True  # by a group, which does so again or does not
     assert described(model) == before
+
+
+def test_the_description_does_not_depend_on_the_order_of_a_set():
+    """Each process has another one: rotary embeddings of transformers have two such buffers."""
+    names = [f"buffer_{number}" for number in range(9)]
+    digests = set()
+    for order in (names, names[::-1]):
+        model = nn.Module()
+        for name in names:
+            model.register_buffer(name, torch.full([2], float(name[-1])), persistent=False)
+        model._non_persistent_buffers_set = order  # in the place of the set
+        digests.add(described(model)["digest of values that no checkpoint has"])
+    assert len(digests) == 1
