@@ -11,7 +11,7 @@ read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -42,6 +42,8 @@ class StepResult:
     check (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on every rank."""
     terms: Sums = field(default_factory=dict)
     """Terms that the task's loss returned with the loss, over this rank's micro-batches."""
+    unused: Sequence[str] = ()
+    """Trained parameters that the loss did not use on this rank, if the library shows it. Their gradient counts as 0."""
 
 
 class Engine(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dsframe.checkpoint.saver import Saver
@@ -14,6 +15,7 @@ from dsframe.host import phases
 from dsframe.model.built import ON_RANKS
 from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
+from dsframe.training.module_state import shortened
 from dsframe.training.shared_buffers import but_statistics, differing
 
 _REMEDY = "a resumed run begins with another. Make it of self.context.step, or write it in on_checkpoint and read it in on_start"
@@ -24,13 +26,14 @@ class FirstStep(Listener):
 
     def __init__(self, trial: LossTrial, record: Record | None, saver: Saver) -> None:
         self._trial, self._record, self._saver = trial, record, saver
-        self._by_hooks = set[str]()
+        self._by_hooks, self._reported_unused = set[str](), False
         self.ended = time.perf_counter()
         """Time at which this process's first step ended; before that, the time at which training began."""
 
     def on_step(self, training: Training, result: StepResult) -> None:
         """**Collective.** Raises TaskError after the first step if the loss is of another kind than declared."""
         step, progress = training.step, training.progress
+        self._report_unused(training, result.unused)
         if step != training.first_step:
             for line in filter(None, (self._trial.judge_again(), self._trial.branches.judge())):
                 progress.say(f"dsframe: this task's {line}")
@@ -67,6 +70,18 @@ class FirstStep(Listener):
         """Reports attributes that have changed and that the checkpoint does not contain."""
         if names := ", ".join(sorted(self._trial.of_model.changed_later() - self._by_hooks)):
             training.progress.say(f"dsframe: {names} changed in training, and no checkpoint has it: {_REMEDY}")
+
+    def _report_unused(self, training: Training, names: Sequence[str]) -> None:
+        """Reports once that the loss did not use parameters which the optimizer changes all the same."""
+        optimizer = training.engine.plan.optimizer
+        is_plain = optimizer.name.lower() == "sgd" and not optimizer.arguments.get("momentum")
+        if names and not self._reported_unused and (not is_plain or optimizer.arguments.get("weight_decay")):
+            self._reported_unused = True
+            training.progress.say(
+                f"dsframe: note: the loss of step {training.step} does not use {shortened(sorted(names))}: the gradient "
+                "counts as 0 on every engine, so momentum and weight decay still change it, where a loop in plain torch "
+                "skips it. Freeze what is never used"
+            )
 
     def _say_draws(self, training: Training) -> None:
         """Reports random numbers that belong to no sample, or raises TaskError if the file requires that they do."""

@@ -163,7 +163,7 @@ class ModuleState:
         self._batch = self._before = self._after = self._buffers = self._buffers_after = None
         for whose, depends in depending.items():
             call = "forward pass" if whose == "model" else "loss"
-            names = _shortened(sorted(changed[whose]))
+            names = shortened(sorted(changed[whose]))
             if whose == "buffers":
                 if _LOSS in depends or self._has_spectral_norm(changed[whose]):
                     lines.append(
@@ -299,5 +299,6 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]
     return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
-def _shortened(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
+    """Returns the first names and the number of the others."""
     return ", ".join(names) if len(names) <= _NAMED else f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"

@@ -348,3 +348,25 @@ def test_an_optimizer_of_ones_own_that_there_is_not(document, message, tmp_path)
     document["dsframe"]["run_dir"] = str(tmp_path)
     with pytest.raises(ConfigError, match=message):
         optimizers.read(load(document)).build([nn.Parameter(torch.ones(1))])
+
+
+class Idle(Line):
+    """With a layer that no step uses."""
+
+    def model(self):
+        net = super().model()
+        net.idle = nn.Linear(1, 1)
+        return net
+
+
+@pytest.mark.parametrize(
+    ("params", "moves"),
+    [({"momentum": 0.9}, True), ({"weight_decay": 0.1}, True), ({}, False)],
+)
+def test_a_gradient_that_torch_would_skip_is_said_once(params, moves, here, capsys):
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, **params}}
+    dsframe.fit(Idle(), ds_config(8, optimizer, engine="single", steps=3))
+    line = "note: the loss of step 1 does not use idle.bias, idle.weight: the gradient counts as 0 on every engine"
+    assert capsys.readouterr().err.count(line) == moves
+    dsframe.fit(Line(), ds_config(8, optimizer, engine="single", steps=1, run_dir="all"))
+    assert "does not use" not in capsys.readouterr().err
