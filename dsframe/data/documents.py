@@ -65,7 +65,7 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
 
     Raises DataError for patterns without a match, files matched twice, and unsupported file types.
     """
-    found: dict[Path, tuple[Path, str]] = {}
+    pattern_of: dict[Path, tuple[Path, str]] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
         names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
@@ -75,12 +75,14 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
             if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
                 continue  # "**" matches folders too
             _check_kind(path, key)
-            if (place := path.absolute()) in found:
-                raise DataError(f"{key}: {path} is named twice, by {found[place][1]} and {pattern}; remove one of them")
-            found[place] = path, pattern
-    if not found:
+            if (absolute := path.absolute()) in pattern_of:
+                raise DataError(
+                    f"{key}: {path} is named twice, by {pattern_of[absolute][1]} and {pattern}; remove one of them"
+                )
+            pattern_of[absolute] = path, pattern
+    if not pattern_of:
         raise DataError(f"{key}: names no file")
-    return [path for path, _ in found.values()]
+    return [path for path, _ in pattern_of.values()]
 
 
 def _check_kind(path: Path, key: str) -> None:

@@ -314,7 +314,7 @@ def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _words(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a message says, by the keys that chat templates know: its texts, and the functions that it calls."""
+    """Yields key and text of a message's contents, reasoning and function calls, by the keys that chat templates use."""
     for key in _TEXTS:
         if isinstance(text := message.get(key), str):
             yield key, text

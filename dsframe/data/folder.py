@@ -59,7 +59,7 @@ def _transform(images: Any, *, augment: bool) -> Any:
 
 
 def _centre(image: Any, size: int) -> Any:
-    """The centre of an image of Pillow's, as the image processors of transformers crop it."""
+    """Returns the centre of a Pillow image, cropped like the image processors of transformers."""
     left, top = ((side - size) // 2 for side in image.size)
     return image.crop((left, top, left + size, top + size))
 
@@ -88,7 +88,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")
         names = "\0".join(path.relative_to(folder).as_posix() for path, _ in self.samples)
         self.digest_of_files = xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
-        """Of their names and order."""
+        """Digest of the names of all images, in order."""
 
     def __len__(self) -> int:
         return len(self.samples)

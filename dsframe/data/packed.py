@@ -27,7 +27,7 @@ class RowSource:
     """
 
     digest_of_files = ""
-    """Of what is in the files that it was made of."""
+    """Digest of the contents of the files it was read from."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class TextSource:
     """
 
     digest_of_files = ""
-    """Of what is in the files that it was made of."""
+    """Digest of the contents of the files it was read from."""
 
     def __init__(self, tokens: Tensor, context: int, *, seed: int = 0, shifted: bool = False) -> None:
         self._tokens, self._context, self._seed, self._shifted = tokens, context, seed, shifted

@@ -38,13 +38,13 @@ from dsframe.tasks.task import Task
 from dsframe.values import attributes_of, elements, has_attributes
 
 _DEPTH = 3
-"""So many attributes below the task a number is looked for."""
+"""Levels of attributes below the task that are searched for numbers."""
 _FEW = 100
-"""Entries of a list or dict that are looked at."""
+"""Longest list or dict that is searched."""
 _ADDRESSES = 1 << 40
-"""A larger number is an address or a hash, and another one in each process."""
+"""Larger numbers are taken for addresses or hashes, which differ between processes."""
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that each module has."""
+"""Attributes of every module."""
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
 LARGE = 1 << 24
 """Number of elements. A larger sharded model returns freed memory to the system; smaller ones keep it, for speed."""
@@ -270,7 +270,7 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
 
 
 def _size(value: Any) -> str:
-    """The size of a tensor or an array, as :func:`_sizes_of_others`; "" of anything else."""
+    """Returns shape and sum of magnitudes of a tensor or an array; "" for anything else."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.ascontiguousarray(value))
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -280,11 +280,11 @@ def _size(value: Any) -> str:
 
 
 def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
-    """What a checkpoint tells of arguments that neither weights nor source show: numbers and texts in attributes of the task, by
-    name, and one digest of the model's numbers. A text is there as a digest, and a path, which is where something lies, is not.
-    """
-    own = {} if type(task).__module__.startswith("dsframe.") else vars(task)  # a built-in one has the file's settings
-    of_task = dict(_plain({key: own[key] for key in own if not hasattr(Task, key)}, "task", _DEPTH))
+    """Returns a checkpoint's record of arguments that neither weights nor source code show: the numbers and texts in
+    attributes of the task by name (texts as digests, paths omitted), and one digest of the model's numbers."""
+    # Settings of built-in tasks are in the file.
+    values = {} if type(task).__module__.startswith("dsframe.") else vars(task)
+    of_task = dict(_plain({key: values[key] for key in values if not hasattr(Task, key)}, "task", _DEPTH))
     of_model: list[str] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -317,7 +317,7 @@ def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_arguments(value: Any) -> bool:
-    """Whether its attributes are looked at: of a loss without weights, but not of a network, nor of what is dsframe's."""
+    """Returns True if attributes of ``value`` are searched: a loss without weights is, a network or an object of dsframe is not."""
     if isinstance(value, nn.Module):
         return not any(True for _ in value.parameters())
     return has_attributes(value) and not type(value).__module__.startswith("dsframe.")

@@ -105,7 +105,7 @@ def outside(owners: Collection[object]) -> list[Space]:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             spaces[id(cell)] = Space(cell, frozenset(["cell_contents"]), f"{name} of a closure in {file}")
         for cls in _users_classes([*map(type, owners), *_used_by(function)]):
-            names[id(cls)] |= words.union(*(words_of(own.__code__) for own in functions_of(cls)))
+            names[id(cls)] |= words.union(*(words_of(method.__code__) for method in functions_of(cls)))
             spaces[id(cls)] = Space(cls, names[id(cls)], f"{cls.__name__}.{{}}")
     return [*spaces.values()]
 
@@ -131,7 +131,7 @@ def _reachable_functions(owners: Collection[object]) -> Iterator[FunctionType]:
 
 
 def _used_by(function: FunctionType) -> list[Any]:
-    """Returns the globals that a function names, and what its closure has."""
+    """Returns the globals that a function names, and the values of its closure."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     return [*(function.__globals__.get(word) for word in words_of(function.__code__)), *cells]
 

@@ -350,9 +350,9 @@ def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, .
     whole, items = of_parts[0]
     for part, (gradients, count) in zip((half, ~half), of_parts[1:], strict=True):
         factor = count / items if kind == "mean" else 1.0
-        for every, own in zip(whole, gradients, strict=True):
-            near = max(1e-3, 4 * torch.finfo(own.dtype).eps) * float(every.abs().max())
-            if count and every.isfinite().all() and not torch.allclose(every[part], own * factor, rtol=0, atol=near):
+        for every, rows in zip(whole, gradients, strict=True):
+            near = max(1e-3, 4 * torch.finfo(rows.dtype).eps) * float(every.abs().max())
+            if count and every.isfinite().all() and not torch.allclose(every[part], rows * factor, rtol=0, atol=near):
                 return False
     return True
 

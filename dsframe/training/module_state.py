@@ -61,7 +61,7 @@ class ModuleState:
         self._task_before = self._task_after = unmoved.twin(engine.plan.task)
         self._at_loss: tuple[held.Values, ...] = ()
         self._in_backward = set[str]()
-        """What the loss of the first micro-batch, or its backward pass, has changed of what the model or the program keeps."""
+        """Names of values of model or program that the first micro-batch's loss or backward pass has changed."""
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
         self._later: tuple[held.Values, ...] = ()
@@ -80,11 +80,11 @@ class ModuleState:
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def forward_ended(self) -> None:
-        """After the forward pass of the first micro-batch."""
+        """Called after the forward pass of the first micro-batch."""
         self._at_loss = self._values()
 
     def backward_ended(self) -> None:
-        """After its backward pass, or later in the step."""
+        """Called after the backward pass of the first micro-batch, or later in the step."""
         self._in_backward.update(*(values.changed() for values in self._at_loss))
         self._at_loss = ()
 

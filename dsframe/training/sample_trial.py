@@ -184,8 +184,10 @@ class _Trial:
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
                     shapes, rows = [leaf.shape for leaf in tensors_of(batch)], (len(part),)
-                    # Without the rows, which may come after time.
-                    self.lengths.add(tuple(one[1:] if one[:1] == rows else one[:1] + one[2:] for one in shapes))
+                    # Drop the dimension of rows, which may follow that of time.
+                    self.lengths.add(
+                        tuple(shape[1:] if shape[:1] == rows else shape[:1] + shape[2:] for shape in shapes)
+                    )
                     before, others = generators.capture(plan.device), held.Generators(engine)
                     with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))

@@ -221,8 +221,8 @@ CASES = {
     "Between": "gain of a sharded Gain gets another gradient than of the whole one",
     "Penalty": "uses block.up.weight outside of its module's forward pass",
     "Gathered": "dsframe.gathered: no rank gathers whole weights",
-    "Hidden": "the ranks that share layers compute other losses",
-    "Uneven": "the ranks that share layers compute other losses",
+    "Hidden": "the ranks that share layers compute different losses",
+    "Uneven": "the ranks that share layers compute different losses",
     "ScaledGradient": "block.up.weight has a hook on the whole one",
     "LargeBetween": "gain, which each rank has whole, gets another gradient on each",
 }

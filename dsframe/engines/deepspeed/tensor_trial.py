@@ -197,7 +197,8 @@ def refuse_different(loss: Tensor, dtype: torch.dtype, group: dist.ProcessGroup)
     noise = 1e-5 if dtype == torch.float32 else 1e-3
     if not torch.allclose(torch.stack(losses), losses[0], rtol=noise, atol=0.0, equal_nan=True):
         raise EngineError(
-            f"tensor_parallel: the ranks that share layers compute other losses ({', '.join(f'{one:.8g}' for one in losses)}) from "
-            "the same samples: model or loss uses weights, activations or random numbers of which each rank has its part, or asks "
-            "for its rank; leave these layers out of partition_config, or train without tensor_parallel"
+            "tensor_parallel: the ranks that share layers compute different losses "
+            f"({', '.join(f'{loss:.8g}' for loss in losses)}) from the same samples: model or loss uses weights, "
+            "activations or random numbers of which each rank has its part, or asks for its rank; leave these layers out "
+            "of partition_config, or train without tensor_parallel"
         )
