@@ -183,11 +183,7 @@ class _Trial:
             ):
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
-                    shapes, rows = [leaf.shape for leaf in tensors_of(batch)], (len(part),)
-                    # Drop the dimension of rows, which may follow that of time.
-                    self.lengths.add(
-                        tuple(shape[1:] if shape[:1] == rows else shape[:1] + shape[2:] for shape in shapes)
-                    )
+                    self.lengths.add(tuple(_shape_of_row(leaf.shape, len(part)) for leaf in tensors_of(batch)))
                     before, others = generators.capture(plan.device), held.Generators(engine)
                     with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
@@ -242,6 +238,13 @@ def _has_user_loss(engine: Engine) -> bool:
     batch = engine.plan.batch
     users = not module.startswith("dsframe.") or module == Task.__module__  # Task.from_module
     return users and batch.data_parallel_size == engine.plan.world.size
+
+
+def _shape_of_row(shape: torch.Size, rows: int) -> torch.Size:
+    """Returns the shape without the dimension of rows, the first or the second; [] if neither is, as for nodes of graphs."""
+    if shape[:1] == (rows,):
+        return shape[1:]
+    return shape[:1] + shape[2:] if shape[1:2] == (rows,) else shape[:0]
 
 
 def _tolerance(engine: Engine) -> float:

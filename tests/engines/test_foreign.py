@@ -498,7 +498,7 @@ def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
 )
 def test_rows_of_a_stream_that_depend_on_each_other_are_said(what, setup, said, tmp_path):
     finished = kept.train(tmp_path, file(("Streamed", {"what": what}), setup), SETUPS[setup][0]).check()
-    assert finished.stderr.count("model or collate gives a row other outputs beside other rows") == said
+    assert finished.stderr.count("model or collate gives a row different outputs in different batches") == said
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "fsdp"])

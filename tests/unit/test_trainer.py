@@ -181,7 +181,7 @@ def test_random_numbers_go_by_the_row_of_the_global_batch(rank):
     loop = SimpleNamespace(
         engine=SimpleNamespace(plan=plan, built=built),
         _watchdog=SimpleNamespace(alive=lambda: None),
-        _trial=SimpleNamespace(watched=lambda batch: batch),
+        _trial=SimpleNamespace(watched=lambda batch, index: batch),
         training=SimpleNamespace(first_step=1),
     )
     list(Trainer._observed(loop, [MicroBatch(None, None)] * 3, 5))

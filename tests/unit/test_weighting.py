@@ -133,7 +133,7 @@ def test_a_long_step_gives_signs_of_life():
     """All of its micro-batches have been read by then."""
     trainer = object.__new__(Trainer)
     trainer._watchdog = watchdog = MagicMock()
-    trainer._trial = MagicMock(watched=lambda batch: batch)
+    trainer._trial = MagicMock(watched=lambda batch, index: batch)
     trainer.training, trainer.engine = MagicMock(first_step=1), MagicMock(built=BuiltModel())
     trainer.engine.plan.batch.accumulation_steps = 3
     step = list(trainer._read(iter("abc")))
