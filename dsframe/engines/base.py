@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -73,6 +73,8 @@ class ModelEngine(Engine):
     name of the raising function if there is no text -> message with a placeholder for the engine's description."""
     gathers_steps = False
     """True if ranks hold shards, but weights are gathered whole during each step."""
+    _unused: Sequence[str] = ()
+    """Parameters without a gradient in this step."""
     _terms: Terms
     """Terms that the loss returned with its value in this step."""
 
@@ -122,7 +124,7 @@ class ModelEngine(Engine):
         parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
-        self._terms = {}
+        self._terms, self._unused = {}, []
 
     def _loss(self, outputs: Any, batch: MicroBatch) -> Tensor:
         """Returns the loss of a micro-batch, times its weight."""
@@ -131,7 +133,7 @@ class ModelEngine(Engine):
     def _result(
         self, loss: Tensor, learning_rate: float, gradient_norm: Tensor | float | None, *, skipped: bool
     ) -> StepResult:
-        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
+        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms, self._unused)
 
     def begin_average(self) -> None:
         """Starts the average with the current weights instead of those after the first update."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +60,6 @@ class ReplicaEngine(ModelEngine):
         self._average_start: dict[Tensor, Tensor] | None = None
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
-        self._unused: list[str] = []
-        """Parameters without a gradient in the current step."""
         if not plan.frozen:
             groups = self.built.groups.split(self._named_parameters())
             self.optimizer = self._distribute(
@@ -149,10 +146,10 @@ class ReplicaEngine(ModelEngine):
         if self._masters:
             self._masters.take_gradients()
         self._synchronize()
-        self._unused = [name for name, parameter in self._named_parameters() if parameter.grad is None]
-        for parameter in self._parameters:
-            if parameter.grad is None:  # not part of the loss: zeros, as in ZeRO's flat buffers
-                parameter.grad = torch.zeros_like(parameter)
+        unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        for index in unused:  # not part of the loss: zeros, as in ZeRO's flat buffers
+            self._parameters[index].grad = torch.zeros_like(self._parameters[index])
+        self._unused = [self._names[index] for index in unused]
         return total / steps
 
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
@@ -188,8 +185,7 @@ class ReplicaEngine(ModelEngine):
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
         shown = norm if self.averages_gradients else None
-        result = self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
-        return replace(result, unused=self._unused)
+        return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
 
     def _updated(self) -> None:
         """**Collective.** After an update of the masters: calls the task's ``after_step``, then updates the model."""

@@ -41,6 +41,8 @@ _DEPTH = 3
 """Levels of attributes below the task that are searched for numbers."""
 _FEW = 100
 """Longest list or dict that is searched."""
+_PIECE = 1 << 22
+"""Elements of a tensor that are summed at once. A larger tensor of a task is data, of which only the shape is recorded."""
 _ADDRESSES = 1 << 40
 """Larger numbers are taken for addresses or hashes, which differ between processes."""
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -276,7 +278,8 @@ def _size(value: Any) -> str:
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
         return ""
     wide = torch.complex128 if value.is_complex() else torch.float64
-    return f"{list(value.shape)} {float(value.detach().to(wide).abs().sum()):.3g}"
+    pieces = torch.split(value.detach().reshape(-1), _PIECE)
+    return f"{list(value.shape)} {sum(float(piece.to(wide).abs().sum()) for piece in pieces):.3g}"
 
 
 def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
@@ -305,6 +308,8 @@ def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, str):
         if os.sep not in value and not is_secret(path):
             yield path, f"a text, digest {xxh3_64_hexdigest(value.encode('utf-8', 'replace'))}"
+    elif math.prod(getattr(value, "shape", ())) > _PIECE:
+        yield path, f"{list(value.shape)}"
     elif size := _size(value):
         yield path, size
     elif isinstance(value, (dict, list, tuple)):

@@ -34,8 +34,13 @@ def reset(engine: Ranks) -> None:
                 f"{whose} cannot be reset: {reason(error, 400)}; give a metric of one evaluation"
             ) from error
         for part in metric.modules():
-            if hasattr(part, "_reductions"):
+            if is_metric(part):
                 _gather_states(engine, part, whose)
+
+
+def is_metric(module: Any) -> bool:
+    """Returns True for a metric of torchmetrics, which need not be installed."""
+    return hasattr(module, "_reductions")
 
 
 def compute(engine: Ranks) -> dict[str, float]:

@@ -73,9 +73,11 @@ class FirstStep(Listener):
 
     def _report_unused(self, training: Training, names: Sequence[str]) -> None:
         """Reports once that the loss did not use parameters which the optimizer changes all the same."""
+        if not names or self._reported_unused:
+            return
         optimizer = training.engine.plan.optimizer
         is_plain = optimizer.name.lower() == "sgd" and not optimizer.arguments.get("momentum")
-        if names and not self._reported_unused and (not is_plain or optimizer.arguments.get("weight_decay")):
+        if not is_plain or optimizer.arguments.get("weight_decay"):
             self._reported_unused = True
             training.progress.say(
                 f"dsframe: note: the loss of step {training.step} does not use {shortened(sorted(names))}: the gradient "

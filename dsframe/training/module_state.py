@@ -21,7 +21,7 @@ from dsframe.cluster.exchange import all_gather_json
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError, WorldError
 from dsframe.host import generators
-from dsframe.model import extra_state
+from dsframe.model import extra_state, metric_objects
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
 from dsframe.model.user_spaces import Space, hooks_of
@@ -129,7 +129,7 @@ class ModuleState:
         )
         changed |= self._rebuilt
         modules = dict(self._modules().named_modules())
-        metrics = {name for name in changed if hasattr(modules.get(name.rpartition(".")[0]), "_reductions")}
+        metrics = {name for name in changed if metric_objects.is_metric(modules.get(name.rpartition(".")[0]))}
         changed -= self.of_task | self._changed | self._outside | metrics
         self._later = () if changed else self._later
         return changed

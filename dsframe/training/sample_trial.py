@@ -90,11 +90,10 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
     plan, watch = engine.plan, engine.built.watch
     if watch is None or plan.config.settings.model.compile or not _has_user_loss(engine):
         return ""
+    given = batch if isinstance(loader.source, StreamSource) else None
     # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
     for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
-        given = batch if isinstance(loader.source, StreamSource) else None
-        trial = _Trial(engine, loader, list(range(size)), training=not watch.has_writes, again=True)
-        trial.given = given
+        trial = _Trial(engine, loader, list(range(size)), training=not watch.has_writes, again=True, given=given)
         losses, _ = trial.take()
         if losses is not None:
             break
@@ -146,10 +145,17 @@ class _Trial:
     """A few samples, twice if ``again`` is set, and all halves of them."""
 
     def __init__(
-        self, engine: Engine, loader: Loader, samples: list[int], *, training: bool = False, again: bool = False
+        self,
+        engine: Engine,
+        loader: Loader,
+        samples: list[int],
+        *,
+        training: bool = False,
+        again: bool = False,
+        given: Batch | None = None,
     ) -> None:
-        self.given: Batch | None = None
-        """A batch whose first rows are the samples, if they are not read from the loader."""
+        """``given``: a batch whose first rows are the samples, if they cannot be read again."""
+        self._given = given
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
         ways = halvings(len(samples)) if len(samples) > 1 else []
@@ -169,7 +175,7 @@ class _Trial:
         engine, loader = self._engine, self._loader
         watch, plan = engine.built.watch, engine.plan
         known = not isinstance(loader.source, StreamSource) and len(loader.source) > max(self._samples)
-        if watch is None or not (known or self.given):
+        if watch is None or not (known or self._given):
             return None, "the samples cannot be read again"
         losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
@@ -199,14 +205,14 @@ class _Trial:
     def _batches(self) -> Iterator[Batch]:
         """Yields a batch of each part. If batches have rows, halves are taken from the first batch."""
         batches = self._loader.batches([[self._samples[place] for place in part] for part in self._parts])
-        if self.given is not None:
-            batches = iter([tree_map(lambda leaf: leaf[: len(self._samples)], self.given)] * self._wholes)
+        if self._given is not None:
+            batches = iter([tree_map(lambda leaf: leaf[: len(self._samples)], self._given)] * self._wholes)
         for _ in range(self._wholes):
             whole = next(batches)
             self.digests.add(digest(whole))
             yield tree_map_only(Tensor, torch.clone, whole)  # a model may write to it
         leaves, size = tree_leaves(whole), len(self._parts[0])
-        if (self._loader.collates and self.given is None) or not all(
+        if (self._loader.collates and self._given is None) or not all(
             isinstance(leaf, Tensor) and list(leaf.shape[:1]) == [size] for leaf in leaves
         ):
             yield from batches

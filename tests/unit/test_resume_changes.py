@@ -16,10 +16,12 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.config.schema.settings_model import Model
 from dsframe.errors import CheckpointError
-from dsframe.model.build import described
+from dsframe.model import build
+from dsframe.model.build import attributes, described
 from dsframe.model.built import FROZEN
 from dsframe.run import execute
 from tests.files import ds_config, write_json
+from tests.lines import Line
 from tests.processes import REPOSITORY, run_ranks, warm
 
 OPTIMIZER = "optimizer.params"
@@ -550,3 +552,22 @@ def test_the_description_does_not_depend_on_the_order_of_a_set():
         model._non_persistent_buffers_set = order  # in the place of the set
         digests.add(described(model)["digest of values that no checkpoint has"])
     assert len(digests) == 1
+
+
+def test_a_data_set_that_the_task_holds_is_not_read(monkeypatch):
+    """Its samples are compared elsewhere; a sum in float64 would take several times its memory."""
+    monkeypatch.setattr(build, "_PIECE", 4)
+    task = Line()
+    task.weights, task.images = torch.ones(3), torch.ones(3, 3)
+    recorded = attributes(nn.Linear(2, 2), task)
+    assert {recorded["task.weights"], recorded["task.images"]} == {"[3] 3", "[3, 3]"}
+
+
+def test_large_values_of_a_model_are_summed_in_pieces(monkeypatch):
+    model = nn.Linear(2, 2)
+    model.table = torch.arange(9.0)
+    before = described(model)
+    monkeypatch.setattr(build, "_PIECE", 4)
+    assert described(model) == before
+    model.table[8] = 100.0
+    assert described(model) != before

@@ -144,9 +144,9 @@ class Attempts:
             return f"{len(repeats)} times in a row {last}; {NO_CHANGE}"
         if lost:  # a restart from the beginning would go unnoticed until the end
             damaged = ", ".join(self._store.damaged())
-            loss = f"{self._store.directory} has no complete checkpoint any more"
-            loss += f" (damaged: {damaged})" if damaged else ""
-            return f"{last}; {loss}; restore one and use --resume auto, or start over with --resume never"
+            problem = f"{self._store.directory} has no complete checkpoint any more"
+            problem += f" (damaged: {damaged})" if damaged else ""
+            return f"{last}; {problem}; restore one and use --resume auto, or start over with --resume never"
         return ""
 
 
