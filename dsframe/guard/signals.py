@@ -64,7 +64,8 @@ class StopRequest:
                 continue  # nohup: the run outlives its terminal
             self._previous[number] = signal.signal(number, _ignore)
         self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
@@ -79,6 +80,7 @@ class StopRequest:
         os.write(self._pipe[1], b"\0")
         os.close(self._pipe[1])
         self._pipe = None
+        self._thread.join(1.0)  # it refers to the engine, whose model would outlive `fit`
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -274,8 +274,10 @@ def _sizes_of_others(model: nn.Module) -> Iterator[str]:
 def _size(value: Any) -> str:
     """Returns shape and sum of magnitudes of a tensor or an array; "" for anything else."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(np.ascontiguousarray(value))
-    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return f"{list(value.shape)} {np.abs(value).sum(dtype=np.float64):.3g}"
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return ""
+    if value.is_meta or value.is_quantized or value.is_nested:
         return ""
     wide = torch.complex128 if value.is_complex() else torch.float64
     pieces = torch.split(value.detach().reshape(-1), _PIECE)
@@ -301,6 +303,7 @@ def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
 
 def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yields the numbers and texts in ``value`` and in containers and objects in it, with their paths."""
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, int) and abs(value) >= _ADDRESSES:
         return
     if isinstance(value, (bool, int, float, type(None))):
@@ -308,10 +311,10 @@ def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, str):
         if os.sep not in value and not is_secret(path):
             yield path, f"a text, digest {xxh3_64_hexdigest(value.encode('utf-8', 'replace'))}"
-    elif math.prod(getattr(value, "shape", ())) > _PIECE:
-        yield path, f"{list(value.shape)}"
-    elif size := _size(value):
-        yield path, size
+    elif isinstance(value, (Tensor, np.ndarray)):
+        count = value.numel() if isinstance(value, Tensor) else value.size
+        if size := f"{count} values" if count > _PIECE else _size(value):
+            yield path, size
     elif isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in entries if depth and len(value) <= _FEW else ():

@@ -26,7 +26,7 @@ def test_horovod_finds_no_addresses_of_the_training_before(tmp_path):
 
 
 PROGRAM = """
-import gc, os, sys, logging, signal, warnings, weakref
+import gc, os, sys, logging, signal, threading, warnings, weakref
 import torch, torch.utils.data, dsframe, dsframe.errors
 import torch.nn.functional
 from dsframe.host import generators
@@ -53,7 +53,7 @@ def state():
         "hooks": (sys.excepthook, sys.stdout, sys.stderr),
         "logging": (logging.root.level, list(logging.root.handlers)),
         "torch": (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()),
-        "threads": torch.get_num_threads(),
+        "threads": (torch.get_num_threads(), [thread.name for thread in threading.enumerate()]),
         "generators": generators.capture(torch.device("cpu")),
         "its logger": logging.getLogger("DeepSpeed").level if "deepspeed" in sys.modules else logging.WARNING,
     }

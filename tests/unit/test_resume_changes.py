@@ -2,11 +2,12 @@
 
 import copy
 from argparse import Namespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dsframe
 from dsframe.checkpoint.changes import _FILE, _OWN, FIXED, FOLLOWS, _versions, compare_classes, differences, step_now
@@ -215,7 +216,7 @@ def test_a_new_batch_stands_where_the_samples_do(before, now, drop_last, step, s
 
 TASK = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 import dsframe
 from nets import net
 
@@ -560,7 +561,20 @@ def test_a_data_set_that_the_task_holds_is_not_read(monkeypatch):
     task = Line()
     task.weights, task.images = torch.ones(3), torch.ones(3, 3)
     recorded = attributes(nn.Linear(2, 2), task)
-    assert {recorded["task.weights"], recorded["task.images"]} == {"[3] 3", "[3, 3]"}
+    assert {recorded["task.weights"], recorded["task.images"]} == {"[3] 3", "9 values"}
+
+
+def test_any_object_in_an_attribute_is_recorded_or_left_out():
+    """A compiled model keeps classes of torch, whose shape is a descriptor."""
+    task = Line()
+    task.values = [Tensor, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), torch.ones(2).to_sparse()]
+    task.arrays = [np.float32(0.5), np.arange(3, dtype=">f4"), np.array(["text"]), np.ones((2, 2), complex).T]
+    task.odd = SimpleNamespace(shape="round", dtype=None, size=lambda: 2)
+    recorded = attributes(nn.Linear(2, 2), task)
+    assert recorded["task.arrays.0"] == 0.5
+    assert (recorded["task.arrays.1"], recorded["task.arrays.3"]) == ("[3] 3", "[2, 2] 4")
+    assert "task.odd.shape" in recorded
+    assert not any(key.startswith("task.values") for key in recorded)
 
 
 def test_large_values_of_a_model_are_summed_in_pieces(monkeypatch):
