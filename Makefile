@@ -42,8 +42,8 @@ launchers: setup-test ## the matrix: every engine under every launcher, two proc
 portability: setup-test ## save under every engine, go on under others (10 minutes; every pair: python -m tests.portability --whole)
 	python -m tests.portability
 
-kill-test: setup-test ## kills a random rank at a random moment, 99 times, and compares what comes out (half an hour)
-	python -m tests.attack --minutes 60 --tries 33 --only "killed rank, restarted on deepspeed" --only "killed rank, restarted on horovod" --only "killed rank, restarted on ddp"
+kill-test: setup-test ## kills a random rank at a random moment, 207 times, and compares what comes out (an hour and a half)
+	python -m tests.attack --minutes 120 --tries 23 --only "killed rank, restarted on deepspeed" --only "killed rank, restarted on horovod" --only "killed rank, restarted on ddp"
 
 attack: setup-test ## attacks trainings, disks, clocks, ports and files for half an hour: the table of docs/attacks.md
 	python -m tests.attack

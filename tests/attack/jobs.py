@@ -48,37 +48,49 @@ def kill_stateful(folder, chance):
     )
 
 
-def kill_restarted(folder, chance, engine):
-    """The same under ``dsframe launch --restarts``, in two of three tries while a checkpoint is being written.
+def kill_restarted(folder, chance, engine, kills=3):
+    """Ranks killed one after another under ``dsframe launch --restarts``, two of three while a checkpoint is being written.
 
     The run ends by itself as if nothing had happened, in half of the tries with evaluations that take longer than a step.
     """
-    rank, in_save, evaluates = chance.randrange(2), chance.random() < 2 / 3, chance.random() < 0.5
-    checkpoints = {"every_steps": EVERY, "keep_last": 9, "asynchronous": chance.random() < 0.5}
-    settings = {"engine": engine, "task": MODELS["gpt"], "steps": 40, "checkpoints": checkpoints}
+    evaluates = chance.random() < 0.5
+    checkpoints = {"every_steps": EVERY, "keep_last": 20, "asynchronous": chance.random() < 0.5}
+    settings = {"engine": engine, "task": MODELS["gpt"], "steps": 64, "checkpoints": checkpoints}
     settings["sections"] = {"zero_optimization": {"stage": 2 if engine == "deepspeed" else 0}}
     often = {"eval_every_steps": EVERY, "eval_micro_batch_size": 1, "eval_samples": 32} if evaluates else {}
-    saves, met = folder / "run" / "checkpoints", []
+    saves, killed, said = folder / "run" / "checkpoints", set(), []
 
-    def partial():
-        return sorted(saves.glob(".step-*.partial"))
+    def partial(since):
+        with contextlib.suppress(FileNotFoundError):
+            return [path.name[1:14] for path in sorted(saves.glob(".step-*.partial")) if path.stat().st_mtime > since]
+        return []
 
-    def strike(running):
-        running.wait_for(lambda: rank in running.ranks(), timeout_seconds=60, what="a rank")
-        if in_save or chance.random() < 0.5:
-            first = saves / f"step-{EVERY * chance.randint(1, 6):08}"
+    def kill_rank(running, rank, after):
+        in_save = chance.random() < 2 / 3
+        running.wait_for(lambda: set(running.ranks()) == {0, 1}, timeout_seconds=60, what="two ranks")
+        since = time.time()  # what lies there from a save that was killed is not written by these ranks
+        if after:
+            first = saves / f"step-{after:08}"
             running.wait_for(first.is_dir, timeout_seconds=120, what=first.name)
-        while in_save and not partial() and running.process.poll() is None:
+        while in_save and not partial(since) and running.process.poll() is None:
             time.sleep(0.001)
         time.sleep(chance.random() * (0.03 if in_save else 0.3))
-        met.extend(path.name[1:14] for path in partial())
-        running.ranks()[rank].kill()
+        process = running.ranks()[rank]
+        said.append(f"rank {rank} {' '.join(partial(since)) or 'in no save'}")
+        killed.add(process.pid)
+        process.kill()
+        running.wait_for(
+            lambda: killed.isdisjoint(process.pid for process in running.ranks().values()), timeout_seconds=60, what="its end"
+        )
 
-    launch = ("--restarts", "3", "--restart-wait", "0.1")
-    train(folder, ranks=2, launch=launch, during=strike, seconds=240, **settings, **often).check()
+    def strike(running):
+        for after in sorted(chance.sample(range(0, 14 * EVERY, EVERY), kills)):
+            kill_rank(running, chance.randrange(2), after)
+
+    launch = ("--restarts", str(kills), "--restart-wait", "0.1")
+    train(folder, ranks=2, launch=launch, during=strike, seconds=120 + 60 * kills, **settings, **often).check()
     whole(folder, 2, **settings)
-    evaluations = ", with evaluations" if evaluates else ""
-    return f"{engine}{evaluations}, rank {rank} of 2 killed {'in the save ' + met[0] if met else 'in no save'}: same losses"
+    return f"{engine}{', with evaluations' if evaluates else ''}, killed: {', '.join(said)}: same losses"
 
 
 @contextlib.contextmanager
