@@ -80,7 +80,9 @@ def kill_restarted(folder, chance, engine, kills=3):
         killed.add(process.pid)
         process.kill()
         running.wait_for(
-            lambda: killed.isdisjoint(process.pid for process in running.ranks().values()), timeout_seconds=60, what="its end"
+            lambda: killed.isdisjoint(process.pid for process in running.ranks().values()),
+            timeout_seconds=60,
+            what="its end",
         )
 
     def strike(running):

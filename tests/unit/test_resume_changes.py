@@ -567,7 +567,11 @@ def test_a_data_set_that_the_task_holds_is_not_read(monkeypatch):
 def test_any_object_in_an_attribute_is_recorded_or_left_out():
     """A compiled model keeps classes of torch, whose shape is a descriptor."""
     task = Line()
-    task.values = [Tensor, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), torch.ones(2).to_sparse()]
+    task.values = [
+        Tensor,
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(2).to_sparse(),
+    ]
     task.arrays = [np.float32(0.5), np.arange(3, dtype=">f4"), np.array(["text"]), np.ones((2, 2), complex).T]
     task.odd = SimpleNamespace(shape="round", dtype=None, size=lambda: 2)
     recorded = attributes(nn.Linear(2, 2), task)
