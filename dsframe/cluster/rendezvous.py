@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import psutil
 
-from dsframe.cluster.world import Environ, World
+from dsframe.cluster.world import PORTS, Environ, World, port_of
 from dsframe.errors import WorldError
 
 if TYPE_CHECKING:
@@ -27,9 +27,11 @@ _MEETING_SECONDS = 120.0
 
 def free_port() -> int:
     """Returns a TCP port that is currently free on this node."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    for port in (*secrets.SystemRandom().sample(PORTS, 100), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise WorldError("this node has no free TCP port")
 
 
 def interface_to(host: str) -> str | None:
@@ -118,7 +120,7 @@ def _through_mpi(world: World, environ: Environ) -> tuple[str, int]:
             f"{world.launcher} gives no rendezvous port for {world.size} processes; set MASTER_PORT to a free one "
             "(mpirun -genv MASTER_PORT 29500 ..., Open MPI: mpirun -x MASTER_PORT=29500 ...)"
         )
-    return "127.0.0.1", world.master_port or 20000 + zlib.crc32(str(job).encode()) % 20000
+    return "127.0.0.1", world.master_port or port_of(str(job))
 
 
 def _through_horovod(world: World, environ: Environ) -> tuple[str, int]:

@@ -23,6 +23,14 @@ from dsframe.errors import WorldError
 Environ = Mapping[str, str]
 """A process's environment variables."""
 Launcher = Literal["deepspeed", "torchrun", "horovodrun", "mpirun", "srun", "python"]
+PORTS = range(15_000, 32_000)
+"""Ports below those that Linux gives to connections by itself (``net.ipv4.ip_local_port_range``): rank 0 listens seconds
+after its port was chosen, and a connection may have got it by then."""
+
+
+def port_of(job: str) -> int:
+    """Returns a port computed from the name of a job, the same on each of its processes."""
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ def read(environ: Environ) -> World:
             environ.get("MASTER_ADDR") or slurm_hosts(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))[0]
         )
         step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-        port: int | None = _integer(environ, "MASTER_PORT", 20000 + zlib.crc32(step.encode()) % 20000)
+        port: int | None = _integer(environ, "MASTER_PORT", port_of(step))
     else:
         local_size = _local_size(environ, names.local_size, size)
         node = _integer(environ, names.node, rank // local_size) if names.node else rank // local_size

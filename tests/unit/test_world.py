@@ -2,13 +2,14 @@
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
 
 from dsframe.cluster import process_group, world
 from dsframe.cluster.rendezvous import bound_to, free_port, listener, meeting_point
-from dsframe.cluster.world import World
+from dsframe.cluster.world import PORTS, World
 from dsframe.errors import WorldError
 from dsframe.run import settle_threads
 
@@ -162,7 +163,7 @@ def test_meeting_points():
     (first, port), (second, other) = (meeting_point(world.read(step), {}) for step in steps)
     assert first == second == "node1"
     assert port != other, "steps that share a host"
-    assert {port, other} < set(range(20000, 40000))
+    assert {port, other} < set(PORTS)
     assert meeting_point(World(), {})[0] == "127.0.0.1"
     one_host, job = World(0, 2, 0, 2, 0, "mpirun"), {"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "job1"}
     assert meeting_point(one_host, job) == meeting_point(one_host, job)
@@ -185,6 +186,12 @@ def _has_ipv6():
     except OSError:
         return False
     return True
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_connections():
+    """A launcher listens seconds later: the kill test lost a restart to a connection that had got the port."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < free_port() < min(first, 32_768) for _ in range(50))
 
 
 def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch):
