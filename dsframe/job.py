@@ -25,7 +25,7 @@ from dsframe.config.resolve.facts import Facts
 from dsframe.config.value import Config
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
-from dsframe.engines import parts, precision
+from dsframe.engines import precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
@@ -40,6 +40,7 @@ from dsframe.run_dir import blocks, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import MakeLoggers, Record, finished, read_metrics
+from dsframe.tasks.several import model_names
 from dsframe.tasks.task import Task, TaskContext
 from dsframe.text import Json, keys
 from dsframe.trainer import Outputs, Trainer, Work
@@ -185,7 +186,7 @@ def _refuse_followers(config: Config, *, evaluates: bool) -> None:
 
 def _refuse_several(run: Run) -> None:
     """Raises TaskError or ConfigError if the task has several models and a feature does not support that."""
-    if parts.names(run.task):
+    if model_names(run.task):
         if refused := engines.problems_with_several_models(run.config, run.engine):
             raise ConfigError(refused)
     elif run.config.settings.optimizers:
@@ -221,11 +222,11 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
     run, plan = job.run, job.plan
     facts = _facts(job)
     agreed = assert_ranks_agree(plan.world, facts)
-    make = engines.load(run.engine, plan.config)
+    make = engines.load(run.engine, plan.config, several=bool(model_names(plan.task)))
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
     with watchdog:
-        engine = parts.make(make, plan)
+        engine = make(plan)
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.look_at(engine.built.calls)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsframe.engines.table import BUILT_IN as BUILT_IN
@@ -18,7 +20,8 @@ from dsframe.errors import EngineError, Problem
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
-    from dsframe.engines.base import ModelEngine
+    from dsframe.engine import Engine
+    from dsframe.model.plan import Plan
 
 # Features that no engine supports, and why.
 _LATER = {
@@ -158,13 +161,19 @@ def _remedy(name: str) -> str:
     return entry.install or f"pip install 'dsframe[{entry.package}]'"
 
 
-def load(name: str, config: Config) -> type[ModelEngine]:
-    """Returns the engine's class for this file. Raises EngineError if its package cannot be imported."""
+def load(name: str, config: Config, *, several: bool = False) -> Callable[[Plan], Engine]:
+    """Returns what makes the engine for this file; **collective** to call. ``several``: for a task with several models.
+    Raises EngineError if its package cannot be imported."""
     entry = TABLE[name]
     on = [feature.name for feature in config.features if feature.name in entry.variants]
-    module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
-        loaded: type[ModelEngine] = getattr(importlib.import_module(module), cls)
+        make = _imported(entry.variants[on[0]] if on else entry.target)
     except ImportError as error:
         raise EngineError(f'engine "{name}" cannot be loaded: {error}; {_remedy(name)}') from error
+    return partial(_imported("dsframe.engines.parts:PartsEngine"), engine=make) if several else make
+
+
+def _imported(target: str) -> Callable[..., Engine]:
+    module, _, cls = target.partition(":")
+    loaded: Callable[..., Engine] = getattr(importlib.import_module(module), cls)
     return loaded

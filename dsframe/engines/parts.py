@@ -39,42 +39,11 @@ from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.task import Sums, Task, gives, loss_and_terms, sums
+from dsframe.tasks.several import model_names
+from dsframe.tasks.task import Sums, gives, loss_and_terms, sums
 from dsframe.values import Tensors, trainable
 
 Make = Callable[[Plan], ModelEngine]
-
-
-def make(engine: Make, plan: Plan) -> Engine:
-    """**Collective.** Returns the plan's engine; for several models, one around an engine for each. Raises
-    TaskError."""
-    return PartsEngine(plan, engine) if names(plan.task) else engine(plan)
-
-
-def names(task: Task) -> list[str]:
-    """Returns the names of the task's models, none for a single one. Raises TaskError if losses do not match them."""
-    models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
-    if models and gives(task, "model"):
-        raise TaskError(f"{whose} has model() and models(); remove one of them")
-    for name, made in task.models().items():
-        if isinstance(made, AverageOf) and (made.model not in losses or name in losses):
-            raise TaskError(
-                f"{whose}.models: {name!r} is the {made}; that has to be a model with a loss, and {name!r} has none"
-            )
-    for name in models:
-        if not name.isidentifier() or hasattr(nn.Module, name):
-            raise TaskError(
-                f"{whose}.models: {name!r} cannot be the name of a model; take another word of letters and digits"
-            )
-    for name in losses:
-        if name not in models:
-            known = ", ".join(models) or "none"
-            raise TaskError(f"{whose}.losses: there is no model {name!r} for it to train; models() has {known}")
-    if models and not losses:
-        raise TaskError(
-            f"{whose} has models() and no losses(), so nothing would be trained; say which loss trains which"
-        )
-    return models
 
 
 class PartsEngine(Engine):
@@ -83,7 +52,7 @@ class PartsEngine(Engine):
     def __init__(self, plan: Plan, engine: Make) -> None:
         """**Collective.** Raises TaskError if models and losses do not match, and the errors of each engine."""
         self.plan = plan
-        every, self._losses = names(plan.task), plan.task.losses()
+        every, self._losses = model_names(plan.task), plan.task.losses()
         self._passes = {name: Pass() for name in self._losses}
         self._digests: dict[str, str] = {}
         self._parts: dict[str, Part] = {}

@@ -18,7 +18,7 @@ from dsframe.cluster import process_group, world
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engines import parts, precision
+from dsframe.engines import precision
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import TaskContext
@@ -74,4 +74,4 @@ def prepare(file, name, here=None):
     )
     rates = schedules.planned(config, task, optimizer.learning_rate)
     plan = Plan(config, here, task, optimizer, rates, batch, device)
-    return partial(parts.make, engines.load(name, config), plan), loader
+    return partial(engines.load(name, config, several=bool(task.models())), plan), loader

@@ -174,7 +174,7 @@ def test_files_import_each_other_in_no_circle():
     assert not imported, "in a circle, or above one: " + ", ".join(imported)
 
 
-@pytest.mark.parametrize(("file", "most"), [("engine.py", 7_230), ("job.py", 19_920)])
+@pytest.mark.parametrize(("file", "most"), [("engine.py", 7_230), ("job.py", 18_900)])
 def test_what_a_reader_must_know_does_not_grow(file, most):
     """Lines of a file and of all that it imports, directly or not."""
     imported, reached, ahead = imported_by_file(), set(), [file]
