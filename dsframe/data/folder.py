@@ -82,7 +82,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ]
         present_labels = {label for _, label in self.samples}
         empty = [name for number, name in enumerate(classes) if number not in present_labels]
-        if empty and self.samples and folder.name == "train":
+        if empty and folder.name == "train":
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")

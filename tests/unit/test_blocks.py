@@ -1,5 +1,7 @@
-"""The first and the last lines of a run: labelled, dim labels in a terminal alone, the best evaluation."""
+"""The first and the last lines of a run: its model's parts, its results, the best evaluation."""
 
+from dsframe.model.parts import Part
+from dsframe.results import Summary
 from dsframe.run_dir import blocks
 
 EVALUATIONS = [
@@ -16,3 +18,22 @@ def test_the_best_evaluation():
     assert blocks.best_of(EVALUATIONS, "accuracy:min") == ("accuracy", 0.7, 10)
     assert blocks.best_of(EVALUATIONS[:2], None) is None, "of a single one nothing is the best"
     assert blocks.best_of(EVALUATIONS, "odd:max") is None
+
+
+def test_a_model_is_a_table_of_its_parts_and_equal_ones_share_a_line():
+    parts = [Part("0", "Linear", 20, 20), Part("1", "Linear", 20, 20), Part("head", "Linear", 1500, 0)]
+    assert blocks.model_table(parts) == [
+        "0 to 1  2 x Linear     40  40 trained",
+        "head    Linear      1,500      frozen",
+    ]
+    assert blocks.model_table(parts[:2]) == [], "of one kind there is nothing to list"
+    assert "trained" not in "".join(blocks.model_table([*parts[:2], Part("norm", "LayerNorm", 4, 4)]))
+
+
+def test_the_end_names_the_fullest_rank_and_the_last_checkpoint(tmp_path):
+    summary = Summary(30, 61.0, 8.0, "samples", 4, 0.5, 0.25, {"loss": 0.5}, (2**20, 3 * 2**20), 0)
+    last = tmp_path / "checkpoints" / "step-00000030"
+    last.mkdir(parents=True)
+    rows = dict(blocks.ending(summary, tmp_path, ("loss", 0.5, 20)))
+    assert rows["training"] == "30 steps in 1:01, 8 samples/s, peak 3 MiB a rank"
+    assert rows["checkpoint"] == str(last)

@@ -16,6 +16,7 @@ CLEAN = (
     '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}'
 )
 WARNS = '{"train_batch_size": 8, "zero_optimization": {"stage": 1, "cpu_offload": true}}'
+MICRO = "train_micro_batch_size_per_gpu"
 WRONG = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 1}\n}'
 
 
@@ -32,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     [
         (["warns.json"], 0),
         (["clean.json", "--strict"], 0),
-        (["clean.json", "wrong.json"], 2),
+        (["clean.json", "wrong.json", "clean.json"], 2),
         (["clean.json", "warns.json", "--strict"], 1),
         (["clean.json", "-np", "3"], 2),
         (["clean.json", "--set", "gradient_clipping=-1"], 2),
@@ -89,11 +90,16 @@ def test_what_it_prints_is_annotated_on_github(folder, capsys):
 
 def test_resolved_is_a_file_that_runs(folder, capsys):
     content = ds_config(
-        "auto", "AdamW", "auto", sections={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+        "auto", "AdamW", "auto", sections={MICRO: 4, "gradient_accumulation_steps": "auto"}
     )
     write_json(folder / "auto.json", content)
+    main(["check", "auto.json"])
+    assert 'auto.json: note: 3 values are "auto"; --resolved shows what they become' in capsys.readouterr().out
     assert main(["check", "auto.json", "-np", "2", "--resolved"]) == 0
     printed = capsys.readouterr()
+    sizes = re.findall(r'^  "(.*)": (\d+),$', printed.out, re.MULTILINE)
+    assert sizes == [("train_batch_size", "8"), (MICRO, "4"), ("gradient_accumulation_steps", "1")]
+    assert "\n// gradient_clipping: inherited, DeepSpeed's default" in printed.out
     assert "auto.json: no problems" not in printed.out
     assert '\n// optimizer.params.lr: "auto": the default of Hugging Face\'s Trainer' in printed.out
     assert "\n// derived: train_batch_size = 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks)" in printed.out

@@ -15,7 +15,7 @@ def test_runs_are_compared(here, capsys):
             launcher="python",
             model={"task": "Net", "parameters": 7}, data={"samples": 10 * number, "sample 0": name},
         )  # fmt: skip
-    (here / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
+    write_json(here / "b" / "config.json", {"train_batch_size": 8, "gradient_clipping": 2, "dsframe": {"run_dir": "b"}})
     assert main(["compare", "a", "b"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[:3] == [

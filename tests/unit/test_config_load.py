@@ -277,6 +277,8 @@ def test_find(here):
         match=r"^zreo3.json: error: no such file, here or in ds_configs/; did you mean zero3.json\? \[missing-file\]$",
     ):
         find("zreo3.json")
+    with pytest.raises(ConfigError, match=r"choose from (?!.*schema).*, zero3.json"):
+        find("nothing")
 
 
 def test_files_that_cannot_be_read(tmp_path):

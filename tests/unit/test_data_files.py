@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
 from dsframe.data._torchvision import torchvision
-from dsframe.data.files import replacing
+from dsframe.data.files import data_root, replacing
 from dsframe.data.idx import read_idx
 from dsframe.errors import DataError
 
@@ -93,6 +94,7 @@ def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path)
     assert len(load(settings())) == 5
     write_mnist(tmp_path / "default" / "FashionMNIST" / "raw", count=7)
     assert len(load(settings())) == 7
+    assert data_root("own") == Path("own")
 
 
 def test_missing_data_say_where_they_were_searched_and_how_to_get_them(here):
@@ -232,6 +234,7 @@ def write_folder(root):
 
 def test_images_in_folders(tmp_path):
     write_folder(tmp_path)
+    shutil.copytree(tmp_path / "train", tmp_path / "test")  # not read where there is "val"
     section = settings("image-folder", data_dir=str(tmp_path), image_size=16, augment=True)
     assert vision.describe(section).classes == 2
     train, test = load(section), load(section, train=False)

@@ -1,10 +1,12 @@
 """``dsframe doctor``: what it says of libraries that are absent or broken; and what killed runs leave."""
 
 import mmap
+import os
+from types import SimpleNamespace
 
 import pytest
 
-from dsframe.host.leftovers import stale_locks, unused_buffers
+from dsframe.host.leftovers import host, is_shared, stale_locks, unused_buffers, unused_swap
 from dsframe.tools import doctor
 from dsframe.tools.launch import devices
 
@@ -36,6 +38,28 @@ def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path, name):
 
 
 FACTS = {"Gloo": True, "NCCL": False, "cuda": None, "gpus": []}
+
+
+def test_what_may_be_anothers_is_left_alone(tmp_path, monkeypatch):
+    mine, ended = (tmp_path / f"dsframe-{host()}-{process}-00000000" for process in (os.getpid(), 99999999))
+    mine.mkdir()
+    ended.mkdir()
+    assert unused_swap(tmp_path) == [ended]
+    (tmp_path / "vader_segment.a").touch()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert unused_buffers(tmp_path) == []
+    mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mount])
+    assert [is_shared(tmp_path / name) for name in ("another", host())] == [True, False]
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_a_horovod_without_nccl_is_named_where_there_are_gpus(nccl):
+    torch = doctor.Library("torch", "2.13.0", {"cuda": "12.9", "gpus": [["G1", 3 << 30]]})
+    libraries = {"torch": torch, "horovod": doctor.Library("horovod", "0.28.1", {"NCCL": nccl})}
+    assert "  ok  GPU G1, 3.0 GiB" in map(str, doctor.machine(torch))
+    said = "".join(map(str, doctor.engines(libraries)))
+    assert ("horovod on GPUs: needs Horovod compiled with NCCL" in said) == (not nccl)
 
 
 def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch, tmp_path):

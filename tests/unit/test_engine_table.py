@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
+from dsframe.config import load
+from dsframe.engines import examine
+from dsframe.engines.table import BUILT_IN, Entry, _Table
 from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, run_program
 
@@ -62,7 +66,7 @@ def test_an_engine_from_outside_is_named_like_any_other(tmp_path):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"engine": "my-engin"}, 'did you mean "my-engine"?'),
+        ({"engine": "my-egin"}, 'did you mean "my-engine"?'),
         ({"engine": "my-engine", "engine_options": {"rounds": 0}}, "dsframe.engine_options.rounds: 0 must be above 0"),
         ({"engine": "my-wrong"}, 'engine "my-wrong" of the package ours is int, not dsframe.engines.Entry'),
         ({"engine": "my-gone"}, 'engine "my-gone" of the package ours cannot be loaded: No module named \'nowhere\''),
@@ -89,6 +93,22 @@ def test_a_name_belongs_to_one_package(tmp_path):
     assert code == 4
     assert 'engine "my-engine" is offered by ours and theirs; uninstall all but one' in said
     assert check(tmp_path, {"engine": "ddp"})[0] == 0, "what is built in stays what it is"
+
+
+MINE = Entry("mine:Engine")
+
+
+def test_an_engine_that_is_installed_twice_or_named_like_one_of_ours_is_listed_once(monkeypatch):
+    points = [EntryPoint(name, f"{__name__}:MINE", "") for name in ("mine", "ddp", "mine")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    assert list(table := _Table()) == [*BUILT_IN, "mine"]
+    assert table["mine"] is MINE
+
+
+@pytest.mark.parametrize("engine", BUILT_IN)
+def test_what_all_engines_train_is_refused_by_none(engine):
+    file = ds_config(8, "AdamW", 1e-3, {"gradient_allreduce_op": "sum"}, on_nonfinite="skip")
+    assert examine(load(file), engine)[0] == []
 
 
 def test_packages_are_looked_through_only_for_names_that_are_not_built_in():

@@ -1,6 +1,7 @@
 """Where figures are written, beyond the run's own record. ``tests/engines/test_loggers.py`` reads back what real runs wrote."""
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,20 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
     (problem,) = loggers.missing(config)
     assert (problem.severity, problem.path) == ("error", "wandb")
     assert "pip install wandb" in problem.remedy
+
+
+def test_wandb_goes_on_with_the_run_that_it_has_begun_and_learns_how_it_ended(tmp_path, monkeypatch):
+    told = []
+
+    def init(**given):
+        told.append((given["id"], given["resume"], sys.argv[1]))
+        return SimpleNamespace(id="one", finish=lambda exit_code: told.append(exit_code))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(sys, "argv", ["train", "--api-key=V"])
+    for done, finished in ((0, False), (2, True)):
+        make({"wandb": {"enabled": True}}, tmp_path, done).close(finished=finished)
+    assert told == [(None, None, "--api-key=***"), 1, ("one", "allow", "--api-key=***"), 0]
 
 
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeypatch, capsys):

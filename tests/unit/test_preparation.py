@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,9 +56,13 @@ def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path)
         error = KeyError("url")
 
         def prepare(self, say):
+            self.fail()
+
+        def fail(self):
             raise self.error
 
-    with pytest.raises(DataError, match=r"Wrong.prepare\(\) failed: KeyError: 'url' \(.*test_preparation.py:\d+\)"):
+    line = Wrong.fail.__code__.co_firstlineno + 1
+    with pytest.raises(DataError, match=rf"Wrong.prepare\(\) failed: KeyError: 'url' \(.*test_preparation.py:{line}\)"):
         alone(Wrong(tmp_path), lambda line: None)
     Wrong.error = TaskError("as it is")
     with pytest.raises(TaskError, match="as it is"):
@@ -77,6 +82,22 @@ class Store(dict):
 
     def check(self, keys):
         return all(key in self for key in keys)
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+
+@pytest.mark.parametrize("world", [World(0, 2, 0, 2), World(1, 2, 1, 2), World(1, 2, 0, 1, node=1)])
+def test_the_first_process_of_each_host_prepares_and_rank_0_stays_until_all_have_read(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_FAREWELL_SECONDS", 0.3)
+    notes = []
+    task = SimpleNamespace(prepares=True, prepare=notes.append, data_dir=str(tmp_path), prepared_as="")
+    store = Store({f"outcome/{1 - world.rank}": b""})
+    began = time.monotonic()
+    _SharedPreparation(task, world, print, store).run()
+    assert notes == [print] * (world.local_rank == 0)
+    assert (time.monotonic() - began > 0.3) == world.is_main
+    assert store[f"read/{world.rank}"]
 
 
 def test_a_silent_process_on_another_host_is_given_up(monkeypatch):
@@ -101,7 +122,7 @@ def test_a_process_that_is_killed_at_once_has_given_a_sign(monkeypatch):
     """Without one it would be taken for a process that does not prepare, and waited for for ever."""
     store = Store()
     signs = []
-    monkeypatch.setattr(store, "set", lambda key, value: signs.append(key), raising=False)
+    monkeypatch.setattr(store, "set", lambda key, value: signs.append(key))
     over = threading.Event()
     preparing = threading.Thread(
         target=_SharedPreparation(Task(), World(size=2), lambda line: None, store)._give_signs, args=(over,)

@@ -1,6 +1,7 @@
 """A run's page: whole by itself, and its figures are those of the run's directory."""
 
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -56,7 +57,7 @@ def test_a_page_of_two_runs(tmp_path, capsys):
         "startup_seconds": {"python": 4.0, "engine": 1.5, "first step": 0.75},
         "metrics": {"accuracy": 0.5}, "peak_memory_bytes": [2**20, 3 * 2**20],
     }  # fmt: skip
-    runs = [write_run(tmp_path / "a", [3.0, 2.0, 1.0], **finished), write_run(tmp_path / "b", [3.0, 2.5])]
+    runs = [write_run(tmp_path / "a", [3.0, 2.0, 1.0], **finished), write_run(tmp_path / "b", [3.0, 2.5, math.nan])]
     page = tmp_path / "page.html"
     assert main(["report", *map(str, runs), "-o", str(page)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(page)]
@@ -68,6 +69,7 @@ def test_a_page_of_two_runs(tmp_path, capsys):
     assert rows["engine"] == ["an <engine>", "an <engine>"]
     assert rows["state"] == ["finished", "not finished"]
     assert rows["last training loss"] == ["1", "2.5"]
+    assert rows["largest difference of the loss"] == ["0.5"]
     assert rows["time to first step, s"][0] == "6.25"
     assert rows["peak memory of the fullest rank, MiB"][0] == "3"
     pictures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)

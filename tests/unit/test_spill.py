@@ -1,6 +1,7 @@
 """A model that is built in files is the model that is built in memory, to the bit, and leaves nothing behind."""
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,11 @@ def test_what_is_freed_is_never_zeroed(tmp_path):
         others.append(torch.full((1 << 18,), 7.0))
         files.evict()
     assert all(bool((other == 7).all()) for other in others)
+
+
+def test_a_folder_of_an_unknown_file_system_is_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "major", lambda device: -1)
+    assert not is_disk(tmp_path)
 
 
 def test_pages_are_given_back(tmp_path):

@@ -11,7 +11,7 @@ import torch
 import dsframe
 from dsframe.config.schema.settings import CustomTask
 from dsframe.errors import TaskError
-from dsframe.tasks import Sum, Task, build
+from dsframe.tasks import Sum, Task, build, build_hooks
 from dsframe.tasks.task import sums
 from tests.files import ds_config
 from tests.lines import Line
@@ -110,6 +110,23 @@ def test_wrong_options_name_the_right_ones():
         "task \"mine.lines:Line\": options do not fit: got an unexpected keyword argument 'slop'; "
         'did you mean "slope"?; it takes (slope: float = 2.0, *, points: int = 8)'
     )
+
+
+def test_numbers_that_a_constructor_draws_are_of_the_seed():
+    drawn = "import dsframe, torch\nclass T(dsframe.Task):\n    def __init__(self): self.n = float(torch.rand(()))\n"
+    Path("mine/drawn.py").write_text(drawn)
+    before = torch.get_rng_state()
+    assert user("mine.drawn:T").n == user("mine.drawn:T").n
+    assert before.equal(torch.get_rng_state())
+
+
+def test_hooks_of_the_file_come_first_and_are_made_without_arguments():
+    hooks = "import dsframe\nclass A(dsframe.Hooks):\n    def __init__(self, *a, **b): pass\n"
+    Path("mine/hooks.py").write_text(hooks + "class B(dsframe.Hooks):\n    def __init__(self, n): pass\n")
+    of_file, of_task = build_hooks(["mine.hooks:A"], [own := dsframe.Hooks()])
+    assert (type(of_file).__name__, of_task) == ("A", own)
+    with pytest.raises(TaskError, match=r'hook "mine.hooks:B": its class needs n; give them defaults'):
+        build_hooks(["mine.hooks:B"], [])
 
 
 def test_a_task_without_options_says_so():

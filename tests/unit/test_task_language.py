@@ -38,6 +38,13 @@ def test_the_gpt_scores_every_next_byte(tied):
     assert aliases(network) == ({"5.weight": "0.weight"} if tied else {})
 
 
+def test_what_is_reported_of_bytes():
+    language = task()
+    metrics = language.metrics(torch.zeros(2, 16, 256), torch.zeros(2, 16, dtype=torch.int64))
+    assert language.units_per_sample == 16
+    assert metrics["bits_per_byte"].mean == pytest.approx(8.0), "every byte is as likely"
+
+
 def test_the_gpt_does_not_look_ahead():
     network = model().eval()
     tokens = torch.randint(256, (1, 16))

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates, monkeypatc
         before, _, after = screen(terminal.getvalue()).partition(stays)
         assert after.startswith("\n")
         assert before.rpartition("\n")[2].strip() in ("", "evaluation after step 1:"), before
+
+
+def test_a_resumed_run_shows_where_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    progress = Progress(100, speaks=True, unit="samples", units_per_step=4)
+    progress.begin(40)
+    assert " 40/100 " in bare(terminal.getvalue())
+    progress.close()
+
+
+def test_a_logged_line_has_rate_memory_and_what_is_left(monkeypatch, capsys):
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    progress = Progress(100, speaks=True, unit="samples", units_per_step=4, home=Path("/home"))
+    progress.begin(10)
+    now[0] += 20.0
+    progress.pause(10.0)  # an evaluation
+    progress.log(20, {"loss": 0.5}, progress.rate(20), 3 << 20)
+    progress.say("saved /home/runs/a")
+    assert capsys.readouterr().err == "step  20/100  loss 0.5  4 samples/s  3 MiB  1:20 left\nsaved runs/a\n"
 
 
 def screen(written):

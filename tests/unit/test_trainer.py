@@ -244,13 +244,14 @@ def test_two_micro_batches_are_one_batch(tmp_path):
     assert curve(tmp_path / "2", "loss") == pytest.approx(curve(tmp_path / "1", "loss"))
 
 
-def test_one_ranks_signal_stops_all():
+def test_one_ranks_signal_stops_all_and_one_ranks_trouble_is_known_to_all():
     def stops(ranks):
-        request = StopRequest(ranks, 0)
-        request._received = signal.SIGTERM if ranks.plan.world.rank else None
-        return request.agreed(1)
+        rank = ranks.plan.world.rank
+        request = StopRequest(ranks, 0, lambda: rank == 1)
+        request._received = signal.SIGTERM if rank else None
+        return request.agreed(1), request.trouble
 
-    assert Room(2).run(stops) == [True, True]
+    assert Room(2).run(stops) == [(True, True)] * 2
 
 
 class Remembering(Line):

@@ -17,7 +17,7 @@ from dsframe.run_dir import outcome
 from tests.processes import REPOSITORY, run_program
 
 WAITING = RankStatus(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backward()", "thread MainThread:\n  a")
-ASLEEP = RankStatus(4, 5, 30.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
+ASLEEP = RankStatus(3, 5, 20.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
 
 
 def test_the_one_that_is_missing_is_named():
@@ -47,11 +47,12 @@ def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
     sleeps = replace(
         ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True], "1 mesh": [3, "a", "", True]}
     )
-    assert diagnose({0: waits, 1: sleeps}, 2, 20.0).splitlines()[1:4] == [
+    assert diagnose({0: waits, 1: sleeps}, 2, 20.0).splitlines()[1:5] == [
         "  rank 0 waits in nccl:all_reduce of [[8, 4]], which its device has not done, called by _log, trainer.py:3: float(loss)",
         "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
         "  collectives of process group 0 default_pg: rank 0 waits in number 57, nccl:all_reduce of [[8, 4]]; "
         "rank 1 has done number 56, nccl:broadcast of [[2]]",
+        "--- rank 0",
     ]
 
 
