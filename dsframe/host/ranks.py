@@ -73,7 +73,7 @@ def run(
             ranks.discard(pid)
             if code := os.waitstatus_to_exitcode(status):
                 end(ranks)
-                return code % 256  # DeepSpeed's sys.exit(-9) is 247
+                return code  # sys.exit(-9) is 247, as DeepSpeed's
     return 0
 
 

@@ -78,7 +78,7 @@ def reporter() -> Reporter:
 
 
 def _record(line: bytes) -> Mapping[str, Any] | None:
-    """Parses a line; None if several nodes wrote it, as on NFS, where they append at the same offset."""
+    """Parses a line; None if it is cut off, or if several nodes wrote it: on NFS they append at the same offset."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -90,10 +90,10 @@ def _record(line: bytes) -> Mapping[str, Any] | None:
 def read(path: Path) -> Outcome:
     """Combines the reports in ``path``; an empty Outcome if there is no file."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().splitlines()
     except OSError:
         return Outcome()
-    records = [record for line in lines if line.endswith(b"\n") and (record := _record(line)) is not None]
+    records = [record for line in lines if (record := _record(line)) is not None]
     failures = [record for record in records if "code" in record]
     causes = [record for record in failures if record["message"] != LOST_A_PEER]
     first = next(iter(causes or failures), None)

@@ -28,7 +28,7 @@ class Training:
     def __init__(self, ranks):
         self.plan, self.sum_over_ranks = ranks.plan, ranks.sum_over_ranks
         self.plan.world.is_main = self.plan.world.rank == 0
-        self.plan.schedule = lambda updates: SimpleNamespace(learning_rate=0.1)
+        self.plan.schedule = lambda updates: SimpleNamespace(learning_rate=float(updates))
         self.plan.followers = {}
         self.weights = {name: torch.zeros(size) for name, size in SIZES.items()}
         self.moment = torch.zeros(())
@@ -44,7 +44,7 @@ class Training:
 
     def state(self):
         states = (ParameterState(k, w, {"m": self.moment.expand_as(w)}, {"step": 1.0}) for k, w in self.weights.items())
-        return EngineState(self.step, None, self.buffers(), {}, states)
+        return EngineState(self.step - 1, None, self.buffers(), {}, states)  # one update was skipped
 
 
 def save_step(training, saving):
@@ -79,6 +79,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(tmp_path, asynchronous, 
             training.weights["a"].fill_(-1.0)  # training goes on while it is written
             go.set()
         saving.settle()
+        assert [saving.due(step, 4) for step in (3, 4)] == [False, True]
 
     Room(2).run(run)
     assert [path.name for path in Store(tmp_path).newest_first()] == ["step-00000003", "step-00000002"]
@@ -89,9 +90,9 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(tmp_path, asynchronous, 
             one = checkpoint.parameter(name)
             assert torch.equal(one.weight, torch.full(SIZES[name], float(checkpoint.step)))
             assert torch.equal(one.moments["m"], one.weight)
-        assert float(checkpoint.buffers()["seen"]) == checkpoint.step
+        assert float(checkpoint.buffers()["seen"]) == checkpoint.step == checkpoint.manifest["learning_rate"] + 1
         checkpoint.close()
-        assert not list(path.glob(".*"))
+        assert not [*path.glob(".*"), *path.glob("*.index.json")], "there is one file of weights"
     stalls = [line for line in said if "training stood still" in line]
     assert len(stalls) == (3 if asynchronous else 0)
     assert sum(line.startswith("saved ") for line in said) == 3

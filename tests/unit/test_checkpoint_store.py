@@ -95,8 +95,9 @@ def test_no_manifest_at_all_is_damage(folder, content):
 def test_what_is_cut_off_is_removed_and_named(folder):
     save(folder, 1)
     (folder.begin(2) / "half.bin").write_bytes(b"x")
+    (folder.directory / ".step-00000000.removed").mkdir()
     assert folder.newest_first() == [folder.path(1)]
-    assert folder.remove_unfinished() == [".step-00000002.partial"]
+    assert folder.remove_unfinished() == [".step-00000000.removed", ".step-00000002.partial"]
     assert folder.remove_unfinished() == []
 
 
@@ -121,7 +122,9 @@ def test_an_earlier_run_is_moved_out_of_the_way(folder):
     assert folder.newest_first() == []
     for step in (5, 10, 15):
         save(folder, step)
+    (folder.directory / "best").write_text("step-00000010\n")
     moved = folder.archive_earlier(after=5)
+    assert not (folder.directory / "best").exists(), "it named one that is not there any more"
     assert sorted(path.name for path in moved.iterdir()) == ["step-00000010", "step-00000015"]
     assert folder.newest_first() == [folder.path(5)]
 
@@ -174,6 +177,8 @@ def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder, tmp_path):
     first, second = save(folder, 1), save(folder, 2)
     assert store.locate(first) == [first]
     assert store.locate(folder.directory) == [second, first]
+    (folder.directory / "best").write_text("step-00000001\n")
+    assert store.locate(folder.directory / "best") == [first]
     assert store.locate(tmp_path / "run") == [second, first]
     with pytest.raises(CheckpointError, match=f"does not exist; did you mean {tmp_path}/run\\?"):
         store.locate(tmp_path / "rnu")

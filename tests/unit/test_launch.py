@@ -393,7 +393,7 @@ def test_the_report_is_lines_of_many_processes(tmp_path):
     path = tmp_path / "run" / "outcome.jsonl"
     assert outcome.read(path) == outcome.Outcome()
     first, second = (outcome.Reporter(str(path), rank) for rank in (0, 1))
-    first.step = second.step = 3
+    first.step, second.step = 2, 3
     second.failed(7, outcome.LOST_A_PEER)
     first.failed(6, "the disk is gone\nand more")
     with path.open("a") as file:

@@ -56,6 +56,12 @@ def test_open_mpis_variable_is_not_made_up(opened):
     assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
 
 
+def test_engines_that_share_a_group_join_the_first():
+    with process_group.shared():
+        assert [process_group.joins() for _ in range(3)] == [False, True, True]
+    assert not process_group.joins()
+
+
 def test_one_process_binds_no_device(opened):
     """NCCL's start has failed with it (DeepSpeed's issue 8248)."""
     process_group.open_process_group(World(), ONLY_GPU)

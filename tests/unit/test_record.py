@@ -13,6 +13,7 @@ from dsframe.config import load
 from dsframe.results import Summary
 from dsframe.run_dir import record as record_module
 from dsframe.run_dir.loggers import Loggers
+from dsframe.run_dir.names import LOGGER_ID
 from dsframe.run_dir.record import Record, read_metrics, read_summary
 from dsframe.tools.report.runs import numbers, read_run
 from tests.engines.odd_task import Odd
@@ -21,12 +22,12 @@ from tests.files import ds_config
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
 
 
-def record(directory, said, done_steps=0):
+def record(directory, said, done_steps=0, loggers=Loggers):
     file = ds_config(8, "SGD")
     device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
     plan = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
     about = {"engine": "single", "description": "PyTorch, one process", "start_seconds": 1.0}
-    return Record(plan, about, done_steps, loggers=Loggers, say=said.append)
+    return Record(plan, about, done_steps, loggers=loggers, say=said.append)
 
 
 @contextmanager
@@ -54,9 +55,12 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
         assert steps(tmp_path) == [1]  # with half a line, which nobody reads
     own.write({"step": 3, "loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
+    with full(0):
+        own.write({"step": 4, "loss": 1.0})
     own.finish(SUMMARY)
     assert read_summary(tmp_path)["steps"] == 3
-    (line,) = said
+    assert "directory" not in read_summary(tmp_path), "it may be moved"
+    line, _ = said  # each time
     assert line.startswith(f"warning: the record in {tmp_path} cannot be written ([Errno 27] File too large")
 
 
@@ -123,6 +127,7 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
     said = []
     for number in range(2):
         current = record(tmp_path, said)
+        (tmp_path / LOGGER_ID).touch()
         (tmp_path / "tensorboard").mkdir()
         (tmp_path / "tensorboard" / f"{number}").touch()
         current.write({"step": 1, "loss": float(number)})
@@ -134,9 +139,18 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
     assert said == [f"the record of an earlier run is now in {folder}" for folder in before]
     assert [read_metrics(folder)[-1]["loss"] for folder in (*before, tmp_path)] == [0.0, 1.0, 2.0]
     assert [[path.name for path in (folder / "tensorboard").iterdir()] for folder in before] == [["0"], ["1"]]
-    assert all(read_summary(folder)["steps"] == 3 for folder in before)
+    assert all(read_summary(folder)["steps"] == 3 and (folder / LOGGER_ID).exists() for folder in before)
+    (tmp_path / "summary.json").touch()
     record(tmp_path, said, done_steps=1).close(finished=False)
     assert len(said) == 2, "a run that goes on"
+    assert not (tmp_path / "summary.json").exists(), "it has not finished"
+
+
+def test_figures_of_a_run_elsewhere_are_not_gone_on_with(tmp_path):
+    """It goes on from the checkpoint of another run, whose record is in that one's directory."""
+    done = []
+    record(tmp_path, [], 3, lambda *given: done.append(given[-1]) or Loggers(*given)).close(finished=True)
+    assert done == [0]
 
 
 def strict(text):

@@ -1,5 +1,6 @@
 """One job: what a launcher and its workers hear of a request to end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -50,3 +51,13 @@ def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
         job.send_signal(signal.SIGINT)
         assert job.wait(timeout=30) == code
         assert time.monotonic() - began >= supervise.UNHEARD_SECONDS
+
+
+def test_processes_of_a_worker_are_asked_nothing():
+    """They have its environment, and would be ended by what it saves at."""
+    command, environment = ["sh", "-c", "sleep 60 & echo; wait"], {"LOCAL_RANK": "0"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as worker:
+        worker.stdout.readline()
+        asked = [pid for pid in supervise.workers() if os.getpgid(pid) == worker.pid]
+        os.killpg(worker.pid, signal.SIGKILL)
+    assert asked == [worker.pid]

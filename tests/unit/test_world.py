@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from dsframe.cluster import process_group, world
-from dsframe.cluster.rendezvous import bound_to, free_port, listener, meeting_point
+from dsframe.cluster.agreement import differences
+from dsframe.cluster.rendezvous import bound_to, free_port, interface_to, listener, meeting_point
 from dsframe.cluster.world import PORTS, World
 from dsframe.errors import WorldError
 from dsframe.run import settle_threads
@@ -178,6 +179,12 @@ def test_meeting_points():
     assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
 
 
+def test_of_ranks_that_differ_five_differences_are_told():
+    lines = differences([dict.fromkeys("abcdefg", "1"), {"h": "2"}])
+    assert lines[0] == "a is not there on rank 1 and 1 on rank 0"
+    assert lines[5:] == ["3 more"]
+
+
 def _has_ipv6():
     """Whether this machine's loopback speaks it; containers often do not."""
     try:
@@ -226,6 +233,7 @@ def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch):
     names = {"node1": "10.0.0.5", "debian": "127.0.1.1", "elsewhere": "10.9.9.9", "localhost": "127.0.0.1"}
     monkeypatch.setattr("socket.gethostbyname", lambda name: names[name])
     assert [bound_to(name) for name in names] == ["10.0.0.5", "", "", "127.0.0.1"]
+    assert interface_to("127.0.0.1") is None, "no other host is reached by the loopback"
 
 
 def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
