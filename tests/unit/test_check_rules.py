@@ -39,6 +39,10 @@ def test_the_table_names_keys_that_there_are():
             owner = section_at(owner, key, {})
 
 
+def test_options_of_an_engine_that_the_launcher_may_choose_have_an_effect():
+    assert examine('{"train_batch_size": 8, "dsframe": {"ddp": {"communication": "bf16"}}}', "x.json").problems == ()
+
+
 def test_values_of_what_is_absent():
     file = File.model_construct()
     assert value_at(file, "zero_optimization.offload_optimizer.device") is None

@@ -169,7 +169,9 @@ def test_a_warm_up_may_be_a_part_of_the_training(kind, key):
     """Rounded up, as transformers counts it."""
     file = {TRAIN: 8, "scheduler": {"type": kind, "params": {key: 0.25}}, "dsframe": {}}
     assert load(file).resolve(Facts(1, total_steps=10)).deepspeed.scheduler.params[key] == 3
-    assert load(file, overrides=["dsframe.steps=10"]).deepspeed.scheduler.params[key] == 3
+    for part, steps in ((1.0, 1), (0.25, 3)):
+        file["scheduler"]["params"][key] = part
+        assert load(file, overrides=["dsframe.steps=10"]).deepspeed.scheduler.params[key] == steps
     del file["dsframe"]
     with pytest.raises(ConfigError, match=rf"{key}: a part of the training is dsframe's way to count steps"):
         load(file)

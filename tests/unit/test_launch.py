@@ -46,8 +46,8 @@ def test_hosts_of_a_slurm_allocation():
     assert hosts.from_slurm({}) == ()
 
 
-def shown(capsys, monkeypatch, typed):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+def shown(capsys, monkeypatch, typed, threads="3"):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setattr(launchers, "python", lambda: "python")
     monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
     monkeypatch.setattr(launchers.os, "getuid", lambda: 1)
@@ -174,13 +174,20 @@ def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path
             shown(capsys, monkeypatch, f"--config zero3.json {options}")
 
 
-def test_slurm_chooses_srun(capsys, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+def test_threads_are_those_of_the_fullest_host(capsys, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json -H node1:2,node2:4 --launcher mpirun", threads="")
+    assert line.startswith("OMP_NUM_THREADS=2 ")
+
+
+@pytest.mark.parametrize(("names", "nodes"), [("node[1-2]", 2), ("localhost", 1)])
+def test_slurm_chooses_srun(names, nodes, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", names)
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", f"2(x{nodes})")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json")
     start = "OMP_NUM_THREADS=8 MASTER_PORT=4321 srun"  # the task's cores, not what the login node had
-    assert line == f"{start} --ntasks=4 --nodes=2 --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
+    assert line == f"{start} --ntasks={2 * nodes} --nodes={nodes} --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +219,7 @@ def test_other_launchers_options_are_answered(option, capsys):
 
 def test_a_wrong_file_starts_nothing(here, capsys):
     (here / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
-    arguments = ["-np", "2", "--config", "odd.json", "--run-dir", "run"]
+    arguments = ["-np", "2", "--config", "odd.json", "--run-dir", "run", "--quiet"]
     assert command.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "", "what it says is for a person"
@@ -441,6 +448,7 @@ def test_several_hosts_take_what_is_installed(engine, installed, launcher, monke
     monkeypatch.setattr(launchers.shutil, "which", lambda name, path: name if name in installed else None)
     job = launchers.Job(4, ("-m", "dsframe.train"), (), hosts=TWO, hostfile=Path("hosts"))
     assert launchers.natural(engine, job) == launcher
+    assert launchers.natural(engine, launchers.replace(job, hostfile=None)) != "deepspeed"
 
 
 def test_what_the_check_says_is_said_once(tmp_path):

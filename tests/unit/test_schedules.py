@@ -160,17 +160,17 @@ def test_a_tasks_own_weight_decay():
 
 
 def test_what_is_said_of_a_schedule():
-    def said(total, kind, **params):
+    def said(total, kind, done=0, **params):
         config = load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}, "dsframe": {}})
-        return list(schedules.notes(config, schedules.build(kind, BASE, params), total))
+        return list(schedules.notes(config, schedules.build(kind, BASE, params), total, done))
 
     assert said(50, "WarmupLR", warmup_num_steps=10) == [
         "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     ]
-    assert said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1) == []
-    assert said(50, "linear", num_training_steps=40) == [
-        "the schedule is for 40 updates (num_training_steps), the training has 50: the last has the rate 0; write "
-        "num_training_steps 50 to end with it"
+    assert said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1) == said(50, "WarmupLR", 20, warmup_num_steps=10) == []
+    assert said(21, "linear", num_training_steps=40) == [
+        f"the schedule is for 40 updates (num_training_steps), the training has 21: the last has the rate {BASE / 2:.3g}; write "
+        "num_training_steps 21 to end with it"
     ]
     assert said(5, "linear", num_warmup_steps=5, num_training_steps=5) == [
         "the training ends in the schedule's warm-up: that takes 5 updates (num_warmup_steps)"
