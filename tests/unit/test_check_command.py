@@ -89,9 +89,7 @@ def test_what_it_prints_is_annotated_on_github(folder, capsys):
 
 
 def test_resolved_is_a_file_that_runs(folder, capsys):
-    content = ds_config(
-        "auto", "AdamW", "auto", sections={MICRO: 4, "gradient_accumulation_steps": "auto"}
-    )
+    content = ds_config("auto", "AdamW", "auto", sections={MICRO: 4, "gradient_accumulation_steps": "auto"})
     write_json(folder / "auto.json", content)
     main(["check", "auto.json"])
     assert 'auto.json: note: 3 values are "auto"; --resolved shows what they become' in capsys.readouterr().out

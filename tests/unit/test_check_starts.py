@@ -27,12 +27,10 @@ from dsframe.tools import check
 from tests.processes import free_port
 
 LEFT_OUT = frozenset(
-    (
-        "dsframe.task dsframe.run_dir dsframe.hooks dsframe.adapter dsframe.optimizers dsframe.parameter_groups "
-        "dsframe.engine dsframe.engine_options dsframe.epochs dsframe.steps dsframe.pass_through "
-        "dsframe.hang_timeout_seconds dsframe.threads_per_rank wandb comet aio optimizer scheduler"
-    ).split()
-)
+    {"dsframe.task", "dsframe.run_dir", "dsframe.hooks", "dsframe.adapter", "dsframe.optimizers", "dsframe.parameter_groups",
+     "dsframe.engine", "dsframe.engine_options", "dsframe.epochs", "dsframe.steps", "dsframe.pass_through",
+     "dsframe.hang_timeout_seconds", "dsframe.threads_per_rank", "wandb", "comet", "aio", "optimizer", "scheduler"}
+)  # fmt: skip
 """Keys of accounts and devices, of the task, and those that every file here has."""
 OF_THE_TASK = ("lr_lambda", "channels_last", "compile")
 """Keys whose right values depend on the user's model and functions, or that take a compiler half a minute."""

@@ -70,7 +70,9 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"run": {}}\n')
     with held(tmp_path) as (holder, kill):
         who = f"process {holder} on {socket.gethostname()}"
-        with pytest.raises(WorldError, match=re.escape(f"{tmp_path} is in use by another run ({who}); ") + ".*--run-dir$"):
+        with pytest.raises(
+            WorldError, match=re.escape(f"{tmp_path} is in use by another run ({who}); ") + ".*--run-dir$"
+        ):
             run.execute(load(file), task=Odd(), world=World(), quiet=True)
         assert partial.is_dir()
         assert (tmp_path / "metrics.jsonl").read_text() == '{"run": {}}\n'

@@ -187,7 +187,9 @@ def test_slurm_chooses_srun(names, nodes, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json")
     start = "OMP_NUM_THREADS=8 MASTER_PORT=4321 srun"  # the task's cores, not what the login node had
-    assert line == f"{start} --ntasks={2 * nodes} --nodes={nodes} --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
+    assert (
+        line == f"{start} --ntasks={2 * nodes} --nodes={nodes} --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ def test_the_ranks_of_a_host_share_what_is_left(monkeypatch, tmp_path):
     assert memory.available_bytes(CPU, 4) < 0.5 * left
 
 
+def test_where_the_process_has_no_peak_of_its_own_the_systems_is_in_bytes_too(monkeypatch, tmp_path):
+    known = memory.peak_memory_bytes(CPU)
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+    assert memory.peak_memory_bytes(CPU) > known / 2
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "expected"), [("max", "max", None), ("max", "5000", 4000), ("3000", "max", 500)]
 )

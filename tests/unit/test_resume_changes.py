@@ -154,31 +154,27 @@ def test_nothing_is_said_of_what_an_older_checkpoint_lacks():
         assert bool(differences(older, changed(path, "another"))) == (path == "course/gradient_clipping")
 
 
-ELSEWHERE = (
-    "engine engine_options fallback task seed order optimizers adapter no_decay parameter_groups inherit ddp "
-    "horovod optimizer train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
-    "dataloader_drop_last"
-).split()
+ELSEWHERE = {
+    "engine", "engine_options", "fallback", "task", "seed", "order", "optimizers", "adapter", "no_decay",
+    "parameter_groups", "inherit", "ddp", "horovod",
+    "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dataloader_drop_last",
+}  # fmt: skip
 """Keys that are compared in another way: by what they make."""
 NO_OTHER_TRAINING = {
     # How long, and what is shown, kept and watched.
-    *(
-        "epochs steps eval_every_steps eval_before_training eval_samples eval_micro_batch_size log_every_steps "
-        "run_dir checkpoints hooks threads_per_rank hang_timeout_seconds pass_through steps_per_print dump_state "
-        "log_level wall_clock_breakdown memory_breakdown flops_profiler comms_logger tensorboard wandb csv_monitor "
-        "comet timers checkpoint datastates_ckpt vocabulary_size autotuning"
-    ).split(),
+    "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
+    "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
+    "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
+    "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
     # Where things lie, and in which order they are summed.
-    *(
-        "fsdp zero_optimization activation_checkpointing pipeline aio tensor_parallel expert_parallel compile "
-        "prescale_gradients gradient_predivide_factor disable_python_gc disable_allgather allgather_size "
-        "sequence_parallel_size data_parallel_size seq_parallel_communication_data_type "
-        "use_data_before_expert_parallelism zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-        "managed_gradient_accumulation"
-    ).split(),
+    "fsdp", "zero_optimization", "activation_checkpointing", "pipeline", "aio", "tensor_parallel", "expert_parallel", "compile",
+    "prescale_gradients", "gradient_predivide_factor", "disable_python_gc", "disable_allgather", "allgather_size",
+    "sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type",
+    "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "managed_gradient_accumulation",
     # Refused.
-    *("hybrid_engine data_efficiency weight_quantization").split(),
-}
+    "hybrid_engine", "data_efficiency", "weight_quantization",
+}  # fmt: skip
 
 
 def test_every_key_of_the_file_is_compared_or_makes_no_other_training():

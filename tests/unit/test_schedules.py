@@ -167,7 +167,11 @@ def test_what_is_said_of_a_schedule():
     assert said(50, "WarmupLR", warmup_num_steps=10) == [
         "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     ]
-    assert said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1) == said(50, "WarmupLR", 20, warmup_num_steps=10) == []
+    assert (
+        said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1)
+        == said(50, "WarmupLR", 20, warmup_num_steps=10)
+        == []
+    )
     assert said(21, "linear", num_training_steps=40) == [
         f"the schedule is for 40 updates (num_training_steps), the training has 21: the last has the rate {BASE / 2:.3g}; write "
         "num_training_steps 21 to end with it"

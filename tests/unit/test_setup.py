@@ -27,10 +27,35 @@ case "$*" in
 esac
 """
 
-BASIC_TOOLS = (
-    "awk bash cat cmake cp cut df dirname env flock grep head id ls mkdir mv nproc paste rm sed sh sha256sum sort "
-    "tail touch uname wc"
-).split()
+BASIC_TOOLS = [
+    "awk",
+    "bash",
+    "cat",
+    "cmake",
+    "cp",
+    "cut",
+    "df",
+    "dirname",
+    "env",
+    "flock",
+    "grep",
+    "head",
+    "id",
+    "ls",
+    "mkdir",
+    "mv",
+    "nproc",
+    "paste",
+    "rm",
+    "sed",
+    "sh",
+    "sha256sum",
+    "sort",
+    "tail",
+    "touch",
+    "uname",
+    "wc",
+]
 """All that there is besides the stand-ins: what else the machine has (MPI, nvcc) must not decide what is tested."""
 
 

@@ -68,7 +68,7 @@ def test_a_logged_line_has_rate_memory_and_what_is_left(monkeypatch, capsys):
     progress = Progress(100, speaks=True, unit="samples", units_per_step=4, home=Path("/home"))
     progress.begin(10)
     now[0] += 20.0
-    progress.pause(10.0)  # an evaluation
+    progress.pause(10.05)  # an evaluation
     progress.log(20, {"loss": 0.5}, progress.rate(20), 3 << 20)
     progress.say("saved /home/runs/a")
     assert capsys.readouterr().err == "step  20/100  loss 0.5  4 samples/s  3 MiB  1:20 left\nsaved runs/a\n"
