@@ -84,13 +84,21 @@ def test_wandb_goes_on_with_the_run_that_it_has_begun_and_learns_how_it_ended(tm
 
     def init(**given):
         told.append((given["id"], given["resume"], sys.argv[1]))
-        return SimpleNamespace(id="one", finish=lambda exit_code: told.append(exit_code))
+        return SimpleNamespace(
+            id="one",
+            log=lambda values, step: told.append((values, step)),
+            finish=lambda exit_code: told.append(exit_code),
+        )
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=True))
     monkeypatch.setattr(sys, "argv", ["train", "--api-key=V"])
     for done, finished in ((0, False), (2, True)):
-        make({"wandb": {"enabled": True}}, tmp_path, done).close(finished=finished)
-    assert told == [(None, None, "--api-key=***"), 1, ("one", "allow", "--api-key=***"), 0]
+        run = make({"wandb": {"enabled": True}}, tmp_path, done)
+        run.write({"step": 3, "loss": 0.5, "evaluation": {"loss": 0.25}})
+        run.close(finished=finished)
+    written = {"train/loss": 0.5, "train/samples": 12.0, "eval/loss": 0.25}, 3
+    secret = "--api-key=***"
+    assert told == [(None, None, secret), written, 1, ("one", "allow", secret), written, 0]
 
 
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeypatch, capsys):
