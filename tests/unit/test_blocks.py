@@ -27,7 +27,8 @@ def test_a_model_is_a_table_of_its_parts_and_equal_ones_share_a_line():
         "head    Linear      1,500      frozen",
     ]
     assert blocks.model_table(parts[:2]) == [], "of one kind there is nothing to list"
-    assert "trained" not in "".join(blocks.model_table([*parts[:2], Part("norm", "LayerNorm", 4, 4)]))
+    for trained, shown in ((9, "9"), (3, "3 trained")):
+        assert blocks.model_table([*parts[:2], Part("tail", "Adapted", 9, trained)])[1].endswith(f" {shown}")
 
 
 def test_the_end_names_the_fullest_rank_and_the_last_checkpoint(tmp_path):

@@ -30,7 +30,9 @@ def test_runs_are_compared(here, capsys):
     assert main(["compare", "run"]) == 6  # it did not come to its end
 
 
-@pytest.mark.parametrize(("more", "verdict"), [({}, "not the same"), ({"bf16": {"enabled": True}}, "the same")])
+@pytest.mark.parametrize(
+    ("more", "verdict"), [({}, "not the same"), ({"torch_autocast": {"enabled": True}}, "the same")]
+)
 def test_only_runs_in_16_bits_may_differ_by_their_rounding(more, verdict, here, capsys):
     finished = {"description": "engine", "steps": 1, "rate": 1, "unit": "samples", "units_per_step": 1, "seconds": 1.0}
     finished |= {"first_step_seconds": 0.5, "metrics": {}, "peak_memory_bytes": [1], "launcher": "python"}

@@ -4,6 +4,9 @@ import sys
 
 import pytest
 
+from dsframe.config import load
+from dsframe.run_dir.output import directory_of
+from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, run_program
 
 PROGRAM = """
@@ -30,3 +33,9 @@ def test_what_other_ranks_print_says_whose_it_is(launcher, out):
     done = run_program(command, cwd=REPOSITORY)
     assert done.stdout == out
     assert set(done.stderr.splitlines()) == {"[rank 3] marked already", "native"}
+
+
+def test_a_run_is_named_after_its_file_or_its_task(tmp_path):
+    write_json(tmp_path / "mine.json", ds_config(4))
+    for file, name in ((tmp_path / "mine.json", "mine"), (ds_config(4), "Net")):
+        assert str(directory_of(load(file), "ddp", "Net")) == f"runs/{name}-ddp"

@@ -65,12 +65,12 @@ def test_a_resumed_run_shows_where_it_is(monkeypatch):
 def test_a_logged_line_has_rate_memory_and_what_is_left(monkeypatch, capsys):
     now = [5.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    progress = Progress(100, speaks=True, unit="samples", units_per_step=4, home=Path("/home"))
+    progress = Progress(100, speaks=True, unit="samples", units_per_step=4, home=Path("/place"))
     progress.begin(10)
     now[0] += 20.0
     progress.pause(10.05)  # an evaluation
     progress.log(20, {"loss": 0.5}, progress.rate(20), 3 << 20)
-    progress.say("saved /home/runs/a")
+    progress.say("saved /place/runs/a")
     assert capsys.readouterr().err == "step  20/100  loss 0.5  4 samples/s  3 MiB  1:20 left\nsaved runs/a\n"
 
 
