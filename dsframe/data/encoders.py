@@ -155,19 +155,32 @@ class ConversationEncoder:
         learned = [0] * len(tokens)
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
             before, behind, answer = part_tokens[3 * number : 3 * number + 3]
-            begin, end = _common(before, text_tokens), _common(behind, text_tokens)
-            # The answer's last character may share a token with what follows.
-            end += bool(answer) and end < min(len(behind), len(tokens))
+            begin, _ = self._within(before, text_tokens)
+            end, split = self._within(behind, text_tokens)
+            end += bool(answer) and split and end < len(tokens)  # the last character may share a token with what follows
             self._check_answer(tokens[begin:end], answer, row)
             if counted:
                 learned[begin:end] = [1] * (end - begin)
         return tokens, learned
 
+    def _within(self, part: Sequence[int], whole: Sequence[int]) -> tuple[int, bool]:
+        """Returns how many tokens of ``whole`` lie in its beginning, whose own tokens are ``part``, and if the next one
+        has an end of it. Without words as a first step, a tokenizer merges other letters if the text goes on."""
+        last = _common(part, whole)
+        first = max(last - 1, 0)  # a decoder may strip a space that a text begins with
+        rest = self._decoded(part[first:])
+        while part and last < len(whole) and rest.startswith(self._decoded(whole[first : last + 1])):
+            last += 1
+        return last, rest != self._decoded(whole[first:last])
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) if len(tokens) else ""
+
     def _check_answer(self, learned: list[int], answer: list[int], row: Row) -> None:
         """Raises DataError if ``learned`` does not decode to ``answer``, except where outer tokens are shared."""
 
         def text(tokens: list[int]) -> str:
-            return "".join(str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).split())
+            return "".join(self._decoded(tokens).split())
 
         decoded, wanted = text(learned), text(answer)
         shared = len(text(learned[:1])) + len(text(learned[-1:]))
@@ -211,7 +224,7 @@ class ConversationEncoder:
             if self._end is None:
                 end_of(self._tokenizer)
             asked, whole = tokens_of(self._tokenizer, [prompt, prompt + completion], [row, row])
-            shared, begun = _common(asked, whole), list(whole[: len(self._begin)]) == self._begin
+            (shared, _), begun = self._within(asked, whole), list(whole[: len(self._begin)]) == self._begin
             before = [*([] if begun else self._begin), *whole[:shared]]
             ended = not completion or list(whole[-1:]) == [self._end]
             after = [*whole[shared:], *([] if ended else [self._end])]

@@ -84,6 +84,30 @@ def learned(tokenizer, row, template=MARKED):
     return str(tokenizer.decode([token for token in found if token >= 0], skip_special_tokens=False))
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_token_of_a_prompt_is_not_learned_where_an_answer_makes_other_tokens_of_it(kind):
+    """Without words as a first step: "ab" is one token, and "abc" is "a" and "bc"."""
+    from tokenizers import Tokenizer, models
+
+    if kind == "bpe":
+        vocabulary = {text: number for number, text in enumerate(["</s>", *"abcx", "bc", "ab"])}
+        made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("b", "c"), ("a", "b")]))
+    else:
+        scores = {"</s>": 0.0, "a": -1.0, "b": -3.0, "c": -3.0, "x": -1.0, "ab": -1.5, "bc": -1.0}
+        made = Tokenizer(models.Unigram([*scores.items()], unk_id=0))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    plain = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    plain += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+
+    def learned_tokens(row):
+        return [tokenizer.decode([token]) for token in encoded(encoder(tokenizer, plain), row) if token >= 0]
+
+    assert learned_tokens({"prompt": "xab", "completion": "cx"}) == ["bc", "x", "</s>"]
+    asked, more = {"role": "user", "content": "xab"}, {"role": "user", "content": "c"}
+    assert learned_tokens({"messages": [asked, said("cx")]}) == ["bc", "x"]
+    assert learned_tokens({"messages": [asked, said("cab"), more]}) == ["bc", "a", "bc"]
+
+
 TURNS = (
     "{% if tools %}<user>{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}<bot>"
     "{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}[END]"
