@@ -157,7 +157,8 @@ class ConversationEncoder:
             before, behind, answer = part_tokens[3 * number : 3 * number + 3]
             begin, _ = self._within(before, text_tokens)
             end, split = self._within(behind, text_tokens)
-            end += bool(answer) and split and end < len(tokens)  # the last character may share a token with what follows
+            # The answer's last character may share a token with what follows.
+            end += bool(answer) and split and end < len(tokens)
             self._check_answer(tokens[begin:end], answer, row)
             if counted:
                 learned[begin:end] = [1] * (end - begin)

@@ -44,13 +44,16 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
     read = [(str(index), digest(row)) for index, row in _rows(loader, twice + chosen)]
     digests, moves = dict(read), bool(twice) and len(read) > 1 and read[0] != read[1]
-    answers = all_gather_json(ranks, [digests, moves])
-    of_ranks = [digests_there for digests_there, _ in answers]
+    answers = all_gather_json(ranks, [digests, moves, _of_all(loader.source)])
+    of_ranks, wholes = [digests_there for digests_there, _, _ in answers], [whole for _, _, whole in answers]
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
     if index is None:
-        alike = {name: digests[name] for name in common}
-        return {} if any(moves_there for _, moves_there in answers) else {**alike, **_of_all(loader.source)}
+        if any(moves_there for _, moves_there, _ in answers):
+            return {}
+        if others := [rank for rank, whole in enumerate(wholes) if whole != wholes[0]]:
+            raise _differ(loader, "a sample", others)
+        return {**{name: digests[name] for name in common}, **wholes[0]}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
     again = {"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _structure(rows[0])}
     readings = all_gather_json(ranks, again)
@@ -59,11 +62,15 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
         return {}
     others = [rank for rank, digests_there in enumerate(of_ranks) if digests_there[index] != of_ranks[0][index]]
     detail = f": {by_value(structures)}" if len(set(structures)) > 1 else ""
+    raise _differ(loader, f"sample {index}, counted from 0,", others, detail)
+
+
+def _differ(loader: Loader | EvaluationLoader, sample: str, others: list[int], detail: str = "") -> DataError:
     data_name = "training" if isinstance(loader, Loader) else "evaluation"
-    raise DataError(
-        f"the {data_name} data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
-        f"rank 0{detail}. Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of "
-        "files, seed what is drawn, and give every host the same files"
+    return DataError(
+        f"the {data_name} data differ between ranks: {sample} is another one on {numbered(others)} than on rank 0{detail}. "
+        "Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of files, seed "
+        "what is drawn, and give every host the same files"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -86,9 +86,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")
-        names = "\0".join(path.relative_to(folder).as_posix() for path, _ in self.samples)
-        self.digest_of_files = xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
-        """Digest of the names of all images, in order."""
+        self.digest_of_files = _digest(folder, [path for path, _ in self.samples])
+        """Digest of the names and sizes of all images, in order."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -125,6 +124,22 @@ def _files(folder: Path) -> list[Path]:
         folders[:] = [path.name for path in below if not (path.is_symlink() and _is_above(path, parent))]
         paths += [Path(parent, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
     return sorted(paths)
+
+
+def _digest(folder: Path, paths: Sequence[Path]) -> str:
+    """Returns a digest of names and sizes: a copy of the folder has the same, other pictures have other sizes. Of more
+    than ``MOST_CHECKED`` files it has the sizes of some."""
+    every = -(-len(paths) // MOST_CHECKED)
+    sizes = [_size(path) for path in paths[::every]]
+    names = "\0".join(path.relative_to(folder).as_posix() for path in paths)
+    return xxh3_64_hexdigest(f"{names}\0{sizes}".encode("utf-8", "surrogateescape"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # what reads it will say so
+        return -1
 
 
 def _is_above(link: Path, parent: str) -> bool:

@@ -114,7 +114,8 @@ def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
         if train and settings.samples is not None:
             # A folder is sorted by class, so choose at random; the same images for every seed, as with files.
             chosen = permutation(len(dataset), 0, 0)[: settings.samples].sort().values
-            dataset = Subset(dataset, chosen.tolist())
+            digest, dataset = dataset.digest_of_files, Subset(dataset, chosen.tolist())
+            dataset.digest_of_files = digest
         return dataset
     if settings.dataset == "synthetic":
         pixels, labels = _synthetic(images, settings.samples or 10_000, train)

@@ -95,13 +95,15 @@ BY_PEFT = {
     "DoRA": ({}, {**Q, "use_dora": True}),
     "some tokens, tied": (TIED, {**Q, "trainable_token_indices": {"embed_tokens": [1, 3]}}),
     "biases": (BIASED, {"target_modules": "all-linear", "bias": "lora_only"}),
+    "PiSSA, which changes the base": ({}, {**Q, "init_lora_weights": "pissa"}),
+    "OLoRA, which changes a tied base": (TIED, {"target_modules": ["lm_head"], "init_lora_weights": "olora"}),
 }
 
 
 @pytest.mark.parametrize("kind", BY_PEFT)
 def test_a_folder_of_peft_goes_on_and_comes_back(kind, here):
     sizes, settings = BY_PEFT[kind]
-    given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **{"init_lora_weights": False} | settings)
     theirs = trained(peft.get_peft_model(build(LM, sizes), given)).eval()
     theirs.save_pretrained("theirs")
     model = with_adapter(build(LM, sizes), {"folder": "theirs"})

@@ -112,6 +112,17 @@ def test_a_stream_that_splits_itself_is_refused(monkeypatch):
     assert list(same[0]) == ["0", "1"]
 
 
+def test_tensors_in_memory_are_compared_between_ranks_in_every_row():
+    """Of 100 rows one differs, which is none of those that are read."""
+    rows = [torch.arange(200.0).view(100, 2) for _ in range(2)]
+    assert 7 not in fingerprint._chosen(loader(TensorDataset(*rows)))
+    rows[1][7] += 1
+    for said in of_ranks(*(loader(TensorDataset(these, these)) for these in rows)):
+        assert said.startswith(
+            "the training data differ between ranks: a sample is another one on rank 1 than on rank 0"
+        )
+
+
 def test_what_is_drawn_anew_at_each_reading_has_no_digest():
     """Of 20 pairs of ranks none is refused, although a sample is the same in half of all second readings."""
     pairs = [of_ranks(loader(Flipped(2 * seed)), loader(Flipped(2 * seed + 1))) for seed in range(20)]

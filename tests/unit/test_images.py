@@ -184,6 +184,24 @@ def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind, tmp_p
     assert folder._damage(place)
 
 
+@pytest.mark.parametrize("samples", [None, 5])
+def test_a_resume_says_that_a_picture_is_another_one_under_its_name(samples, pictures, capsys):
+    """Not where the folder was copied, which changes the times of its files."""
+    shutil.copytree(pictures / "train", pictures / "val")
+    section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
+    section |= {} if samples is None else {"samples": samples}
+    file = ds_config(1, "SGD", 0.1, engine="single", steps=1, task=section, run_dir=str(pictures / "run"))
+    execute(load(file))
+    shutil.copytree(pictures / "train", pictures / "copy")
+    shutil.rmtree(pictures / "train")
+    (pictures / "copy").rename(pictures / "train")
+    execute(load(file, overrides=["dsframe.steps=2"]), resume="auto")
+    assert "the training data" not in capsys.readouterr().err
+    written(pictures / "train" / "cat" / "1.png", Image.fromarray(RAMP).resize((9, 9)))
+    execute(load(file, overrides=["dsframe.steps=3"]), resume="auto")
+    assert "the training data: sample (which one is unknown) was another one" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures):
     """A folder that was renamed, or is gone, is said before an evaluation and before a resume."""
     section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
