@@ -62,6 +62,11 @@ def write(
         raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
     _transformers.write(config, weights, dtype, out, shard_size)
     _write_others(record, out, say)
+    if "do_center_crop" in (record.preprocessor_config or ""):  # resized images
+        say(
+            'load its image processor with backend="pil", which gives the pixels of the training; the default of transformers '
+            "resizes with torchvision, which rounds otherwise"
+        )
 
 
 def beside_weights(manifest: Json, say: Say) -> dict[str, bytes]:

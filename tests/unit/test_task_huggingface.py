@@ -14,11 +14,13 @@ import torch
 import dsframe
 from dsframe import cli
 from dsframe.checkpoint import store
+from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.host.restored import restored
+from dsframe.run import execute
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import ImageClassificationTask
 from dsframe.tasks.task import TaskContext
@@ -471,6 +473,20 @@ def test_an_export_has_the_look_of_the_training(name, fields, said, tmp_path):
     image, processor = pytest.importorskip("PIL.Image"), library.AutoImageProcessor.from_pretrained(tmp_path)
     theirs = processor(image.open(picture), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(theirs, task.eval_data()[0][0], rtol=0, atol=0.1)
+
+
+def test_an_export_says_which_image_processor_gives_the_pixels_of_the_training(tmp_path, capsys):
+    """Transformers' default one resizes with torchvision, which rounds otherwise: a pixel was 1 of 255 off."""
+    pictures(tmp_path / "d", "b", "a")
+    task = {"name": "image-classification", "model": VIT, "dataset": "image-folder", "data_dir": str(tmp_path / "d")}
+    file = ds_config(2, "SGD", 0.1, engine="single", steps=1, run_dir=str(tmp_path / "run"))
+    file["dsframe"]["task"] = {**task, "image_size": 16}
+    execute(load(file))
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--out", str(tmp_path / "out")]) == 0
+    assert 'image processor with backend="pil", which gives the pixels of the training' in capsys.readouterr().err
+    processor = _transformers.transformers().AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil")
+    assert processor.size["shortest_edge"] == 18
 
 
 @pytest.mark.parametrize("sides", [(33, 64), (64, 33), (41, 90), (50, 40), (16, 16)])
