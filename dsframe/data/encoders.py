@@ -26,6 +26,7 @@ class TextEncoder:
     """Encodes a text as beginning tokens, the text's tokens, and end-of-document token."""
 
     whole, dated = False, False
+    warnings: Sequence[str] = ()
 
     def __init__(self, tokenizer: Any, field: str) -> None:
         """``tokenizer``: of transformers; None for bytes. Raises DataError if there is no end-of-document token."""
@@ -75,7 +76,8 @@ class ConversationEncoder:
         """True if the template writes the date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
+        self.warnings: list[str] = []
 
     def length(self, row: Row) -> int:
         return 4096  # unknown before the template is applied
@@ -100,10 +102,10 @@ class ConversationEncoder:
             yield np.where(np.asarray(learned, bool), ids, ~ids)
 
     def _warn(self, row: Row, description: str, names: Iterable[Any]) -> None:
-        """Warns about ignored parts of the data, once for each name."""
-        if new := sorted({str(name) for name in names} - self._warned):
+        """Notes ignored parts of the data, once for each name."""
+        if new := sorted({(description, str(name)) for name in names} - self._warned):
             self._warned |= {*new}
-            print(f"dsframe: warning: {row.place}: {description}: {', '.join(new)}", file=sys.stderr, flush=True)
+            self.warnings.append(f"{row.place}: {description}: {', '.join(name for _, name in new)}")
 
     def _choose_template(self, row: Row) -> None:
         """Chooses among named templates as transformers does: that for tools if there are any, else the default."""
@@ -133,7 +135,7 @@ class ConversationEncoder:
             )
         messages = _messages(row.value["messages"], row, "messages")
         given = [*_unweighted(messages), self._variables(row)]
-        unread = (key for part in given for key, value in part.items() if value and str(key) not in self._template)
+        unread = (key for part in given for key, value in part.items() if value and not self._names(str(key)))
         self._warn(row, "not in the chat template, so not read", unread)
         weights = [(message["role"], _counts(message, row)) for message in messages]
         counts = [weight for role, weight in weights if role == "assistant"]
@@ -261,9 +263,13 @@ class ConversationEncoder:
             message["role"] if key == "content" else f"{message['role']} ({key})"
             for message in messages
             for key, words in _words(message)
-            if "".join(words.split()) not in without_spaces and (key == "content" or key in self._template)
+            if "".join(words.split()) not in without_spaces and (key == "content" or self._names(key))
         )
         self._warn(row, "the chat template leaves out or changes words of messages of", lost)
+
+    def _names(self, key: str) -> bool:
+        """True if the template has this word, not only a longer one ("id" is no part of "endif")."""
+        return re.search(rf"\b{re.escape(key)}\b", self._template) is not None
 
     def _applied(self, messages: list[Any], row: Row, **how: Any) -> Any:
         try:

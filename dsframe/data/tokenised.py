@@ -51,6 +51,9 @@ class Encoder(Protocol):
     dated: bool
     """True if tokens would depend on the current date, which is therefore withheld."""
 
+    warnings: Sequence[str]
+    """What of the rows that were encoded is ignored."""
+
     def length(self, row: Row) -> int:
         """Returns the approximate number of characters. Raises DataError if the row is unusable."""
         ...
@@ -107,11 +110,14 @@ class Counts:
     """Documents without a target, left out."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of each file."""
+    warnings: list[str] = field(default_factory=list)
+    """Of the encoder, kept to be said at every start."""
 
     def sentences(self, recipe: Recipe) -> Iterator[str]:
         """Yields the lines to print at every start."""
         rows = "" if recipe.packing == "concatenate" else f" in {self.rows:,} rows"
         yield f"{recipe.name}: {self.documents:,} documents, {self.tokens:,} tokens{rows}, {self.learned:,} of them targets"
+        yield from (f"warning: {text}" for text in self.warnings)
         if self.empty:
             yield f"{recipe.name}: {self.empty:,} documents are empty and were left out"
         if self.long and recipe.encoder.whole:
@@ -235,6 +241,7 @@ class _Writer:
             if recipe.packing == "concatenate":
                 counts.rows, counts.positions = counts.tokens // recipe.context, counts.tokens
             counts.sizes = {name: out.tell() for name, out in self._out.items()}
+            counts.warnings = [*recipe.encoder.warnings]
         return counts
 
     def _source(self, source: Path, label: str) -> None:

@@ -335,18 +335,20 @@ def test_a_null_is_a_key_that_is_not_there():
     assert learned(tokenizer, {"messages": [said("the", "user"), said(None, tool_calls=None)]}) == "[END]"
 
 
-def test_what_the_template_does_not_write_is_said_once(capsys):
+def test_what_the_template_does_not_write_is_said_once():
     call = [{"function": {"name": "f", "arguments": {}}}]
     row = talk(said("one", tool_calls=call, masked=True, name=None), tools=[{"type": "function"}], system="be")
+    row["messages"][1] |= {"system": "be", "gene": 1}  # of which one is a column too, and one is a part of "generation"
     rows = [Row("a:1", row), Row("a:2", row)]
-    assert len(list(encoder(words("bytes"), MARKED).encode(rows))) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "dsframe: warning: a:1: columns that are not read: system",
-        "dsframe: warning: a:1: not in the chat template, so not read: masked, tool_calls, tools",
+    made = encoder(words("bytes"), MARKED)
+    assert len(list(made.encode(rows))) == 2
+    assert made.warnings == [
+        "a:1: columns that are not read: system",
+        "a:1: not in the chat template, so not read: gene, masked, system, tool_calls, tools",
     ]
 
 
-def test_calls_and_thoughts_that_a_template_leaves_out_are_said(capsys):
+def test_calls_and_thoughts_that_a_template_leaves_out_are_said():
     """It knows their keys, and writes them of the last message alone, or where there is no content."""
     call = [{"type": "function", "function": {"name": "look", "arguments": {"at": "the cat"}}}]
     template = (
@@ -357,14 +359,11 @@ def test_calls_and_thoughts_that_a_template_leaves_out_are_said(capsys):
     )
     rows = encoder(words("bytes"), template)
     encoded(rows, talk(said("sees"), said("", reasoning_content="a dog", tool_calls=call)))
-    assert not capsys.readouterr().err
+    assert not rows.warnings
     encoded(rows, talk(said("sees", tool_calls=call), said("one")), "f:2")
     encoded(rows, talk(said("sees", reasoning_content="a dog"), said("one")), "f:3")
     what = "the chat template leaves out or changes words of messages of: assistant"
-    assert capsys.readouterr().err.splitlines() == [
-        f"dsframe: warning: f:2: {what} (tool_calls)",
-        f"dsframe: warning: f:3: {what} (reasoning_content)",
-    ]
+    assert rows.warnings == [f"f:2: {what} (tool_calls)", f"f:3: {what} (reasoning_content)"]
 
 
 CHAT = (
@@ -380,15 +379,16 @@ def test_what_is_asked_in_a_completion_is_no_answer():
         learned(tokenizer, {"prompt": [asked], "completion": [answer, asked, answer]}, CHAT)
 
 
-def test_words_that_a_template_leaves_out_are_said(capsys):
+def test_words_that_a_template_leaves_out_are_said():
     asked, answer = said(" the cat\n", "user"), said("sees")
     rows = encoder(words("bytes"), CHAT)
     encoded(rows, {"prompt": [asked], "completion": [answer]})
-    assert not capsys.readouterr().err
+    assert not rows.warnings
     encoded(rows, {"prompt": [said("a dog", "system"), asked], "completion": [answer]}, "f:2")
-    assert "f:2: the chat template leaves out or changes words of messages of: system" in capsys.readouterr().err
+    assert rows.warnings == ["f:2: the chat template leaves out or changes words of messages of: system"]
     rows = encoder(words("bytes"), MARKED.replace("m['content'] }}[END]", "m['content'][:2] }}[END]"))
     encoded(rows, {"messages": [asked, answer], "prompt": "one", "completion": "two"}, "f:3")
-    printed = capsys.readouterr().err
-    assert "f:3: the chat template leaves out or changes words of messages of: assistant" in printed
-    assert "f:3: columns that are not read: completion, prompt" in printed
+    assert rows.warnings == [
+        "f:3: columns that are not read: completion, prompt",
+        "f:3: the chat template leaves out or changes words of messages of: assistant",
+    ]

@@ -199,6 +199,16 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
 
 
+def test_what_is_not_read_is_said_at_every_start(tmp_path):
+    """The second one reads no rows: it takes the tokens of the first."""
+    jsonl(tmp_path / "a.jsonl", [{**row, "source": "web"} for row in conversations(9)])
+    words = tokenizer(tmp_path / "words")
+    for _ in range(2):
+        said = []
+        task("a.jsonl", words=words, format="conversations").prepare(said.append)
+        assert "warning: a.jsonl:1: columns that are not read: source" in said
+
+
 def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_path):
     jsonl(tmp_path / "a.jsonl", conversations(9))
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + TEMPLATE
