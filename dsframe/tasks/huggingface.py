@@ -272,6 +272,9 @@ class ImageClassificationTask(ImagesTask):
             unicodedata.normalize("NFC", name): number
             for name, number in (getattr(config, "label2id", None) or {}).items()
         }
+        unlike = len(known) == self.images.classes and "LABEL_0" not in known and set(known) != set(self.images.names)
+        self._other_names = sorted(known) if unlike and self.images.names else []
+        """Classes of the model's folder, if its output layer is used for as many classes of other names."""
         config.num_labels, config.problem_type = self.images.classes, "single_label_classification"
         if names := self.images.names:
             if set(known) == set(names):  # keep the numbers of a model with the same classes
@@ -309,6 +312,11 @@ class ImageClassificationTask(ImagesTask):
     def prepare(self, say: Say) -> None:
         if super().prepares:
             super().prepare(say)
+        if self._other_names:
+            say(
+                f"task.model: the folder's classes are {', '.join(self._other_names)[:200]}, those of the data "
+                f"{', '.join(self.images.names)[:200]}: as many, so the training begins with the folder's output layer"
+            )
         if self.images.channels == 3 and (unlike := self._unsupported_steps()):
             say(
                 f"task.model: the folder's preprocessor_config.json has {', '.join(unlike)}, which the training does not do: "
