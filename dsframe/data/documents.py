@@ -67,8 +67,7 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
     """
     pattern_of: dict[Path, tuple[Path, str]] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
-        names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
+        names = matching(pattern)
         if not names:
             raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
         for path in names:
@@ -83,6 +82,14 @@ def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
     if not pattern_of:
         raise DataError(f"{key}: names no file")
     return [path for path, _ in pattern_of.values()]
+
+
+def matching(pattern: str) -> list[Path]:
+    """Returns the file of this name, which may have brackets; if there is none, what matches the pattern, sorted."""
+    expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
+    if os.path.lexists(expanded):
+        return [Path(expanded)]
+    return sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
 
 
 def _check_kind(path: Path, key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sysconfig
 from codecs import BOM_UTF8
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsframe.data import documents
 from dsframe.data.files import mapped
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
@@ -106,11 +106,9 @@ def stdlib_files() -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
-    if Path(expanded).is_dir():
+    if Path(pattern).expanduser().is_dir():
         raise DataError(f'corpus {pattern}: a folder; name its files, for example "{pattern.rstrip("/")}/**/*.txt"')
-    files = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute patterns too
-    files = [file for file in files if file.is_file()]
+    files = [file for file in documents.matching(pattern) if file.is_file()]
     if not files:
         raise DataError(f"corpus {pattern}: no such file (searched from {Path.cwd()})")
     return files

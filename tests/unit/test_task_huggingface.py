@@ -417,7 +417,8 @@ def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path):
     for folder, said in (("d", []), ("other", ["classes are cat, dog, those of the data bird, cat: as many, so the "])):
         lines = []
         classifier(model=str(known), **{**data, "data_dir": str(tmp_path / folder)}).prepare(lines.append)
-        assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True))
+        assert len(lines) == len(said)
+        assert all(text in line for text, line in zip(said, lines, strict=True))
 
 
 def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path):

@@ -118,6 +118,8 @@ def test_several_files_are_joined_in_the_order_of_their_names(here):
         (here / name).write_text(letters)
     pattern = "**/*.txt"
     assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"
+    (here / "[a].txt").write_text("of this name")
+    assert bytes(text.read_corpus("[a].txt").tolist()) == b"of this name"
 
 
 def test_the_synthetic_corpus_is_fixed():

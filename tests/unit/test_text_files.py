@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -335,6 +336,9 @@ def test_what_is_no_file_of_rows_is_named(tmp_path):
     assert "task.data.train: none*.jsonl: no such file" in refusal("none*.jsonl")
     (tmp_path / "folder").mkdir()
     assert "folder is a folder, but none that datasets.save_to_disk wrote" in refusal("folder")
+    for name in ("a[1].jsonl", "a1.jsonl"):  # the first is a pattern that the second matches
+        jsonl(tmp_path / name, [{"text": "a"}])
+    assert documents.find_files("a[1].jsonl", "key") == [Path("a[1].jsonl")]
     jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
     assert "good.jsonl is named twice, by good.jsonl and g*.jsonl" in refusal(["good.jsonl", "g*.jsonl"])
     assert "good.jsonl is named twice, by good.jsonl and /" in refusal(["good.jsonl", str(tmp_path / "good.jsonl")])
