@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable
