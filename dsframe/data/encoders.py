@@ -135,7 +135,8 @@ class ConversationEncoder:
             )
         messages = _messages(row.value["messages"], row, "messages")
         given = [*_unweighted(messages), self._variables(row)]
-        unread = (key for part in given for key, value in part.items() if value and not self._names(str(key)))
+        present = (key for part in given for key, value in part.items() if value not in (None, "", [], {}))
+        unread = (key for key in present if not self._names(str(key)))
         self._warn(row, "not in the chat template, so not read", unread)
         weights = [(message["role"], _counts(message, row)) for message in messages]
         counts = [weight for role, weight in weights if role == "assistant"]

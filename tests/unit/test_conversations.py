@@ -338,13 +338,14 @@ def test_a_null_is_a_key_that_is_not_there():
 def test_what_the_template_does_not_write_is_said_once():
     call = [{"function": {"name": "f", "arguments": {}}}]
     row = talk(said("one", tool_calls=call, masked=True, name=None), tools=[{"type": "function"}], system="be")
-    row["messages"][1] |= {"system": "be", "gene": 1}  # of which one is a column too, and one is a part of "generation"
+    # Of which one is a column too, one is a part of "generation", one is false, and one is empty.
+    row["messages"][1] |= {"system": "be", "gene": 1, "learn": False, "audio": []}
     rows = [Row("a:1", row), Row("a:2", row)]
     made = encoder(words("bytes"), MARKED)
     assert len(list(made.encode(rows))) == 2
     assert made.warnings == [
         "a:1: columns that are not read: system",
-        "a:1: not in the chat template, so not read: gene, masked, system, tool_calls, tools",
+        "a:1: not in the chat template, so not read: gene, learn, masked, system, tool_calls, tools",
     ]
 
 
