@@ -116,11 +116,10 @@ def _bytes(leaf: Any) -> bytes | memoryview | None:
 
 def _structure(row: Batch) -> str:
     """Returns names, types and numbers of dimensions, but no sizes, which may be random."""
-    leaves = [
+    return "; ".join(
         f"{keystr(path)} {f'{leaf.dtype}, {leaf.ndim} dimensions' if isinstance(leaf, Tensor) else type(leaf).__name__}"
         for path, leaf in tree_leaves_with_path(row)
-    ]
-    return "; ".join(leaves)
+    )
 
 
 def _chosen(loader: Loader | EvaluationLoader) -> list[int]:

@@ -55,7 +55,10 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     watch = engine.built.watch
     # Halves of the outputs are compared without gradients, where such a loss may omit terms.
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
-    if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates and not differentiates):
+    certain = not loader.collates or isinstance(
+        loader.source, StreamSource
+    )  # the rows of a stream cannot be read again
+    if loader.collate_draws or (kind in ("mean", "sum") and certain and not differentiates):
         return False
     return _has_user_loss(engine)
 

@@ -280,6 +280,29 @@ FORMS = {
 }
 
 
+class InStream(Rows):
+    """Its rows cannot be read again."""
+
+    def train_data(self):
+        rows = super().train_data()
+        return Replayed([rows[number] for number in range(len(rows))])
+
+
+class Replayed(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(("loss", "unexamined"), [(mean, False), (by_count, True)])
+def test_a_mean_over_the_rows_of_a_stream_is_examined(loss, unexamined, capsys):
+    """With a collate it was said that it was not."""
+    dsframe.fit(InStream(loss, linear, default_collate), file(1))
+    assert ("loss was not examined" in capsys.readouterr().err) == unexamined
+
+
 class InOrder(Line):
     """Classes one after the other, as a folder of images has them."""
 
