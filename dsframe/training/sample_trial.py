@@ -55,10 +55,8 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     watch = engine.built.watch
     # Halves of the outputs are compared without gradients, where such a loss may omit terms.
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
-    certain = not loader.collates or isinstance(
-        loader.source, StreamSource
-    )  # the rows of a stream cannot be read again
-    if loader.collate_draws or (kind in ("mean", "sum") and certain and not differentiates):
+    mixes = loader.collates and not isinstance(loader.source, StreamSource)  # of which no row can be read again
+    if loader.collate_draws or (kind in ("mean", "sum") and not (mixes or differentiates)):
         return False
     return _has_user_loss(engine)
 
