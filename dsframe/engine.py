@@ -43,7 +43,7 @@ class StepResult:
     terms: Sums = field(default_factory=dict)
     """Terms that the task's loss returned with the loss, over this rank's micro-batches."""
     unused: Sequence[str] = ()
-    """Trained parameters that the loss did not use on this rank, if the library shows it. Their gradient counts as 0."""
+    """Parameters that losses so far did not use on any rank, and that the update changes all the same."""
 
 
 class Engine(ABC):

@@ -179,8 +179,7 @@ class Trainer:
         micro_batches = self._weights.settle(self._read(stream))
         with watch.explaining() if watch else nullcontext():
             result = self.engine.train_step(self._observed(micro_batches, step))
-        if step == self.training.first_step:
-            self._trial.step_ended()
+        self._trial.step_ended()
         if watch:
             watch.end(step)
             while watch.notes:

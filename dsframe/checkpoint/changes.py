@@ -36,7 +36,9 @@ _ELSEWHERE = {"data_dir", "workers"}
 _FILE = {"gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast"}
 _FILE |= {"communication_data_type", "gradient_allreduce_op", "data_types"}
 _OWN: Json = {"model": {"sync_batch_norm", "keep_in_fp32"}, "ema": True}
-_OWN |= dict.fromkeys(("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop"), True)
+_OWN |= dict.fromkeys(
+    ("per_sample_randomness", "deterministic", "tf32", "on_nonfinite", "stop", "eval_every_steps"), True
+)
 """Keys of the file, and of its dsframe section, that may change and are reported."""
 
 
@@ -57,6 +59,8 @@ def about(
     """
     cls, settings = type(task), config.settings
     kept = json.loads(settings.model_dump_json(include=_OWN))
+    if not settings.stop and getattr(config.deepspeed.scheduler, "type", "") != "ReduceLROnPlateau":
+        kept.pop("eval_every_steps", None)  # evaluations change nothing
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",

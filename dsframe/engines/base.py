@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -73,8 +73,8 @@ class ModelEngine(Engine):
     name of the raising function if there is no text -> message with a placeholder for the engine's description."""
     gathers_steps = False
     """True if ranks hold shards, but weights are gathered whole during each step."""
-    _unused: Sequence[str] = ()
-    """Parameters without a gradient in this step."""
+    _unused: Any
+    """:class:`dsframe.engines.unused.Unused`, if something is trained."""
     _terms: Terms
     """Terms that the loss returned with its value in this step."""
 
@@ -124,7 +124,8 @@ class ModelEngine(Engine):
         parameter.data.copy_(source.data)
 
     def _begin_step(self) -> None:
-        self._terms, self._unused = {}, []
+        self._terms = {}
+        self._unused.begin()
 
     def _loss(self, outputs: Any, batch: MicroBatch) -> Tensor:
         """Returns the loss of a micro-batch, times its weight."""
@@ -133,7 +134,7 @@ class ModelEngine(Engine):
     def _result(
         self, loss: Tensor, learning_rate: float, gradient_norm: Tensor | float | None, *, skipped: bool
     ) -> StepResult:
-        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms, self._unused)
+        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms, self._unused.end())
 
     def begin_average(self) -> None:
         """Starts the average with the current weights instead of those after the first update."""

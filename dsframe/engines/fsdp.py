@@ -27,7 +27,8 @@ from dsframe.cluster.exchange import all_gather_json
 from dsframe.engines import fsdp_scalars, fsdp_units, precision
 from dsframe.engines.base import COPIED, JVP, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
-from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
+from dsframe.engines.masters import MasterWeights
+from dsframe.engines.precision import gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError

@@ -247,8 +247,8 @@ class PartsEngine(Engine):
             known = [torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in norms if norm is not None]
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((step.loss for step in steps[1:]), steps[0].loss)
-        skipped = any(step.skipped for step in steps)
-        return StepResult(loss, steps[0].learning_rate, norm, skipped, terms_of(results, len(self._losses) > 1))
+        skipped, unused = any(step.skipped for step in steps), [name for step in steps for name in step.unused]
+        return StepResult(loss, steps[0].learning_rate, norm, skipped, terms_of(results, len(self._losses) > 1), unused)
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:

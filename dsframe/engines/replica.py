@@ -17,6 +17,8 @@ from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.engines.loss_scale import LossScale
+from dsframe.engines.masters import MasterWeights
+from dsframe.engines.unused import Unused
 from dsframe.model import ema, formats, gradient_hooks
 from dsframe.model.build import build_model
 from dsframe.model.forward import backward, outputs_of
@@ -37,6 +39,8 @@ class ReplicaEngine(ModelEngine):
     """Factor on the loss that implements ``gradient_allreduce_op`` "sum" for libraries that cannot sum."""
     cannot_sum = False
     """True if the library can only average gradients."""
+    shows_missing = False
+    """True if a gradient that is missing on all ranks is None after the backward pass."""
     forward_is_collective = False
     """True if a rank without samples must still run the model, because others need its shards."""
 
@@ -67,6 +71,7 @@ class ReplicaEngine(ModelEngine):
             )
             keep_ratios(self.optimizer.param_groups, plan.optimizer.learning_rate)
             self.module = self._wrap(self.model)
+            self._unused = Unused(self, self.model, self.optimizer, hooks=not self.shows_missing)
 
     def _make_loss_scale(self) -> LossScale | None:
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:
@@ -82,13 +87,13 @@ class ReplicaEngine(ModelEngine):
         """Returns the store that holds large parameters until ``_place`` has sharded them; None: they stay in memory."""
         return None
 
-    def _place(self, model: nn.Module) -> precision.MasterWeights | None:
+    def _place(self, model: nn.Module) -> MasterWeights | None:
         """**Collective.** Sets dtype and storage of the parameters; returns fp32 masters if they have 16 bits."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
             if parameter.is_floating_point():  # not so for a 4-bit base
                 parameter.data = parameter.data.to(torch.float32 if formats.is_kept(parameter) else self._dtype)
         short = precision.is_short(self._dtype) and not self.plan.frozen
-        return precision.MasterWeights(model) if short else None
+        return MasterWeights(model) if short else None
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """**Collective.** Wraps the optimizer for the library, and makes its state and the model the same on all ranks."""
@@ -149,7 +154,7 @@ class ReplicaEngine(ModelEngine):
         unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
         for index in unused:  # not part of the loss: zeros, as in ZeRO's flat buffers
             self._parameters[index].grad = torch.zeros_like(self._parameters[index])
-        self._unused = [self._names[index] for index in unused]
+        self._unused.missing = {self._names[index] for index in unused}
         return total / steps
 
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:

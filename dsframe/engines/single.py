@@ -12,6 +12,8 @@ from dsframe.model.plan import Plan
 class SingleEngine(ReplicaEngine):
     """Plain PyTorch on one device."""
 
+    shows_missing = True
+
     def __init__(self, plan: Plan) -> None:
         """Raises EngineError if more than one process was started."""
         if plan.world.size != 1:

@@ -28,8 +28,10 @@ from dsframe.model import adapter as adapters
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
 from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
+from dsframe.model.one_start import is_of_one_start
 from dsframe.model.parts import parts_of
 from dsframe.model.persistent import aliases
+from dsframe.model.plain_buffers import integers_as_buffers, plain_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.unusual import refuse_unusual
@@ -73,8 +75,8 @@ def build_model(
     manifest = {"course": {"modules": described(model), "attributes": attributes(model, task)}}
     memory = BuiltMemory(model.named_parameters())
     refuse_unusual(model, type(task).__name__)
-    formats.integers_as_buffers(model)
-    formats.plain_buffers(model)
+    integers_as_buffers(model)
+    plain_buffers(model)
     formats.keep_in_fp32(plan.config, model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64, part=plan.part)
@@ -234,7 +236,7 @@ def dependences(
         depends.append(Dependence(text, statistics=names))
     if any(getattr(module, "scale_grad_by_freq", False) for module in training):
         depends.append(Dependence(f"scale_grad_by_freq counts within one micro-batch, {_ON_MICRO_BATCHES}"))
-    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and 0 < module.p < 1 for module in training)
     if drops and not per_sample:
         depends.append(Dependence(f"dropout draws other masks on each rank, {ON_RANKS}", on_processes=True))
     if sparse := ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided):
@@ -304,7 +306,7 @@ def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
 def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yields the numbers and texts in ``value`` and in containers and objects in it, with their paths."""
     value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, int) and abs(value) >= _ADDRESSES:
+    if (isinstance(value, int) and abs(value) >= _ADDRESSES) or is_of_one_start(value):
         return
     if isinstance(value, (bool, int, float, type(None))):
         yield path, value if value is None or math.isfinite(value) else repr(value)

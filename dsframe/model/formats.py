@@ -85,29 +85,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def plain_buffers(model: nn.Module) -> None:
-    """Copies buffers made by ``expand`` or a conjugation: torch refuses writes, or libraries read raw memory."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.layout != torch.strided:
-                continue
-            expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
-            if expanded or buffer.is_conj() or buffer.is_neg():
-                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-
-
-def integers_as_buffers(model: nn.Module) -> None:
-    """Replaces integer parameters, such as codes and hashes, by buffers of the same names, because nothing trains them.
-    Sharding or rounding would convert them to floats. Weights in 4 bits, which have classes of their own, do not
-    change."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            exact = parameter.is_floating_point() or parameter.is_complex()
-            if not exact and type(parameter) is nn.Parameter:
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
-
-
 def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool, part: str = "") -> torch.dtype:
     """Returns the dtype of the master weights: the model's own if the file specifies none. ``part``: name of one of
     several models. Raises TaskError if the model is in 16 bits or several dtypes and the file does not specify one,

@@ -94,10 +94,17 @@ def _file_of(hook: Any) -> str:
     return function.__code__.co_filename if hasattr(function, "__code__") else inspect.__file__
 
 
-def outside(owners: Collection[object]) -> list[Space]:
-    """Returns the globals, classes and closures that the user's code of ``owners`` (modules and tasks) refers to."""
+def outside(owners: Collection[object], further: Iterable[Any] = ()) -> list[Space]:
+    """Returns the globals, classes and closures that the user's code of ``owners`` (modules and tasks) refers to, and
+    that of their hooks and of ``further`` ones, with the attributes of objects that are hooks."""
     spaces, names = dict[int, Space](), defaultdict[int, frozenset[str]](frozenset)
-    for function in _reachable_functions(owners):
+    hooks = [*further, *(hook for owner in owners if isinstance(owner, nn.Module) for hook in hooks_of(owner))]
+    objects = [who for who in (getattr(hook, "__self__", hook) for hook in hooks) if has_attributes(who)]
+    objects = [who for who in objects if all(who is not owner for owner in owners)]
+    for who in objects:
+        spaces[id(who)] = Space(who, names_of([who]).union(attributes_of(who)), f"{{}} of {type(who).__name__}")
+    owners = [*owners, *objects]
+    for function in _reachable_functions(owners, hooks):
         code, file = function.__code__, Path(function.__code__.co_filename).name
         words, of_file = words_of(code), function.__globals__
         names[id(of_file)] |= words
@@ -110,11 +117,11 @@ def outside(owners: Collection[object]) -> list[Space]:
     return [*spaces.values()]
 
 
-def _reachable_functions(owners: Collection[object]) -> Iterator[FunctionType]:
-    """Yields the user's functions in ``owners`` and their classes, and those that they call by a global name."""
-    held = [
-        value for owner in owners for value in vars(owner).values() if isinstance(value, (FunctionType, MethodType))
-    ]
+def _reachable_functions(owners: Collection[object], further: Iterable[Any] = ()) -> Iterator[FunctionType]:
+    """Yields the user's functions in ``owners``, their classes and ``further``, and those that they call by a global
+    name."""
+    values = [*further, *(value for owner in owners for value in attributes_of(owner).values())]
+    held = [value for value in values if isinstance(value, (FunctionType, MethodType))]
     functions = [getattr(function, "__func__", function) for function in map(inspect.unwrap, held)]
     seen, ahead = set[CodeType](), [function for function in functions if isinstance(function, FunctionType)]
     ahead += [function for cls in {*map(type, owners)} for function in functions_of(cls)]

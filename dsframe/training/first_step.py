@@ -37,6 +37,7 @@ class FirstStep(Listener):
         if step != training.first_step:
             for line in filter(None, (self._trial.judge_again(), self._trial.branches.judge())):
                 progress.say(f"dsframe: this task's {line}")
+            self._say_later_draws(training)
             return
         self._by_hooks, differ = self._trial.changed_by_hooks(), differing(training.engine)
         if line := self._trial.judge(differ, resumed=step > 1):
@@ -75,15 +76,23 @@ class FirstStep(Listener):
         """Reports once that the loss did not use parameters which the optimizer changes all the same."""
         if not names or self._reported_unused:
             return
-        optimizer = training.engine.plan.optimizer
-        is_plain = optimizer.name.lower() == "sgd" and not optimizer.arguments.get("momentum")
-        if not is_plain or optimizer.arguments.get("weight_decay"):
-            self._reported_unused = True
-            training.progress.say(
-                f"dsframe: note: the loss of step {training.step} does not use {shortened(sorted(names))}: the gradient "
-                "counts as 0 on every engine, so momentum and weight decay still change it, where a loop in plain torch "
-                "skips it. Freeze what is never used"
-            )
+        self._reported_unused = True
+        training.progress.say(
+            f"dsframe: note: not each loss up to step {training.step} uses {shortened(sorted(names))}: the gradient counts as 0 "
+            "on every engine, so momentum and weight decay still change it, where a loop in plain torch skips it. Freeze what "
+            "is never used"
+        )
+
+    def _say_later_draws(self, training: Training) -> None:
+        """Reports, once, that a step draws random numbers, if the first one did not, or only in the optimizer."""
+        if not self._trial.draws_later or self._trial.knows_draws:
+            return
+        self._trial.knows_draws = True
+        if training.engine.built.sample_draws:
+            raise TaskError(f"per_sample_randomness: step {training.step} draws numbers for no sample; {REMEDY}")
+        training.progress.say(
+            f"dsframe: this training draws random numbers in step {training.step}, different ones on each rank, {ON_RANKS}"
+        )
 
     def _say_draws(self, training: Training) -> None:
         """Reports random numbers that belong to no sample, or raises TaskError if the file requires that they do."""
@@ -99,6 +108,7 @@ class FirstStep(Listener):
                 raise TaskError(f"per_sample_randomness: {what}: numbers that belong to no sample; {REMEDY}")
             say(f"dsframe: {what} (which no checkpoint has), for no sample, {ON_RANKS}")
         known = any(dependence.on_processes for dependence in built.depends)
+        trial.knows_draws = bool(known or trial.draws or trial.draws_others or (built.draws and built.draws.moved))
         if built.draws and built.draws.moved and not known:
             say(f"dsframe: this model draws random numbers in training, different ones on each rank, {ON_RANKS}")
         if trial.draws and not built.sample_draws:

@@ -98,7 +98,8 @@ def outside(engine: Engine) -> Values:
     """Returns values that the user's model and task code keeps in globals, classes and closures."""
     watch = engine.built.watch
     model = watch.model if watch else nn.Module()
-    return Values(user_spaces.outside([engine.plan.task, *model.modules()]), _Plain(model))
+    hooks = [hook for of_weight in engine.built.gradient_hooks.values() for hook in of_weight]
+    return Values(user_spaces.outside([engine.plan.task, *model.modules()], hooks), _Plain(model))
 
 
 class _Plain:

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster.exchange import all_gather_json, all_gather_text, any_rank
 from dsframe.data import Loader
+from dsframe.data.datasets import StreamSource
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
+from dsframe.host import generators
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, Sums, Task, gives, loss_and_terms
 from dsframe.training import held, sample_trial, unmoved
@@ -35,14 +37,9 @@ from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import tensors_of
 
-_KINDS = ("mean", "sum", "neither")
+_KINDS, _UNEVEN = ("mean", "sum", "neither"), "neither, by its gradients"
 _TOLERANCE = 3e-5
 """Relative. Rounding of losses of the same fp32 outputs is far smaller; different row lengths cause more."""
-_NEITHER = "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
-_REMEDY = (
-    "if it is a mean over items, such as labels that are not ignored, return their number, or the sum of their weights, from "
-    "loss_weight(targets)"
-)
 _EARLY_TESTS = 8
 """Number of steps after the first in which every step that logs is tested; then the interval doubles."""
 _CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
@@ -60,16 +57,21 @@ class Branches:
         self._now, self._next, self._begun, self._share = 0, 1, 0, 0
         self._seen, self._untested = set[int](), dict[int, list[int]]()
         """Numbers of autograd operations seen; step and micro-batch of those not yet tested."""
+        self._is_stream = isinstance(loader.source, StreamSource)
+        self._batch: Any = None
+        self._newest: Any = None
+        """Of a stream: the current micro-batch, and the one of the newest number of operations."""
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
         """Called before a step, like :meth:`LossTrial.begin_step`. One process asks no other rank, and tests at once."""
         self._now = steps_since
         self._is_due = self.looks and (logs or self._engine.plan.world.size == 1) and steps_since >= self._next
 
-    def begin(self, index: int) -> None:
+    def begin(self, batch: MicroBatch, index: int) -> None:
         """Called before the forward pass of this rank's micro-batch ``index`` of the step."""
         plan = self._engine.plan
         self._share = index * plan.batch.data_parallel_size + plan.data_rank
+        self._batch = (batch.inputs, batch.targets) if self._is_stream else None
         self._begun = torch._C._autograd._get_sequence_nr()  # no public name in torch
 
     def end(self) -> None:
@@ -78,6 +80,7 @@ class Branches:
         if count not in self._seen:
             self._seen.add(count)
             self._untested[count] = [self._engine.plan.task.context.step, self._share]
+            self._newest = self._batch
 
     def judge(self) -> str:
         """**Collective.** Returns a message after a step, or ""."""
@@ -89,7 +92,8 @@ class Branches:
         self._untested.pop(count, None)
         self._seen.add(count)
         self._next = self._now + max(1, self._now // 4)
-        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=True)
+        given, self._newest = self._newest or self._batch, None
+        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=_kind_of, given=given)
         self.looks = "neither" not in all_gather_text(self._engine, kind)
         return "" if self.looks or self.said else sample_trial.ROWS_DEPEND
 
@@ -105,7 +109,7 @@ class LossTrial:
         """Weights of modules in the task outside the model that the loss has changed, with digests."""
         self._buffers = set[str]()
         """Buffers of the model that the loss has changed."""
-        self._moves = False
+        self._moves = self._uneven = False
         """True if the same loss, with equal inputs and random numbers, changed when repeated on this rank."""
         self._neither = False
         """True if the loss was reported to be neither a mean nor a sum over rows."""
@@ -122,6 +126,10 @@ class LossTrial:
         """True if the loss drew from one of torch's generators on this rank."""
         self.draws_others = self.draws_own = False
         """True if a generator of NumPy, Python, task or model moved in this rank's step; of task or model."""
+        self.draws_later = False
+        """True if the process's generators, or held ones, moved in a later step of this rank."""
+        self.knows_draws = self._asks_draws = False
+        self._drawn: dict[str, Any] = {}
         self.of_model = ModuleState(engine)
         self.branches = Branches(engine, loader)
         # With sequence parallelism a task has to return the mean over its slice's positions.
@@ -131,6 +139,7 @@ class LossTrial:
         """Called before a step. ``steps_since``: steps after the first. ``logs``: the step logs, and waits for the
         device anyway."""
         self._is_first = steps_since == 0
+        self._asks_draws = not self.knows_draws and steps_since & (steps_since - 1) == 0 < steps_since
         self.branches.begin_step(steps_since, logs=logs)
         self._is_due = self._tests_again and logs and steps_since >= self._next_test
         if self._is_due:
@@ -138,7 +147,9 @@ class LossTrial:
 
     def watched(self, batch: MicroBatch, index: int) -> MicroBatch:
         """Returns micro-batch ``index`` of a step, with a loss inspection attached if one is due."""
-        self.branches.begin(index)
+        self.branches.begin(batch, index)
+        if self._asks_draws and index + 1 == self._engine.plan.batch.accumulation_steps:
+            self._others, self._drawn = held.Generators(self._engine), generators.capture(self._engine.plan.device)
         if index or not self._is_first:
             self.of_model.backward_ended()
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
@@ -153,10 +164,13 @@ class LossTrial:
         if not self._is_due or not self._tally()["neither"]:
             return ""
         self._tests_again = False
-        return f"{_NEITHER} ({_REMEDY})"
+        return sample_trial.NEITHER
 
     def step_ended(self) -> None:
-        """Called directly after the step, before hooks and loggers, which may draw random numbers."""
+        """Called directly after each step, before hooks and loggers, which may draw random numbers."""
+        if self._drawn and self._others is not None:
+            self.draws_later = self._others.changed() or self._drawn != generators.capture(self._engine.plan.device)
+            self._drawn = {}
         if self._held is not None and self._others is not None:
             self.of_model.step_ended()
             self.draws_others = self._others.changed()
@@ -188,18 +202,20 @@ class LossTrial:
         few_rows = self._can_test and sample_trial.has_few_rows(engine)
         of_halves = kind
         if is_needed or few_rows:
-            seen = all_gather_text(engine, "neither" if self._votes["neither"] else "")
+            seen = all_gather_text(engine, _UNEVEN if self._uneven else "neither" if self._votes["neither"] else "")
             rank = seen.index("neither") if "neither" in seen else None
-            kind, why = sample_trial.kind_of(engine, self._loader, task.context.step - 1, rank)
+            if _UNEVEN not in seen:  # values of samples do not show it
+                kind, why = sample_trial.kind_of(engine, self._loader, task.context.step - 1, rank)
             if not kind and not is_needed:
                 kind, why = of_halves, ""
         self._neither = kind == "neither"
         if self._neither:
-            line = why if why and of_halves != "neither" else f"{_NEITHER} ({_REMEDY})"
+            line = why if why and of_halves != "neither" else sample_trial.NEITHER
             return verdict if task.batch_dependent else verdict or line
         has_rows = of_halves in ("mean", "sum")
-        self._tests_again = self._can_test and has_rows and not (task.batch_dependent or tally["draws"])
-        if kind in ("", task.loss_is):
+        is_declared = kind in ("", task.loss_is)
+        self._tests_again = self._can_test and has_rows and is_declared and not (task.batch_dependent or tally["draws"])
+        if is_declared:
             return verdict or why
         whose = type(task).__name__
         if task.loss_is == "sum":
@@ -225,10 +241,13 @@ class LossTrial:
         if parted or not self._can_test or engine.plan.task.gathers_rows:
             return ""
         alike = not but_statistics(engine, differing)
-        line = sample_trial.refuse_other_numbers(engine, self._loader, batch, buffers_alike=alike, resumed=resumed)
+        line = sample_trial.refuse_other_numbers(
+            engine, self._loader, batch, _kind_of, buffers_alike=alike, resumed=resumed
+        )
         self.branches.said = line == sample_trial.ROWS_DEPEND
+        self._tests_again &= line != sample_trial.NEITHER
         self.branches.looks = not (self._neither or self._loader.collate_draws or sample_trial.mixes_rows(engine))
-        return "" if self._neither and self.branches.said else line
+        return "" if self._neither and line in (sample_trial.ROWS_DEPEND, sample_trial.NEITHER) else line
 
     def _tally(self) -> dict[str, float]:
         """**Collective.** Returns how often each kind was seen, and on how many ranks the loss draws."""
@@ -288,8 +307,9 @@ class LossTrial:
         self._buffers = kept.buffers.changed(of_model=True)
         self.draws = kept.drew
         kept.put_back()
+        self._uneven = kind == _UNEVEN
         if kind:
-            self._votes[kind] += 1
+            self._votes["neither" if self._uneven else kind] += 1
         state, numbers = unmoved.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
@@ -330,7 +350,7 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         seen = [_gradients(task, outputs, targets, part) for part in parts]
     except Exception:  # a loss without gradients here
         return kind
-    return "neither" if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
+    return _UNEVEN if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
 
 
 class _Cuts(TorchFunctionMode):

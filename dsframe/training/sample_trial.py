@@ -9,8 +9,8 @@ rank, it shows rows that depend on others, code that depends on the rank, and st
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from dsframe.text import reason
 from dsframe.training import held, unmoved
 from dsframe.values import tensors_of
 
+KindOf = Callable[[Task, Any, Any], str]
+
 _SAMPLES = 4
 """Maximum. Without gradients these take less memory than a training step, even if that has only one sample."""
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
@@ -43,6 +45,10 @@ _TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
 ROWS_DEPEND = (
     "model or collate gives a row different outputs in different batches, so the training depends on the micro batch size "
     "(batch_dependent = True in the task says that it is meant)"
+)
+NEITHER = (
+    "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size (if it is a mean over items, such "
+    "as labels that are not ignored, return their number, or the sum of their weights, from loss_weight(targets))"
 )
 PADDED = (
     "rows are longer in a batch than alone, and their loss is another one there: the model sees padding, so the "
@@ -66,25 +72,37 @@ def has_few_rows(engine: Engine) -> bool:
     return 1 < engine.plan.batch.micro_batch_size < _SAMPLES and _has_user_loss(engine)
 
 
-def kind_of(engine: Engine, loader: Loader, step: int, share: int | None, *, training: bool = False) -> tuple[str, str]:
-    """**Collective.** Returns the kind or "", and a message or "". ``training``: use the model in training mode.
+def kind_of(
+    engine: Engine,
+    loader: Loader,
+    step: int,
+    share: int | None,
+    *,
+    training: KindOf | None = None,
+    given: Batch | None = None,
+) -> tuple[str, str]:
+    """**Collective.** Returns the kind or "", and a message or "". ``training``: use the model in training mode, and
+    return "neither" only if rows depend on each other, not if this function shows that the loss itself is neither.
     ``share``: which micro-batch of all ranks in ``step`` (from 0) is tested, because its halves showed a loss that is
-    neither; None: test a few samples of the first one."""
+    neither; None: test a few samples of the first one. ``given``: this rank's, of a stream."""
     size, samples = engine.plan.batch.micro_batch_size, list[int]()
     if not isinstance(loader.source, StreamSource):
         indices = torch.cat([indices for _, indices in loader.sampler.global_batch(step)])
         samples = (indices % len(loader.source)).tolist()
     count = max(2, size // 2 * 2) if share is not None else 2 if size == 1 else _SAMPLES
     chosen = samples[(share or 0) * size :][:count]
-    trial = _Trial(engine, loader, [*dict.fromkeys([*chosen, *range(count)])][:count], training=training)
+    chosen = [*dict.fromkeys([*chosen, *range(count)])][:count]
+    trial = _Trial(engine, loader, chosen, training=training is not None, given=given, kind_of_loss=training)
     losses, why = trial.take()
     if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
-    kind = _kind_of_losses(engine, losses, wholes=1)
+    kind = _kind_of_losses(engine, losses, wholes=1) if losses.kind != "neither" else ""
     return kind, PADDED if kind == "neither" and len(trial.lengths) > 1 else ""
 
 
-def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffers_alike: bool, resumed: bool) -> str:
+def refuse_other_numbers(
+    engine: Engine, loader: Loader, batch: Batch, kind_of_loss: KindOf, *, buffers_alike: bool, resumed: bool
+) -> str:
     """**Collective.** Runs the same samples on every rank, in training mode; of a stream, rows of ``batch``. Returns a
     message, or "". ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises
     TaskError if the losses of ranks differ, or if those of a ``resumed`` run would."""
@@ -94,7 +112,10 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
     given = batch if isinstance(loader.source, StreamSource) else None
     # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
     for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
-        trial = _Trial(engine, loader, list(range(size)), training=not watch.has_writes, again=True, given=given)
+        training = not watch.has_writes
+        trial = _Trial(
+            engine, loader, [*range(size)], training=training, again=True, given=given, kind_of_loss=kind_of_loss
+        )
         losses, _ = trial.take()
         if losses is not None:
             break
@@ -102,6 +123,8 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
     moves = losses is not None and any(_differ(values[:2], near) for values in losses.of.values())
     local_losses = {} if losses is None or trial.draws else {name: values[0] for name, values in losses.of.items()}
     kind = "" if losses is None or mixes_rows(engine) else _kind_of_losses(engine, losses, wholes=2)
+    if losses and losses.kind == kind == "neither":
+        kind = NEITHER
     answers = all_gather_json(engine, [local_losses, sorted(trial.digests), moves, kind])
     of_ranks, digests, moving, kinds = zip(*answers, strict=True)
     if losses is None or any((not given and each != digests[0]) or len(each) > 1 for each in digests):
@@ -127,7 +150,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    return ROWS_DEPEND if "neither" in kinds else ""
+    return ROWS_DEPEND if "neither" in kinds else NEITHER if NEITHER in kinds else ""
 
 
 def mixes_rows(engine: Engine) -> bool:
@@ -139,7 +162,14 @@ def mixes_rows(engine: Engine) -> bool:
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
-    return max(losses) - min(losses) > tolerance * max(map(abs, losses))
+    return max(losses) - min(losses) > _near(losses, tolerance) * max(map(abs, losses))
+
+
+def _near(losses: Sequence[float], tolerance: float) -> float:
+    """Returns ``tolerance``, but that of 16 bits at least if the losses look rounded to such a format."""
+    values = torch.tensor(losses, dtype=torch.float64)
+    short = any(values.equal(values.to(dtype).double()) for dtype in (torch.bfloat16, torch.float16))
+    return max(tolerance, _TOLERANCE_OF_16_BITS) if short else tolerance
 
 
 class _Trial:
@@ -154,9 +184,11 @@ class _Trial:
         training: bool = False,
         again: bool = False,
         given: Batch | None = None,
+        kind_of_loss: KindOf | None = None,
     ) -> None:
-        """``given``: a batch whose first rows are the samples, if they cannot be read again."""
-        self._given = given
+        """``given``: a batch whose first rows are the samples, if they cannot be read again. ``kind_of_loss``: as for
+        :class:`Losses`."""
+        self._given, self._kind_of_loss = given, kind_of_loss
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
         ways = halvings(len(samples)) if len(samples) > 1 else []
@@ -178,7 +210,7 @@ class _Trial:
         known = not isinstance(loader.source, StreamSource) and len(loader.source) > max(self._samples)
         if watch is None or not (known or self._given):
             return None, "the samples cannot be read again"
-        losses, draws = Losses(engine), RowDraws(plan.seed, plan.device)
+        losses, draws = Losses(engine, self._kind_of_loss), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         try:
             with (
@@ -288,8 +320,11 @@ def agreed(kinds: Collection[str]) -> str:
 class Losses:
     """The losses of some batches in evaluation, by name ("" for a single model), and the number of items of each."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._task = engine, engine.plan.task
+    def __init__(self, engine: Engine, kind_of_loss: KindOf | None = None) -> None:
+        """``kind_of_loss``: a function of task, outputs and targets."""
+        self._engine, self._task, self._kind_of_loss = engine, engine.plan.task, kind_of_loss
+        self.kind = ""
+        """Its result for the first batch: the kind of the loss of halves of the same outputs."""
         watch = engine.built.watch
         self._differentiates = watch is not None and bool(derivatives.line_of(self._task, watch.model))
         self.of: dict[str, list[float]] = {}
@@ -323,6 +358,10 @@ class Losses:
     def _measure(self, outputs: Any, targets: Any) -> Sums:
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
         self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        if self._kind_of_loss is not None:
+            judge, self._kind_of_loss = self._kind_of_loss, None
+            with suppress(Exception):  # as a loss for batches of one size
+                self.kind = judge(copied, outputs, targets)
         held.put_back()
         return {}
 
@@ -333,7 +372,7 @@ def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: fl
     if not sum(items[1:]):
         return ""
     losses = [loss if count else 0.0 for loss, count in zip(losses, items, strict=True)]  # a mean over nothing is NaN
-    near = tolerance * max(map(abs, losses))
+    near = _near(losses, tolerance) * max(map(abs, losses))
     mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])
     is_mean, is_sum = abs(losses[0] - mean) <= near, abs(losses[0] - sum(losses[1:])) <= near
     if near == 0 or is_mean == is_sum:

@@ -7,6 +7,7 @@ import os
 from collections import UserDict, deque
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -2220,21 +2221,169 @@ class Centred(Rows):
         return Centring(self.what)
 
 
+class _Stream(IterableDataset):
+    """Rows that cannot be read again."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 class Streamed(Centred):
-    """The same rows as a stream, which cannot be read again."""
-
-    class Stream(IterableDataset):
-        def __init__(self, rows):
-            self.rows = rows
-
-        def __len__(self):
-            return len(self.rows)
-
-        def __iter__(self):
-            return iter(self.rows)
+    """The same rows as a stream."""
 
     def train_data(self):
-        return Streamed.Stream(super().train_data())
+        return _Stream(super().train_data())
+
+
+class StreamedPondering(Pondering):
+    """The same rows as a stream."""
+
+    def train_data(self):
+        return _Stream(super().train_data())
+
+
+class _RunningMean:
+    """A hook that subtracts what outputs were before, on average."""
+
+    def __init__(self):
+        self.mean = torch.zeros(16)
+
+    def __call__(self, module, _, outputs):
+        if module.training:
+            self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return outputs - self.mean
+
+
+class Hooked(Rows):
+    """Its hooks keep something: an object, a function with a closure, or one for a gradient."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def model(self):
+        net, calls = super().model(), [0]
+
+        def warm(module, _, outputs):
+            calls[0] += module.training
+            return outputs * min(1.0, calls[0] / 4)
+
+        def warm_gradient(gradient):
+            calls[0] += 1
+            return gradient * min(1.0, calls[0] / 4)
+
+        if self.what == "gradient":
+            net[0].weight.register_hook(warm_gradient)
+        else:
+            net[1].register_forward_hook(_RunningMean() if self.what == "object" else warm)
+        return net
+
+
+class _NoisySteps(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(torch.rand(()), alpha=1e-4)
+
+
+class DrawsLater(Rows):
+    """Draws random numbers from the third step on."""
+
+    def __init__(self, where="", process=False):
+        self.where, self.process = where, process
+
+    def _noise(self, place):
+        if place != self.where or self.context.step < 3:
+            return 1.0
+        return float(np.random.rand()) if self.process else float(torch.rand(()))
+
+    def model(self):
+        net = super().model()
+        net.register_forward_hook(
+            lambda module, _, outputs: outputs * (self._noise("model") if module.training else 1.0)
+        )
+        return net
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (self._noise("loss") if torch.is_grad_enabled() else 1.0)
+
+    def optimizer(self, parameters, lr, **_):
+        return _NoisySteps(parameters, lr)
+
+
+class Rounded(Rows):
+    """A loss in 16 bits."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets).to(getattr(torch, self.dtype))
+
+
+class Normalised(Rows):
+    """A loss divided by itself, detached: its value is that of a mean, its gradient is not."""
+
+    def loss(self, outputs, targets):
+        loss = super().loss(outputs, targets)
+        return 2 * loss / loss.detach()
+
+
+class Total(Rows):
+    """A sum that does not say so."""
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+class RarelyIgnored(Rows):
+    """Labels of two of the first rows do not count. They are not in the first batch of a shuffled order."""
+
+    def train_data(self):
+        rows, labels = super().train_data().tensors
+        labels[:2] = -100
+        return TensorDataset(rows, labels)
+
+
+class Sometimes(Rows):
+    """Layers that every second step uses, or none."""
+
+    def __init__(self, idle=False):
+        self.idle = idle
+
+    def model(self):
+        task = self
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.odd, self.even, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 3)
+
+            def forward(self, rows):
+                layer = self.odd if task.idle or task.context.step % 2 else self.even
+                return self.last(layer(rows).tanh())
+
+        return Model()
+
+
+class TwoSometimes(Rows):
+    """Two models, of which one has a layer that nothing uses."""
+
+    def models(self):
+        return {"first": Sometimes(idle=True).model(), "second": Rows().model()}
+
+    def losses(self):
+        def loss(models, rows, labels):
+            return F.cross_entropy(models["first"](rows) + models["second"](rows), labels)
+
+        return {"first": loss, "second": loss}
 
 
 _CALLS = [0]

@@ -510,6 +510,111 @@ def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
     assert finished.stderr.count(text) == (not loops), finished
 
 
+@pytest.mark.parametrize("setup", ["single", "ddp"])
+@pytest.mark.parametrize("loops", [False, True])
+def test_rows_of_a_stream_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
+    document = file(("StreamedPondering", {"loops": loops}), setup, steps=5)
+    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
+    assert said.count("model or collate gives a row different outputs in different batches") == (not loops)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"), [("object", "mean of _RunningMean"), ("closure", "calls of a closure in foreign_tasks.py")]
+)
+def test_what_a_hook_keeps_is_a_state_of_the_program(what, names, tmp_path):
+    """No look moves it: on one process the training is the loop by hand."""
+    case = ("Hooked", {"what": what})
+    finished = kept.train(tmp_path, file(case, "single"), 1).check()
+    assert f"and its loss depends on them ({names}); no checkpoint has them" in finished.stderr
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
+    (tmp_path / "ddp").mkdir()
+    finished = kept.train(tmp_path / "ddp", file(case, "ddp"), 2)
+    assert finished.returncode == 5
+    assert f"its loss depends on them ({names}): no checkpoint has them" in finished.stderr
+
+
+def test_what_a_gradients_hook_keeps_is_said(tmp_path):
+    finished = kept.train(tmp_path, file(("Hooked", {"what": "gradient"}), "ddp"), 2).check()
+    assert "in its backward pass (calls of a closure in foreign_tasks.py)" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "setup"),
+    [
+        ({"where": "model"}, "zero3"),
+        ({"where": "loss"}, "ddp"),
+        ({"where": "loss", "process": True}, "single"),
+        ({}, "single"),
+    ],
+)
+def test_random_numbers_that_come_later_are_said_once(options, setup, tmp_path):
+    document = file(("DrawsLater", options), setup, steps=6)
+    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
+    text = "this training draws random numbers in step 3, different ones on each rank"
+    assert said.count(text) == said.count("draws random numbers") == bool(options)
+
+
+def test_random_numbers_of_an_optimizer_are_said(tmp_path):
+    document = file(("DrawsLater", {}), "single") | {"optimizer": {"type": "task", "params": {"lr": 0.1}}}
+    assert "this training draws random numbers in step 2" in kept.train(tmp_path, document, 1).check().stderr
+
+
+def test_numbers_that_come_later_and_belong_to_no_sample_are_refused(tmp_path):
+    document = file(("DrawsLater", {"where": "model", "process": True}), "single", per_sample_randomness=True)
+    finished = kept.train(tmp_path, document, 1)
+    assert finished.returncode == 5
+    assert "per_sample_randomness: step 3 draws numbers for no sample" in finished.stderr
+
+
+@pytest.mark.parametrize(("dtype", "setup"), [("bfloat16", "single"), ("bfloat16", "ddp"), ("float16", "single")])
+def test_a_loss_in_16_bits_is_a_mean(dtype, setup, tmp_path):
+    finished = kept.train(tmp_path, file(("Rounded", {"dtype": dtype}), setup), SETUPS[setup][0]).check()
+    assert "micro batch size" not in finished.stderr
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp"])
+def test_a_loss_divided_by_itself_is_said(setup, tmp_path):
+    finished = kept.train(tmp_path, file(("Normalised", {}), setup), SETUPS[setup][0]).check()
+    assert finished.stderr.count("this task's loss is neither a mean nor a sum over rows") == 1
+
+
+def test_a_sum_on_one_process_is_said_once(tmp_path):
+    said = kept.train(tmp_path, file(("Total", {}), "single"), 1).check().stderr
+    assert said.count("this task's loss is") == said.count("this task's loss is a sum over rows") == 1
+
+
+def test_a_loss_over_labels_that_rarely_count_is_named(tmp_path):
+    finished = kept.train(tmp_path, file(("RarelyIgnored", {}), "single", order="shuffled"), 1).check()
+    assert finished.stderr.count("this task's loss is neither a mean nor a sum over rows") == 1
+    assert "gives a row different outputs" not in finished.stderr
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp", "zero2", "zero3"])
+def test_parameters_that_some_losses_do_not_use_are_said_alike(setup, tmp_path):
+    said = []
+    for name, (task, decay) in {
+        "sometimes": ("Sometimes", 0.0),
+        "never": ("Sometimes", 0.1),
+        "never moved": ("Sometimes", 0.0),
+        "two models": ("TwoSometimes", 0.1),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        options = {} if task == "TwoSometimes" else {"idle": name != "sometimes"}
+        document = file((task, options), setup)
+        document["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": decay}}
+        lines = kept.train(folder, document, SETUPS[setup][0]).check().stderr.splitlines()
+        said.append(
+            [line.partition(": the gradient")[0].partition("note: ")[2] for line in lines if "not each loss" in line]
+        )
+    assert said == [
+        ["not each loss up to step 2 uses even.bias, even.weight, odd.bias, odd.weight"],
+        ["not each loss up to step 1 uses even.bias, even.weight"],
+        [],
+        ["not each loss up to step 1 uses first.even.bias, first.even.weight"],
+    ]
+
+
 @pytest.mark.parametrize(("accumulation", "hard"), [(1, 17), (2, 22), (8, 23)])
 def test_rows_that_depend_on_other_rows_later_are_said_at_once(accumulation, hard, tmp_path):
     """On one process, in a step that does not log; whichever micro-batch it is, of one row too."""

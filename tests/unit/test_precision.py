@@ -12,6 +12,7 @@ from dsframe.config import load
 from dsframe.config.schema.precision import Fp16
 from dsframe.engines import precision
 from dsframe.engines.loss_scale import LossScale
+from dsframe.engines.masters import MasterWeights
 from dsframe.errors import EngineError, TrainingError
 from reference_engines.averaging import ParameterAveragingEngine
 
@@ -75,7 +76,7 @@ def test_without_clipping_no_norm_is_computed():
 
 def test_masters_carry_what_16_bits_would_lose():
     model = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    masters = precision.MasterWeights(model)
+    masters = MasterWeights(model)
     before = masters.masters[0].detach().clone()
     optimizer = torch.optim.SGD(masters.masters, lr=1e-4)
     for _ in range(100):

@@ -1,7 +1,13 @@
 """What may change between two starts, and what must stay, as a run says it."""
 
 import copy
+import os
+import socket
+import time
+import uuid
 from argparse import Namespace
+from datetime import date, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +63,7 @@ MANIFEST = {
         "tf32": False,
         "on_nonfinite": "stop",
         "stop": {"metric": "loss:min", "patience": 3},
+        "eval_every_steps": 10,
         "ema": {"decay": 0.9, "every_steps": 1},
         "model": {"sync_batch_norm": False, "keep_in_fp32": []},
         "communication": {"communication": "none", "compression": "none"},
@@ -162,7 +169,7 @@ ELSEWHERE = {
 """Keys that are compared in another way: by what they make."""
 NO_OTHER_TRAINING = {
     # How long, and what is shown, kept and watched.
-    "epochs", "steps", "eval_every_steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
+    "epochs", "steps", "eval_before_training", "eval_samples", "eval_micro_batch_size", "log_every_steps",
     "run_dir", "checkpoints", "hooks", "threads_per_rank", "hang_timeout_seconds", "pass_through",
     "steps_per_print", "dump_state", "log_level", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger",
     "tensorboard", "wandb", "csv_monitor", "comet", "timers", "checkpoint", "datastates_ckpt", "vocabulary_size", "autotuning",
@@ -579,6 +586,60 @@ def test_any_object_in_an_attribute_is_recorded_or_left_out():
     assert (recorded["task.arrays.1"], recorded["task.arrays.3"]) == ("[3] 3", "[2, 2] 4")
     assert "task.odd.shape" in recorded
     assert not any(key.startswith("task.values") for key in recorded)
+
+
+OF_ONE_START = {
+    "seconds": time.time,
+    "whole seconds": lambda: int(time.time()),
+    "milliseconds": lambda: time.time() * 1e3,
+    "nanoseconds": time.time_ns,
+    "since the machine started": lambda: time.perf_counter() // 1 + 0.5,
+    "a tuple": time.localtime,
+    "an object": datetime.now,
+    "a date": lambda: str(date.today()),
+    "ISO": lambda: datetime.now().isoformat(),
+    "of TensorBoard": lambda: time.strftime("%b%d_%H-%M-%S_machine"),
+    "German": lambda: time.strftime("run %d.%m.%Y"),
+    "short": lambda: time.strftime("%y%m%d_%H%M"),
+    "of the day": lambda: time.strftime("%H:%M"),
+    "a number in a name": lambda: f"run-{time.time():.0f}",
+    "a host": lambda: f"{socket.gethostname()}-3",
+    "a UUID": lambda: uuid.uuid4().hex,
+    "a path": lambda: Path("runs") / "a",
+    "a temporary name": lambda: "tmpab3_x9k1",
+    "a handle of a hook": lambda: nn.Linear(1, 1).register_forward_hook(print),
+    "a process": lambda: os.getpid() if os.getpid() >= 1000 else time.time(),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_START)
+def test_what_belongs_to_one_start_is_no_argument(kind):
+    task = Line()
+    task.begun = OF_ONE_START[kind]()
+    assert [key for key in attributes(nn.Linear(2, 2), task) if key.startswith("task.begun")] == []
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, 64, 1e15, "relu", "resnet50", "vit_b_16_224_384", "64-32-16", "ILSVRC2012", "1e-3", "deadbeef", True]
+)
+def test_an_argument_is_recorded(value):
+    task = Line()
+    task.value = value
+    assert "task.value" in attributes(nn.Linear(2, 2), task)
+
+
+@pytest.mark.parametrize("follows", ["stop", "plateau", ""])
+def test_another_rhythm_of_evaluations_is_said_where_something_follows_them(follows, here, capsys):
+    plateau = {"type": "ReduceLROnPlateau", "params": {"metric": "loss"}} if follows == "plateau" else None
+    further = {"stop": {"metric": "loss:min", "patience": 9}} if follows == "stop" else {}
+    for steps, every in ((2, 1), (4, 2)):
+        document = ds_config(
+            8, "SGD", 0.1, engine="single", steps=steps, eval_every_steps=every, run_dir="run", **further
+        )
+        document |= {"scheduler": plateau} if plateau else {}
+        dsframe.fit(Shaped(), document, resume="auto")
+    said = "eval_every_steps was 1, is 2: early stopping and ReduceLROnPlateau count evaluations"
+    assert capsys.readouterr().err.count(said) == bool(follows)
 
 
 def test_large_values_of_a_model_are_summed_in_pieces(monkeypatch):

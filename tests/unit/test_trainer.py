@@ -328,3 +328,8 @@ def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch, tmp_path
     Room(2).run(built)
     assert len(seeds) == 4
     assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(("p", "draws"), [(0.0, False), (0.5, True), (1.0, False)])
+def test_a_dropout_of_nothing_or_everything_draws_no_other_masks(p, draws):
+    assert bool(build.dependences(Line(), nn.Dropout(p))) == draws

@@ -34,6 +34,7 @@ from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compile
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.state_replica import ParameterView
+from dsframe.engines.unused import Unused
 from dsframe.errors import EngineError
 from dsframe.host.restored import at_end
 from dsframe.model import ema, gradient_hooks, optimizers, output_classes, rates, switches
@@ -132,6 +133,7 @@ class ZeroEngine(ModelEngine):
         patches.keep_norm(self._engine)
         patches.reduce_in_order(self._engine)
         patches.zero_unused(self._engine)
+        self._unused = Unused(self, self._model, self._engine.basic_optimizer)
         patches.scale_until_updated(self._engine.optimizer)
         if plan.config.deepspeed.pipeline.stages == 1:
             self._begin_backward = patches.prologue_of_loss(self._engine)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
-from dsframe.engines.precision import MasterWeights
+from dsframe.engines.masters import MasterWeights
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import Inputs, Measure, MicroBatch
 from dsframe.model.persistent import aliases, compare, persistent_buffers
