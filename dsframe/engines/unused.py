@@ -46,7 +46,7 @@ class Unused:
         for name, weight in named:
             if name in self._trained and name not in self._hooked and _is_whole(weight):
                 self._hooked.add(name)
-                self._hooks.append(weight.register_hook(partial(self._come, name)))  # type: ignore[no-untyped-call]
+                self._hooks.append(weight.register_hook(partial(self._come, name)))
 
     def _come(self, name: str, gradient: Tensor | None) -> None:
         if gradient is not None:
