@@ -114,7 +114,7 @@ def test_the_last_twentieth_is_held_out(here):
 
 def test_several_files_are_joined_in_the_order_of_their_names(here):
     (here / "deep").mkdir()
-    for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
+    for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "\ufeffa"), ("d.md", "no")):
         (here / name).write_text(letters)
     pattern = "**/*.txt"
     assert bytes(text.read_corpus(pattern).tolist()) == b"abbccc"

@@ -376,3 +376,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path):
     with pytest.raises(DataError, match="a file changed while it was read"):
         tokenised.make(recipe, print)
     assert tokenised.find_tokens(recipe) is None
+
+
+def test_a_text_is_read_in_pieces_without_a_byte_order_mark(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 4)
+    content, path = "\ufeffone\r\ntwo".encode(), tmp_path / "a.txt"
+    path.write_bytes(content)
+    assert "".join(row.value for row in documents.rows(path, ())) == "one\ntwo"
+    path.write_bytes(content + b"\xff")
+    with pytest.raises(DataError, match=r"not UTF-8 \(.* at byte 11\)"):
+        list(documents.rows(path, ()))
