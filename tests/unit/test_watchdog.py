@@ -52,7 +52,7 @@ def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
         "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
         "  collectives of process group 0 default_pg: rank 0 waits in number 57, nccl:all_reduce of [[8, 4]]; "
         "rank 1 has done number 56, nccl:broadcast of [[2]]",
-        "--- rank 0",
+        "--- rank 0, 1",
     ]
 
 
