@@ -2373,17 +2373,20 @@ class Sometimes(Rows):
         return Model()
 
 
-class TwoSometimes(Rows):
+class TwoSometimes(Task):
     """Two models, of which one has a layer that nothing uses."""
 
     def models(self):
-        return {"first": Sometimes(idle=True).model(), "second": Rows().model()}
+        return {"first": Sometimes(idle=True).model, "second": Rows().model}
 
     def losses(self):
         def loss(models, rows, labels):
             return F.cross_entropy(models["first"](rows) + models["second"](rows), labels)
 
         return {"first": loss, "second": loss}
+
+    def train_data(self):
+        return Rows().train_data()
 
 
 _CALLS = [0]

@@ -589,7 +589,16 @@ def test_a_loss_over_labels_that_rarely_count_is_named(tmp_path):
     assert "gives a row different outputs" not in finished.stderr
 
 
-@pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "single",
+        "ddp",
+        "fsdp",
+        "zero3",
+        *(pytest.param(setup, marks=pytest.mark.long) for setup in ("horovod", "zero2")),
+    ],
+)
 def test_parameters_that_some_losses_do_not_use_are_said_alike(setup, tmp_path):
     said = []
     for name, (task, decay) in {

@@ -593,7 +593,7 @@ OF_ONE_START = {
     "whole seconds": lambda: int(time.time()),
     "milliseconds": lambda: time.time() * 1e3,
     "nanoseconds": time.time_ns,
-    "since the machine started": lambda: time.perf_counter() // 1 + 0.5,
+    "since the machine started": lambda: time.perf_counter() // 1 - 0.5,
     "a tuple": time.localtime,
     "an object": datetime.now,
     "a date": lambda: str(date.today()),
