@@ -6,16 +6,20 @@ import copy
 import math
 import os
 import re
+import socket
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
@@ -28,7 +32,6 @@ from dsframe.model import adapter as adapters
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
 from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
-from dsframe.model.one_start import is_of_one_start
 from dsframe.model.parts import parts_of
 from dsframe.model.persistent import aliases
 from dsframe.model.plain_buffers import integers_as_buffers, plain_buffers
@@ -45,8 +48,8 @@ _FEW = 100
 """Longest list or dict that is searched."""
 _PIECE = 1 << 22
 """Elements of a tensor that are summed at once. A larger tensor of a task is data, of which only the shape is recorded."""
-_ADDRESSES = 1 << 40
-"""Larger numbers are taken for addresses or hashes, which differ between processes."""
+_LARGE = 1e9
+"""Larger numbers are taken for times, addresses or hashes, which differ between processes."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _ON_MICRO_BATCHES = "so the training depends on the micro batch size"
@@ -306,7 +309,7 @@ def attributes(model: nn.Module, task: Task) -> dict[str, Any]:
 def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yields the numbers and texts in ``value`` and in containers and objects in it, with their paths."""
     value = value.item() if isinstance(value, np.generic) else value
-    if (isinstance(value, int) and abs(value) >= _ADDRESSES) or is_of_one_start(value):
+    if _is_of_one_start(value):
         return
     if isinstance(value, (bool, int, float, type(None))):
         yield path, value if value is None or math.isfinite(value) else repr(value)
@@ -324,6 +327,18 @@ def _plain(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif depth and _holds_arguments(value):
         for key, item in vars(value).items() if isinstance(value, nn.Module) else attributes_of(value).items():
             yield from _plain(item, f"{path}.{key}", depth - 1) if key not in _OF_TORCH else ()
+
+
+def _is_of_one_start(value: Any) -> bool:
+    """Returns True if another start of the same program may have another value: a time, an address, a path, a handle,
+    a name with a date, a host or an identifier."""
+    if isinstance(value, str):
+        digits = sum(character.isdigit() for character in value)
+        return digits >= 4 or value.startswith("tmp") or socket.gethostname() in value
+    if isinstance(value, (int, float)):
+        is_timer = value % 1 > 0 and 0 <= time.perf_counter() - value < 3600
+        return is_timer or _LARGE <= abs(value) < math.inf or value == os.getpid() > 1000
+    return isinstance(value, (PurePath, time.struct_time, RemovableHandle))
 
 
 def _holds_arguments(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What may change between two starts, and what must stay, as a run says it."""
 
 import copy
+import math
 import os
 import socket
 import time
@@ -619,9 +620,7 @@ def test_what_belongs_to_one_start_is_no_argument(kind):
     assert [key for key in attributes(nn.Linear(2, 2), task) if key.startswith("task.begun")] == []
 
 
-@pytest.mark.parametrize(
-    "value", [0.5, 64, 1e15, "relu", "resnet50", "vit_b_16_224_384", "64-32-16", "ILSVRC2012", "1e-3", "deadbeef", True]
-)
+@pytest.mark.parametrize("value", [0.5, 64, math.inf, "relu", "resnet50", "1e-3", "deadbeef", True])
 def test_an_argument_is_recorded(value):
     task = Line()
     task.value = value
