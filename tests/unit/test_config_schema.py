@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from docs.schema import json_schema
 from dsframe.config.read.legacy import REMOVED, RENAMED
 from dsframe.config.schema import monitor, parallel, precision, system, zero
 from dsframe.config.schema.deepspeed import DeepSpeed
@@ -17,6 +18,8 @@ from dsframe.config.schema.parameters import (
     TORCH_SCHEDULERS,
     WITHOUT_ROUTE,
 )
+from tests.files import read_json
+from tests.processes import REPOSITORY
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -78,6 +81,10 @@ def test_pydantic_sections(ours, module, name):
         if key != original:
             section = "zero_optimization" if ours is zero.Zero else "tensor_parallel"
             assert RENAMED[f"{section}.{original}"] == f"{section}.{key}"
+
+
+def test_each_default_and_bound_is_that_of_the_schema_for_editors():
+    assert json_schema() == read_json(REPOSITORY / "ds_configs" / "dsframe.schema.json")
 
 
 def test_plain_sections_have_their_defaults():

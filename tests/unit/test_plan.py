@@ -10,10 +10,11 @@ from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.config.resolve.memory import moments
-from dsframe.tools.plan.device import Device, gpu
+from dsframe.tools.plan import choose
+from dsframe.tools.plan.device import Device, gpu, this_machine
 from dsframe.tools.plan.footprint import predict
-from dsframe.tools.plan.model import trace, traced
-from tests.files import ds_config, write_json
+from dsframe.tools.plan.model import Affine, Model, trace, traced
+from tests.files import ds_config, write_json, zero
 
 GPU, CPU = gpu(80e9), Device("any", float("inf"), on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
@@ -201,3 +202,74 @@ def test_a_plan_of_no_task_says_what_it_planned(tmp_path, capsys):
     write_json(path, ds_config(8, ADAM))
     main(["plan", "--config", str(path)])
     assert f'{path}: note: no "task" in "dsframe": unless a program gives its own' in capsys.readouterr().out
+
+
+MODEL = Model(1000, 4, 100, largest=50, block=200, buffer_bytes=8, saved=Affine(0, 100), saved_wide=Affine(0, 20),
+              scratch=Affine(0, 10), inputs=Affine(0, 4))  # fmt: skip
+ONE_BY_ONE = {"train_micro_batch_size_per_gpu": 1}
+OFFLOADED = {"reduce_bucket_size": 100, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "file", "what", "size"),
+    [
+        ("ddp", {}, "buffers", 4 * 10 + 8),
+        ("ddp", ONE_BY_ONE, "buffers", 10 + 8 + 4000),  # the first of several micro-batches has gradients of its own
+        ("ddp", {"dsframe": {"eval_micro_batch_size": 100}}, "activations", 2 * 10 * 100),
+        ("fsdp", {}, "gradients", 1000),
+        ("fsdp", ONE_BY_ONE, "gradients", 4000),
+        ("deepspeed", zero(1), "buffers", 48 + 4000),  # a bucket holds the gradients
+        ("deepspeed", zero(2), "buffers", 48 + 8000),
+        ("deepspeed", zero(2) | {"communication_data_type": "fp16"}, "buffers", 48 + 4000 + 2000),
+        ("deepspeed", zero(2, reduce_bucket_size=100), "buffers", 48 + 400 + (1000 - 4 * 104)),  # a shard at the update
+        ("deepspeed", zero(2, **OFFLOADED), "buffers", 48 + 400 + 400),
+        ("deepspeed", zero(3, offload_param={"device": "cpu"}), "host", 1000 + 100),
+        ("deepspeed", zero(3, offload_param={"device": "nvme", "nvme_path": "/x"}), "host", 0),
+        ("deepspeed", ONE_BY_ONE | {"pipeline": {"stages": 2}}, "activations", 2 * (100 / 2 + 4)),
+    ],
+)
+def test_the_memory_of_a_rank_by_hand(engine, file, what, size):
+    """Four samples of each of four ranks."""
+    config = load(ds_config(16, ADAM, sections=file))
+    assert getattr(predict(config, engine, MODEL, GPU, 4).memory, what) == size
+
+
+def test_the_host_of_a_gpu_may_be_too_small():
+    config = load(ds_config(16, ADAM, sections=zero(2, **OFFLOADED)))
+    assert predict(config, "deepspeed", MODEL, Device("GPU", 1e12, 2500.0), 4).fullness == 2
+
+
+def test_what_fits_tightly_comes_after_what_fits_and_files_do_not_split_the_model():
+    config = load(ds_config(16, ADAM, sections={"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 1}}))
+    model = Model(10_000_000, 4)
+    plans = [choose.plan(config, model, Device("GPU", size), 4) for size in (1e9, 165e6)]
+    roomy, tight = ([strategy.name for strategy in each.strategies] for each in plans)
+    assert roomy[:6] == ["DDP", "Horovod", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert roomy[6:] == [f"ZeRO-{what} on the CPU" for what in ("2, optimizer", "3, optimizer", "3, all")]
+    assert tight[:3] == ["FSDP", "ZeRO-2, optimizer on the CPU", "DDP"]
+    assert not any(strategy.file.keys() & {"tensor_parallel", "pipeline"} for strategy in plans[0].strategies[3:])
+    assert [choose._divisors(number) for number in (24, 1024)] == [[1, 2, 4, 8, 24], [1, 2, 4, 8, 16, 1024]]
+
+
+def test_memory_is_shared_among_the_processes_of_a_machine(monkeypatch):
+    one, two = this_machine(1), this_machine(2)
+    assert two.memory_bytes == one.memory_bytes / 2
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (70, 80))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    device = this_machine(2)
+    assert (device.memory_bytes, device.base_bytes) == (80, 10)
+    assert device.host_memory_bytes == this_machine(8).host_memory_bytes * 2
+
+
+def test_the_answer_is_of_all_numbers_of_processes(tmp_path, capsys):
+    path = tmp_path / "file.json"
+    hub = {"name": "a:B", "options": {"hub_token": "hf_secret"}}
+    write_json(path, ds_config(8, ADAM, sections=zero(1), task=hub))
+    words = ["plan", "--config", str(path), "--parameters", "1B", "--gpu-memory", "16GB", "-np"]
+    assert [main([*words, counts]) for counts in ("8", "1,8", "1")] == [0, 1, 1]
+    lines = capsys.readouterr().out.splitlines()
+    assert "hf_secret" not in json.dumps(plan(tmp_path, json.loads(path.read_text()), capsys, *words[3:], "8"))
+    assert re.match(r"as written .* yes +12\.1 ", lines[5]), lines
+    with pytest.raises(SystemExit):
+        main([*words, "0,1"])
