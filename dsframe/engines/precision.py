@@ -96,13 +96,13 @@ def clip(
 ) -> Tensor | None:
     """Divides ``gradients`` by ``scale`` and clips their global L2 norm to ``max_norm`` (0: no clipping), in place.
 
-    Returns the norm before clipping (0-d, on the device), or None if neither is needed and not ``always``. The clipping
+    Returns the norm before clipping (0-d, on the device), or None without clipping unless ``always``. The clipping
     factor is ``max_norm / (norm + 1e-6)`` if below 1, as in DeepSpeed and torch. ``norm_of``: the norm over all ranks
     if ``gradients`` are one rank's shards; then collective.
     """
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
-    if max_norm <= 0 and scale == 1.0 and not always:
+    if max_norm <= 0 and not always:
         return None
     norm = norm_of(gradients)
     if max_norm > 0:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsframe.engines.buckets import Buckets
+from dsframe.engines.buckets import Buckets, usual_bytes
 from dsframe.errors import EngineError
 
 
@@ -118,3 +118,15 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next():
     buckets.finish()
     assert gradients(layer)[1].tolist() == [2, 2]
     assert len(ring.started) == 6
+
+
+def test_a_weight_whose_memory_has_gaps_gets_a_gradient_without():
+    weight = nn.Parameter(torch.zeros(4, 4)[:, :2])
+    buckets = Buckets([weight], Ring().start, bytes_each=1)
+    (weight * torch.arange(8.0).view(4, 2)).sum().backward()
+    buckets.finish()
+    assert weight.grad.flatten().tolist() == [2.0 * number for number in range(8)]
+
+
+def test_a_bucket_is_a_quarter_of_the_gradients_within_limits():
+    assert [usual_bytes(size) for size in (1, 2**24, 2**40)] == [2**20, 2**22, 2**26]

@@ -143,6 +143,12 @@ def own(steps, name="Signs", **params):
     return ds_config(8, {"type": f"{__name__}:{name}", "params": params}, engine="single", steps=steps)
 
 
+def test_optimizers_of_models_that_the_task_does_not_have_are_refused(here):
+    file = ds_config(8, "SGD", 0.1, engine="single", steps=1, optimizers={"critic": {"type": "SGD"}})
+    with pytest.raises(TaskError, match=r"dsframe.optimizers: Line has no models\(\), so there are none to name"):
+        dsframe.fit(Line(), file)
+
+
 def test_an_optimizer_of_ones_own_trains_and_goes_on(here):
     whole = dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9))
     torch.manual_seed(0)

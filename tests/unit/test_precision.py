@@ -12,7 +12,7 @@ from dsframe.config import load
 from dsframe.config.schema.precision import Fp16
 from dsframe.engines import precision
 from dsframe.engines.loss_scale import LossScale
-from dsframe.engines.masters import MasterWeights
+from dsframe.engines.masters import MasterWeights, _windows
 from dsframe.errors import EngineError, TrainingError
 from reference_engines.averaging import ParameterAveragingEngine
 
@@ -70,8 +70,26 @@ def test_float16_is_refused_before_the_processes_meet():
         ParameterAveragingEngine(plan)
 
 
+def test_fp16_scales_losses_and_bf16_does_not():
+    for section, scales in (("fp16", True), ("bf16", False)):
+        config = load({"train_batch_size": 2, section: {"enabled": True}})
+        assert precision.scales_losses(config, torch.device("cuda")) == scales
+
+
 def test_without_clipping_no_norm_is_computed():
-    assert precision.clip([torch.ones(2)], 0.0) is None
+    scaled = [torch.ones(2)]
+    assert precision.clip(scaled, 0.0, scale=4.0) is None
+    assert scaled[0].tolist() == [0.25, 0.25]
+
+
+def test_an_infinite_norm_is_an_overflow_as_nan_is():
+    norms = [None, torch.tensor(1.0), torch.tensor(torch.inf), torch.tensor(torch.nan)]
+    assert [precision.finite(norm) for norm in norms] == [True, True, False, False]
+
+
+def test_gradients_become_wide_in_windows_that_have_each_once():
+    sizes = [1 << 25, 1 << 23, 1 << 23, 1, 7]
+    assert [range(5)[window] for window in _windows(sizes)] == [range(1), range(1, 3), range(3, 5)]
 
 
 def test_masters_carry_what_16_bits_would_lose():

@@ -1,6 +1,7 @@
 """Who am I: every launcher's variables, and environments that contradict themselves."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from dsframe.cluster import process_group, world
 from dsframe.cluster.agreement import differences
 from dsframe.cluster.rendezvous import bound_to, free_port, interface_to, listener, meeting_point
 from dsframe.cluster.world import PORTS, World
-from dsframe.errors import WorldError
-from dsframe.run import settle_threads
+from dsframe.config import load
+from dsframe.errors import ConfigError, WorldError
+from dsframe.run import _signals_restored, choose, settle_threads
+from tests.files import ds_config
 
 # As the launchers set them on the second of two hosts with two processes each (measured), less what is not read.
 ENVIRONMENTS = {
@@ -250,6 +253,26 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert settle_threads(World(0, 4, 0, 4, launcher="torchrun"), None) == 2, "of a task that is a whole host"
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert settle_threads(World(0, 16, 0, 4), None) == 2, "among those of the host, not of all hosts"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert settle_threads(World(), None) == 3, "OpenMP's form for nested regions"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
         settle_threads(World(), None)
+
+
+def test_a_thread_may_train_though_it_sets_no_handlers_of_signals():
+    def run():
+        with _signals_restored():
+            return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result()
+
+
+def test_a_missing_package_is_said_before_the_engine_is_chosen(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load(ds_config(4, "SGD", 0.1, sections={"wandb": {"enabled": True}}, engine="single"))
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        choose(config, World())
