@@ -126,7 +126,7 @@ def test_the_preset_is_the_trainers_rule(kind):
             [{"match": ["embed.*"], "weight_decay": 0}, {"match": ["head.*"], "lr_scale": 2}],
             r'"head\.\*" matches head\.weight, and so does "embed\.\*" of group 0',
         ),
-        ([{"match": ["*"], "freeze": True}], "all parameters are frozen"),
+        ([{"match": ["*"], "freeze": True}], r"parameter_groups\[0\]: with it all parameters are frozen"),
         ([{"match": ["*"]}], r"parameter_groups\[0\]: changes nothing"),
         ([{"match": ["*"], "freeze": True, "lr_scale": 2}], "lr_scale has no effect on frozen parameters"),
     ],

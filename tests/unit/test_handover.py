@@ -38,7 +38,7 @@ FETCHED = {
     "stage3_max_reuse_distance": 0,
 }
 KEPT = {"stage3_param_persistence_threshold": 1 << 23, "stage3_model_persistence_threshold": 1 << 23}
-SPLIT = {"autotp_size": 2, "vocab_parallel_lm_head": False}
+SPLIT = {"autotp_size": 2, "vocab_parallel_lm_head": False, "tp": {"tp_size": 2}}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere"}}
 
 
@@ -99,7 +99,7 @@ CASES = {
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "tensor_parallel": SPLIT},
     ),
     "sequence parallel": (
-        {"sequence_parallel_size": 2, "dsframe": {"task": {"name": "language"}}},
+        {"sequence_parallel_size": 2, "data_parallel_size": 1, "dsframe": {"task": {"name": "language"}}},
         {},
         {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
     ),

@@ -36,6 +36,7 @@ def read(kind, params):
             {"weight_decay": 0.0, "fused": True},
         ),  # as DeepSpeed has it
         ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {"fused": True}),  # with torch's decay
+        ("AdamW", {"torch_adam": True, "foreach": True}, torch.optim.AdamW, {"foreach": True}),
     ],
 )
 def test_adam_is_decoupled_and_without_decay_where_the_file_is_silent(kind, params, cls, arguments):

@@ -113,6 +113,7 @@ def test_mistakes(kind, params, message):
             {"num_warmup_steps": 1, "num_decay_steps": 1, "num_training_steps": 3},
             [0.0, 1.0, 1.0, 0.0],
         ),
+        ("polynomial", {"num_warmup_steps": 2, "num_training_steps": 2}, [0.0, 0.5, 1e-7 / BASE]),
     ],
 )
 def test_the_names_of_hugging_face(name, params, rates):
@@ -154,6 +155,8 @@ def test_a_tasks_own_weight_decay():
         schedule(updates).apply(groups)
         seen.append([group.get("weight_decay") for group in groups])
     assert seen == [[0.1, 0.0, None], [0.0, 0.0, None], [0.2, 0.0, None]]
+    with pytest.raises(TaskError, match=r"Decaying\.weight_decay\(-1\) returned -0\.1; return a number from 0 on"):
+        schedule(-1)
     plateau = {"type": "ReduceLROnPlateau", "params": {}}
     with pytest.raises(TaskError, match=r"Decaying\.weight_decay is not possible with ReduceLROnPlateau"):
         schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8)

@@ -125,6 +125,15 @@ def test_pages_are_given_back(tmp_path):
     assert resident_file_bytes() - before < 8 << 20
 
 
+def test_pages_are_given_back_when_they_are_more_than_the_window(tmp_path):
+    files = Spill(tmp_path, window_bytes=100)
+    counted = []
+    for size in (60, 60):
+        files.touched(size)
+        counted.append(files._fresh)
+    assert counted == [60, 0]
+
+
 def resident_file_bytes():
     status = Path("/proc/self/status").read_text()
     return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(("RssFile", "RssShmem")))
