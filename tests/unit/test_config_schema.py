@@ -18,6 +18,7 @@ from dsframe.config.schema.parameters import (
     TORCH_SCHEDULERS,
     WITHOUT_ROUTE,
 )
+from dsframe.config.schema.settings_training import Ema
 from tests.files import read_json
 from tests.processes import REPOSITORY
 
@@ -85,6 +86,10 @@ def test_pydantic_sections(ours, module, name):
 
 def test_each_default_and_bound_is_that_of_the_schema_for_editors():
     assert json_schema() == read_json(REPOSITORY / "ds_configs" / "dsframe.schema.json")
+
+
+def test_an_average_begins_with_the_weights_of_its_first_step():
+    assert Ema(start_step=3).decay_at(3) == 0.0
 
 
 def test_plain_sections_have_their_defaults():
