@@ -34,6 +34,10 @@ def test_integral_floats_are_integers(tmp_path):
     assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
 
 
+def test_a_file_may_say_auto_for_the_engine(tmp_path):
+    assert load(write(tmp_path, {"train_batch_size": 8, "dsframe": {"engine": "auto"}})).settings.engine == "auto"
+
+
 def test_all_errors_at_once_in_the_order_of_the_file(tmp_path):
     path = write(
         tmp_path,
