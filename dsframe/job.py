@@ -222,7 +222,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
     run, plan = job.run, job.plan
     facts = _facts(job)
     agreed = assert_ranks_agree(plan.world, facts)
-    make = engines.load(run.engine, plan.config, several=bool(model_names(plan.task)))
+    make = engines.load(run.engine, plan.config, several=bool(plan.task.models()))
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
     with watchdog:

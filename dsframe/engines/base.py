@@ -17,6 +17,7 @@ from dsframe.cluster import process_group
 from dsframe.cluster.exchange import any_rank
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.state_replica import ParameterView
+from dsframe.engines.unused import Unused
 from dsframe.errors import EngineError
 from dsframe.host.memory import available_bytes
 from dsframe.model import derivatives
@@ -73,8 +74,8 @@ class ModelEngine(Engine):
     name of the raising function if there is no text -> message with a placeholder for the engine's description."""
     gathers_steps = False
     """True if ranks hold shards, but weights are gathered whole during each step."""
-    _unused: Any
-    """:class:`dsframe.engines.unused.Unused`, if something is trained."""
+    _unused: Unused
+    """Set if something is trained."""
     _terms: Terms
     """Terms that the loss returned with its value in this step."""
 

@@ -60,8 +60,8 @@ class Unused:
                 hook.remove()
             self._hooks = []
             self.missing = self._missing_on_all()
-        elif self._asks:
-            return []
+        elif self._asks or (not self.missing and len(self._used) == len(self._trained)):
+            return []  # the usual step
         self._skipped.update(self.missing)
         self._used.update(self._trained.keys() - self.missing)
         groups = self._optimizer.param_groups

@@ -78,8 +78,8 @@ class FirstStep(Listener):
             return
         self._reported_unused = True
         training.progress.say(
-            f"dsframe: note: not each loss up to step {training.step} uses {shortened(sorted(names))}: the gradient counts as 0 "
-            "on every engine, so momentum and weight decay still change it, where a loop in plain torch skips it. Freeze what "
+            f"dsframe: note: up to step {training.step} some losses do not use {shortened(sorted(names))}: the gradient counts as "
+            "0 on every engine, so momentum and weight decay still change it, where a loop in plain torch skips it. Freeze what "
             "is never used"
         )
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster.exchange import all_gather_json, all_gather_text, any_rank
@@ -31,20 +30,15 @@ from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.host import generators
 from dsframe.model.micro_batch import MicroBatch
-from dsframe.tasks.task import Sum, Sums, Task, gives, loss_and_terms
-from dsframe.training import held, sample_trial, unmoved
+from dsframe.tasks.task import Sum, Sums, gives
+from dsframe.training import halves, held, sample_trial, unmoved
 from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import tensors_of
 
-_KINDS, _UNEVEN = ("mean", "sum", "neither"), "neither, by its gradients"
-_TOLERANCE = 3e-5
-"""Relative. Rounding of losses of the same fp32 outputs is far smaller; different row lengths cause more."""
+_KINDS = ("mean", "sum", "neither")
 _EARLY_TESTS = 8
 """Number of steps after the first in which every step that logs is tested; then the interval doubles."""
-_CUTS, _DATA = {"detach", "detach_", "item", "tolist", "__float__", "_set_grad_enabled"}, Tensor.data.__get__  # type: ignore[attr-defined]
-_ELEMENTS = 1 << 22
-"""Maximum number of output elements tested (but four complete rows): logits may be large."""
 
 
 class Branches:
@@ -93,7 +87,7 @@ class Branches:
         self._seen.add(count)
         self._next = self._now + max(1, self._now // 4)
         given, self._newest = self._newest or self._batch, None
-        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=_kind_of, given=given)
+        kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=True, given=given)
         self.looks = "neither" not in all_gather_text(self._engine, kind)
         return "" if self.looks or self.said else sample_trial.ROWS_DEPEND
 
@@ -195,16 +189,18 @@ class LossTrial:
         self._state |= {name for name in self._buffers.intersection(differing) if but_statistics(engine, [name])}
         verdict = self._judge_state(resumed=resumed)
         tally = self._tally()
-        kind, why = sample_trial.agreed([kind for kind in _KINDS if tally[kind]]), ""
+        kind, why = halves.agreed([kind for kind in _KINDS if tally[kind]]), ""
         if task.gathers_rows:
             return verdict  # the test saw only one rank's rows, while the loss covers the global batch
         is_needed = self._can_test and sample_trial.is_needed(engine, self._loader, kind)
         few_rows = self._can_test and sample_trial.has_few_rows(engine)
         of_halves = kind
         if is_needed or few_rows:
-            seen = all_gather_text(engine, _UNEVEN if self._uneven else "neither" if self._votes["neither"] else "")
+            seen = all_gather_text(
+                engine, halves.UNEVEN if self._uneven else "neither" if self._votes["neither"] else ""
+            )
             rank = seen.index("neither") if "neither" in seen else None
-            if _UNEVEN not in seen:  # values of samples do not show it
+            if halves.UNEVEN not in seen:  # values of samples do not show it
                 kind, why = sample_trial.kind_of(engine, self._loader, task.context.step - 1, rank)
             if not kind and not is_needed:
                 kind, why = of_halves, ""
@@ -241,9 +237,7 @@ class LossTrial:
         if parted or not self._can_test or engine.plan.task.gathers_rows:
             return ""
         alike = not but_statistics(engine, differing)
-        line = sample_trial.refuse_other_numbers(
-            engine, self._loader, batch, _kind_of, buffers_alike=alike, resumed=resumed
-        )
+        line = sample_trial.refuse_other_numbers(engine, self._loader, batch, buffers_alike=alike, resumed=resumed)
         self.branches.said = line == sample_trial.ROWS_DEPEND
         self._tests_again &= line != sample_trial.NEITHER
         self.branches.looks = not (self._neither or self._loader.collate_draws or sample_trial.mixes_rows(engine))
@@ -280,7 +274,7 @@ class LossTrial:
         kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
             task = unmoved.twin(self._engine.plan.task)
-            self._votes["neither"] += _kind_of(task, outputs, targets) not in ("", task.loss_is)
+            self._votes["neither"] += halves.kind_of(task, outputs, targets) not in ("", task.loss_is)
         kept.put_back()
 
     @torch.no_grad()
@@ -296,100 +290,23 @@ class LossTrial:
                 again = []
                 for _ in range(2):
                     kept.put_back()
-                    part = slice(0, _rows_of(outputs, targets) or None)
-                    again.append(_loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
-                self._moves = abs(again[1] - again[0]) > _TOLERANCE * abs(again[0])
+                    part = slice(0, halves.rows_of(outputs, targets) or None)
+                    again.append(halves.loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
+                self._moves = abs(again[1] - again[0]) > halves.TOLERANCE * abs(again[0])
                 kept.put_back()
-                kind = _kind_of(copied, outputs, targets)
+                kind = halves.kind_of(copied, outputs, targets)
             except Exception:
                 kind = ""  # a loss for only this number of rows; training reports errors
         self._state |= kept.buffers.changed()
         self._buffers = kept.buffers.changed(of_model=True)
         self.draws = kept.drew
         kept.put_back()
-        self._uneven = kind == _UNEVEN
+        self._uneven = kind == halves.UNEVEN
         if kind:
             self._votes["neither" if self._uneven else kind] += 1
         state, numbers = unmoved.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
-
-
-def _rows(part: slice | Tensor, leaf: Tensor) -> Tensor:
-    return (leaf[part] if leaf.ndim else leaf).clone()  # a loss may write to it
-
-
-def _rows_of(outputs: Any, targets: Any) -> int:
-    """Returns the even number of rows to test; 0 if tensors differ in their number of rows."""
-    of_outputs, of_targets = (
-        [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
-    )
-    tensors = of_outputs + [leaf for leaf in of_targets if leaf.ndim]
-    if not of_outputs or any(not leaf.ndim for leaf in of_outputs) or len({len(leaf) for leaf in tensors}) != 1:
-        return 0
-    each = max(leaf[0].numel() for leaf in tensors)
-    return min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2
-
-
-def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
-    """Returns the kind of the loss, or "" if it is unknown: one row, tensors without rows, or a loss of 0."""
-    rows = _rows_of(outputs, targets)
-    if not rows:
-        task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw random numbers, or change a state
-        return ""
-    numbers = torch.arange(rows)
-    whole = _loss_and_items(task, (outputs, targets), slice(0, rows), cuts := _Cuts())
-    kinds = set()
-    for first in sample_trial.halvings(rows):
-        halves = [_loss_and_items(task, (outputs, targets), part) for part in (numbers[first], numbers[~first])]
-        losses, items = zip(whole, *halves, strict=True)
-        kinds.add(sample_trial.kind_of_parts(losses, items, _TOLERANCE))
-    kind, half = sample_trial.agreed(kinds), sample_trial.halvings(rows)[0]
-    parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.detaches else ()
-    try:  # on every rank, whatever its result: a loss may communicate
-        seen = [_gradients(task, outputs, targets, part) for part in parts]
-    except Exception:  # a loss without gradients here
-        return kind
-    return _UNEVEN if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
-
-
-class _Cuts(TorchFunctionMode):
-    """Records calls that detach values. With gradients on, raises TaskError if a function uses weights."""
-
-    detaches = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.detaches |= getattr(func, "__name__", "") in _CUTS or func == _DATA
-        if torch.is_grad_enabled() and any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
-            raise TaskError("the loss uses weights")
-        return func(*args, **kwargs or {})
-
-
-def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, ...], float]) -> bool:
-    """Returns False if detached factors depend on all rows: ``a + b * (a / b).detach()`` has the value of a mean."""
-    whole, items = of_parts[0]
-    for part, (gradients, count) in zip((half, ~half), of_parts[1:], strict=True):
-        factor = count / items if kind == "mean" else 1.0
-        for every, rows in zip(whole, gradients, strict=True):
-            near = max(1e-3, 4 * torch.finfo(rows.dtype).eps) * float(every.abs().max())
-            if count and every.isfinite().all() and not torch.allclose(every[part], rows * factor, rtol=0, atol=near):
-                return False
-    return True
-
-
-def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
-    some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
-    leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    with torch.enable_grad(), _Cuts():
-        loss = loss_and_terms(task.loss(some, of))[0]
-    return torch.autograd.grad(loss, leaves, materialize_grads=True), float(task.loss_weight(of))
-
-
-def _loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[float, float]:
-    some, of = tree_map_only(Tensor, partial(_rows, part), batch)
-    with cuts or nullcontext():
-        loss = task.loss(some, of)
-    return float(loss_and_terms(loss)[0]), float(task.loss_weight(of))
 
 
 def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs: Any, targets: Any) -> list[str]:
@@ -404,7 +321,7 @@ def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs
         for part in (slice(0, samples), slice(0, (samples + 3) // 4), slice((samples + 3) // 4, samples)):
             context.eval_samples = part.stop - part.start
             with unmoved.task_unmoved(engine):
-                seen.append(measure(*tree_map_only(Tensor, partial(_rows, part), (outputs, targets))))
+                seen.append(measure(*tree_map_only(Tensor, partial(halves.rows_in, part), (outputs, targets))))
     except Exception:
         return []
     finally:

@@ -9,7 +9,7 @@ rank, it shows rows that depend on others, code that depends on the rank, and st
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -32,14 +32,12 @@ from dsframe.model import derivatives
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sums, Task, gives, loss_and_terms
 from dsframe.text import reason
-from dsframe.training import held, unmoved
+from dsframe.training import halves, held, unmoved
 from dsframe.values import tensors_of
-
-KindOf = Callable[[Task, Any, Any], str]
 
 _SAMPLES = 4
 """Maximum. Without gradients these take less memory than a training step, even if that has only one sample."""
-_TOLERANCE, _TOLERANCE_OF_16_BITS = 3e-4, 1e-2
+_TOLERANCE = 3e-4
 """Relative. The same row differs by less in a batch of another size, also in TF32."""
 
 ROWS_DEPEND = (
@@ -73,16 +71,10 @@ def has_few_rows(engine: Engine) -> bool:
 
 
 def kind_of(
-    engine: Engine,
-    loader: Loader,
-    step: int,
-    share: int | None,
-    *,
-    training: KindOf | None = None,
-    given: Batch | None = None,
+    engine: Engine, loader: Loader, step: int, share: int | None, *, training: bool = False, given: Batch | None = None
 ) -> tuple[str, str]:
     """**Collective.** Returns the kind or "", and a message or "". ``training``: use the model in training mode, and
-    return "neither" only if rows depend on each other, not if this function shows that the loss itself is neither.
+    return "neither" only if rows depend on each other, not if halves of the same outputs show such a loss.
     ``share``: which micro-batch of all ranks in ``step`` (from 0) is tested, because its halves showed a loss that is
     neither; None: test a few samples of the first one. ``given``: this rank's, of a stream."""
     size, samples = engine.plan.batch.micro_batch_size, list[int]()
@@ -92,7 +84,7 @@ def kind_of(
     count = max(2, size // 2 * 2) if share is not None else 2 if size == 1 else _SAMPLES
     chosen = samples[(share or 0) * size :][:count]
     chosen = [*dict.fromkeys([*chosen, *range(count)])][:count]
-    trial = _Trial(engine, loader, chosen, training=training is not None, given=given, kind_of_loss=training)
+    trial = _Trial(engine, loader, chosen, training=training, given=given)
     losses, why = trial.take()
     if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
@@ -100,9 +92,7 @@ def kind_of(
     return kind, PADDED if kind == "neither" and len(trial.lengths) > 1 else ""
 
 
-def refuse_other_numbers(
-    engine: Engine, loader: Loader, batch: Batch, kind_of_loss: KindOf, *, buffers_alike: bool, resumed: bool
-) -> str:
+def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffers_alike: bool, resumed: bool) -> str:
     """**Collective.** Runs the same samples on every rank, in training mode; of a stream, rows of ``batch``. Returns a
     message, or "". ``buffers_alike``: False if buffers other than BatchNorm's statistics differ between ranks. Raises
     TaskError if the losses of ranks differ, or if those of a ``resumed`` run would."""
@@ -113,9 +103,7 @@ def refuse_other_numbers(
     # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
     for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
         training = not watch.has_writes
-        trial = _Trial(
-            engine, loader, [*range(size)], training=training, again=True, given=given, kind_of_loss=kind_of_loss
-        )
+        trial = _Trial(engine, loader, [*range(size)], training=training, again=True, given=given)
         losses, _ = trial.take()
         if losses is not None:
             break
@@ -162,14 +150,7 @@ def mixes_rows(engine: Engine) -> bool:
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
-    return max(losses) - min(losses) > _near(losses, tolerance) * max(map(abs, losses))
-
-
-def _near(losses: Sequence[float], tolerance: float) -> float:
-    """Returns ``tolerance``, but that of 16 bits at least if the losses look rounded to such a format."""
-    values = torch.tensor(losses, dtype=torch.float64)
-    short = any(values.equal(values.to(dtype).double()) for dtype in (torch.bfloat16, torch.float16))
-    return max(tolerance, _TOLERANCE_OF_16_BITS) if short else tolerance
+    return max(losses) - min(losses) > halves.tolerance_of(losses, tolerance) * max(map(abs, losses))
 
 
 class _Trial:
@@ -184,17 +165,15 @@ class _Trial:
         training: bool = False,
         again: bool = False,
         given: Batch | None = None,
-        kind_of_loss: KindOf | None = None,
     ) -> None:
-        """``given``: a batch whose first rows are the samples, if they cannot be read again. ``kind_of_loss``: as for
-        :class:`Losses`."""
-        self._given, self._kind_of_loss = given, kind_of_loss
+        """``given``: a batch whose first rows are the samples, if they cannot be read again."""
+        self._given, self._halves = given, training or again
         self._engine, self._loader, self._samples, self._training = engine, loader, samples, training
         places = torch.arange(len(samples))
-        ways = halvings(len(samples)) if len(samples) > 1 else []
-        halves = [part.tolist() for first in ways for part in (places[first], places[~first])]
+        ways = halves.halvings(len(samples)) if len(samples) > 1 else []
         self._wholes = 2 if again else 1
-        self._parts = [*[places.tolist()] * self._wholes, *halves]
+        self._parts = [places.tolist()] * self._wholes
+        self._parts += [part.tolist() for first in ways for part in (places[first], places[~first])]
         """Positions in ``samples``."""
         self.draws = False
         """True if random numbers that belong to no sample were drawn on this rank."""
@@ -210,7 +189,7 @@ class _Trial:
         known = not isinstance(loader.source, StreamSource) and len(loader.source) > max(self._samples)
         if watch is None or not (known or self._given):
             return None, "the samples cannot be read again"
-        losses, draws = Losses(engine, self._kind_of_loss), RowDraws(plan.seed, plan.device)
+        losses, draws = Losses(engine, of_halves=self._halves), RowDraws(plan.seed, plan.device)
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         try:
             with (
@@ -289,7 +268,7 @@ def _shape_of_row(shape: torch.Size, rows: int) -> torch.Size:
 def _tolerance(engine: Engine) -> float:
     plan = engine.plan
     short = plan.task.context.dtype.itemsize < 4 or precision.autocast_dtype(plan.config, plan.device)
-    return _TOLERANCE_OF_16_BITS if short else _TOLERANCE
+    return halves.TOLERANCE_OF_16_BITS if short else _TOLERANCE
 
 
 def _kind_of_losses(engine: Engine, losses: Losses, *, wholes: int) -> str:
@@ -298,33 +277,18 @@ def _kind_of_losses(engine: Engine, losses: Losses, *, wholes: int) -> str:
     for values in losses.of.values():
         pairs = ((0, at, at + 1) for at in range(wholes, len(values), 2))
         of = [([values[n] for n in three], [losses.items[n] for n in three]) for three in pairs]
-        kinds.add(agreed({kind_of_parts(*parts, _tolerance(engine)) for parts in of}))
+        kinds.add(halves.agreed({halves.kind_of_parts(*parts, _tolerance(engine)) for parts in of}))
     return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), "")
-
-
-def halvings(rows: int) -> list[Tensor]:
-    """Returns which of ``rows``, an even number, are in the first half, for each way to halve them. Four rows have all
-    three ways, so that the largest loss of halves is not a mean over halves in each of them."""
-    numbers = torch.arange(rows)
-    ways = [numbers < rows // 2, numbers % 2 == 0, numbers % 4 % 3 == 0]
-    return ways[: 1 if rows == 2 else 3 if rows % 4 == 0 else 2]
-
-
-def agreed(kinds: Collection[str]) -> str:
-    """Returns the kind of a loss whose halvings, or ranks, have shown ``kinds``. They may differ: a mean over chosen
-    rows is also a sum if all chosen rows are in one half."""
-    seen = {*kinds} - {""}
-    return seen.pop() if len(seen) == 1 else "neither" if seen else ""
 
 
 class Losses:
     """The losses of some batches in evaluation, by name ("" for a single model), and the number of items of each."""
 
-    def __init__(self, engine: Engine, kind_of_loss: KindOf | None = None) -> None:
-        """``kind_of_loss``: a function of task, outputs and targets."""
-        self._engine, self._task, self._kind_of_loss = engine, engine.plan.task, kind_of_loss
+    def __init__(self, engine: Engine, *, of_halves: bool = False) -> None:
+        """``of_halves``: determine ``kind``."""
+        self._engine, self._task, self._of_halves = engine, engine.plan.task, of_halves
         self.kind = ""
-        """Its result for the first batch: the kind of the loss of halves of the same outputs."""
+        """The kind of the first batch's loss, from halves of the same outputs."""
         watch = engine.built.watch
         self._differentiates = watch is not None and bool(derivatives.line_of(self._task, watch.model))
         self.of: dict[str, list[float]] = {}
@@ -358,23 +322,9 @@ class Losses:
     def _measure(self, outputs: Any, targets: Any) -> Sums:
         held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
         self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
-        if self._kind_of_loss is not None:
-            judge, self._kind_of_loss = self._kind_of_loss, None
+        if self._of_halves:
+            self._of_halves = False
             with suppress(Exception):  # as a loss for batches of one size
-                self.kind = judge(copied, outputs, targets)
+                self.kind = halves.kind_of(copied, outputs, targets)
         held.put_back()
         return {}
-
-
-def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:
-    """Returns the kind, from the losses of a batch and of its two halves, or "" if they do not determine it. ``items``:
-    the number of items that a mean would be over, for each. ``tolerance``: relative."""
-    if not sum(items[1:]):
-        return ""
-    losses = [loss if count else 0.0 for loss, count in zip(losses, items, strict=True)]  # a mean over nothing is NaN
-    near = _near(losses, tolerance) * max(map(abs, losses))
-    mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])
-    is_mean, is_sum = abs(losses[0] - mean) <= near, abs(losses[0] - sum(losses[1:])) <= near
-    if near == 0 or is_mean == is_sum:
-        return "neither" if near > 0 and not is_mean else ""
-    return "mean" if is_mean else "sum"

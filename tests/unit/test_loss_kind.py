@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset, default_collate
 import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
-from dsframe.training.loss_kind import _kind_of
+from dsframe.training.halves import kind_of
 from tests import lines
 from tests.files import ds_config
 
@@ -99,8 +99,8 @@ def test_the_kind_of_a_loss(name):
     numbers = torch.Generator().manual_seed(1)
     rows = [torch.randn(9, 4, generator=numbers) for _ in range(2)]
     loss, kind = KINDS[name]
-    assert _kind_of(Line(loss), *rows).partition(",")[0] == kind  # "neither, by its gradients"
-    assert _kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
+    assert kind_of(Line(loss), *rows).partition(",")[0] == kind  # "neither, by its gradients"
+    assert kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
 
 
 def file(accumulation, steps=6):

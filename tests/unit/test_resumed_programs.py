@@ -14,7 +14,7 @@ from dsframe.errors import TaskError
 from dsframe.tasks.task import sums
 from dsframe.tools import export
 from dsframe.tools.compare import losses
-from dsframe.training.sample_trial import kind_of_parts
+from dsframe.training.halves import kind_of_parts
 from tests.engines.foreign_tasks import ExtraState, GrowingBuffer, Rows
 from tests.files import ds_config
 from tests.unit.test_module_state import fit
