@@ -135,7 +135,12 @@ class ModelEngine(Engine):
     def _result(
         self, loss: Tensor, learning_rate: float, gradient_norm: Tensor | float | None, *, skipped: bool
     ) -> StepResult:
-        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms, self._unused.end())
+        return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
+
+    def _end_step(self, result: StepResult) -> StepResult:
+        """**Collective.** Adds the unused parameters."""
+        unused = self._unused.end()
+        return replace(result, unused=unused) if unused else result
 
     def begin_average(self) -> None:
         """Starts the average with the current weights instead of those after the first update."""

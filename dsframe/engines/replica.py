@@ -136,7 +136,7 @@ class ReplicaEngine(ModelEngine):
         rates = self.plan.schedule(self._updates)
         rates.apply(self.optimizer.param_groups)
         loss = self._gradients(micro_batches, scale)
-        return self._update(loss, rates.learning_rate, scale)
+        return self._end_step(self._update(loss, rates.learning_rate, scale))
 
     def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
         """**Collective.** Computes the global gradients, times ``scale``; returns this rank's mean loss."""

@@ -340,7 +340,7 @@ class ZeroEngine(ModelEngine):
         if self._slices is not None:
             loss = self._slices.mean(loss)
         norm = self._engine.get_global_grad_norm()
-        return self._result(loss, rates.learning_rate, norm, skipped=not applied)
+        return self._end_step(self._result(loss, rates.learning_rate, norm, skipped=not applied))
 
     def _compare_losses(self, loss: Tensor) -> None:
         """**Collective.** Compares losses (first two steps) and gradients (first step) of ranks that split layers.

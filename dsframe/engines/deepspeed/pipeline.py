@@ -127,7 +127,7 @@ class PipelineEngine(ZeroEngine):
         # The loss of this column, from the last stage; train_batch returns the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
         norm = self._engine.get_global_grad_norm()
-        return self._result(loss, rates.learning_rate, norm, skipped=not applied)
+        return self._end_step(self._result(loss, rates.learning_rate, norm, skipped=not applied))
 
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
         """Lets stages announce an activation's size only if the inputs' ``sizes`` do not determine it: to read an

@@ -71,7 +71,7 @@ class ParameterServerEngine(ReferenceEngine):
         self._updates += 1
         if self._masters:
             self._masters.give_weights()
-        return StepResult(loss.float(), learning_rate, norm)
+        return self._result(loss.float(), learning_rate, norm, skipped=False)
 
     @torch.no_grad()
     def _pull(self, norm: Tensor) -> None:
