@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     add_overrides(result, "one key, as in training")
     add("--strict", action="store_true", help="warnings are errors")
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
-    result.set_defaults(starts=False)  # dsframe launch sets it, because the run itself prints inherited values
+    # dsframe launch sets them: the run itself prints inherited values, and a program has a task of its own
+    result.set_defaults(starts=False, program=False)
     return result
 
 
@@ -157,7 +158,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
-    if config is not None and not count["error"] and (note := of_no_task(config)):
+    if config is not None and not count["error"] and not options.program and (note := of_no_task(config)):
         print(shown(f"{label}: {note}", out), file=out)
     if (options.resolved or options.processes) and config is not None and not count["error"]:
         if options.resolved:

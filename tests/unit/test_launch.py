@@ -337,6 +337,18 @@ def test_a_program_that_is_not_there_starts_no_process(here, capsys):
     with pytest.raises(SystemExit):
         command.main(["--config", "config.json", "-np", "2", "--script", "cirlces.py"])
     assert "--script: cirlces.py is not a file; did you mean circles.py?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--config", "config.json", "-np", "2", "circles.py"])
+    assert "unrecognized arguments: circles.py; did you mean --script circles.py?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("script", "noted"), [(["--script", "own.py"], False), ([], True)])
+def test_a_program_needs_no_task_in_the_file(script, noted, here, capfd):
+    (here / "own.py").touch()
+    write_json(here / "config.json", ds_config(2, "SGD", 0.1, engine="single", steps=1))
+    request = command.read(command.parser().parse_args(["-np", "1", *script]), ["--config", "config.json"])
+    assert command._check(request, program=bool(script)) == 0
+    assert ('no "task"' in capfd.readouterr().err) is noted
 
 
 def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(tmp_path):

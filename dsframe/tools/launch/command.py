@@ -93,6 +93,8 @@ def main(argv: Argv = None) -> int:
     options, arguments = parser().parse_known_args(argv)
     if other := next((word for word in arguments if word.partition("=")[0] in _PROCESSES), None):
         parser().error(f"unrecognized arguments: {other}; the number of processes in all is -np N")
+    if script := next((word for word in arguments if word.endswith(".py") and Path(word).is_file()), None):
+        parser().error(f"unrecognized arguments: {script}; did you mean --script {script}?")
     if options.processes is not None and options.processes < 1:
         parser().error("-np must be at least 1")
     if options.restarts < 0:
@@ -105,7 +107,7 @@ def main(argv: Argv = None) -> int:
     if options.script and not Path(options.script).is_file():
         parser().error(f"--script: {options.script} is not a file{near_path(Path(options.script))}")
     streams.survive()
-    if code := _check(request):
+    if code := _check(request, program=bool(options.script)):
         return code
     return _run(request, options)
 
@@ -180,11 +182,11 @@ def _threads(config: Config, local_processes: int, *, allocation: bool) -> int:
     return config.settings.threads_per_rank or written
 
 
-def _check(request: Request) -> int:
+def _check(request: Request, *, program: bool) -> int:
     """Runs ``dsframe check`` for this run, printing to standard error, with --quiet only errors."""
     label = str(request.config.path)
     options = check.parser().parse_args([label, "-np", str(request.job.processes), "--engine", request.engine])
-    options.starts = True
+    options.starts, options.program = True, program
     facts = Facts(world_size=options.processes, engine=options.engine)
     examined = check.judged(request.config.examine(facts), label, options)
     wrong = any(problem.severity == "error" for problem in examined.problems)
