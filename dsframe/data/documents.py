@@ -57,6 +57,8 @@ class Row:
     """A mapping of columns; for a text file its text."""
     last: bool = True
     """False if the document continues in the next row."""
+    others: Sequence[str] = ()
+    """Columns of the file that were not read."""
 
 
 def find_files(patterns: str | Sequence[str], key: str) -> list[Path]:
@@ -108,9 +110,9 @@ def _check_kind(path: Path, key: str) -> None:
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yields the rows of a file or folder. Reads only ``columns`` of parquet. Raises DataError."""
+    """Yields the rows of a file or folder. Reads only ``columns``, except of JSONL. Raises DataError."""
     if path.is_dir():
-        yield from _saved(path)
+        yield from _saved(path, columns)
     else:
         try:
             yield from _READERS[path.suffix](path, columns)
@@ -183,20 +185,23 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            available = [name for name in file.schema_arrow.names if name in columns]
+            available, others = _chosen(file.schema_arrow.names, columns)
             if len({*available}) < len(available):
                 raise DataError(
                     f"{path}: a column is there twice, and one of them would be lost: {', '.join(available)}"
                 )
-            if not available:
-                raise DataError(missing(str(path), columns, file.schema_arrow.names))
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS, columns=available):
                 for value in batch.to_pylist():
-                    yield Row(f"{path}, row {number}", _without_nulls(value))
+                    yield Row(f"{path}, row {number}", _without_nulls(value), others=others)
                     number += 1
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({one_line(error)})") from None
+
+
+def _chosen(names: Sequence[str], columns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns which of a file's columns are read, and the others."""
+    return [name for name in names if name in columns], [name for name in names if name not in columns]
 
 
 def _datasets(source: Path | str) -> Any:
@@ -243,14 +248,15 @@ def _download(pattern: str, arguments: Sequence[str]) -> None:
         )
 
 
-def _saved(path: Path) -> Iterator[Row]:
+def _saved(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     datasets = _datasets(path)
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, JSON or the library
         raise DataError(f"{path}: cannot be read by datasets ({one_line(error)})") from error
-    for number, value in enumerate(dataset.with_format(None)):
-        yield Row(f"{path}, row {number}", _without_nulls(value))
+    available, others = _chosen(dataset.column_names, columns)
+    for number, value in enumerate(dataset.select_columns(available).with_format(None)):
+        yield Row(f"{path}, row {number}", _without_nulls(value), others=others)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -264,10 +270,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def missing(source: str, wanted: Sequence[str], available: Sequence[str]) -> str:
-    """Returns the message for missing columns."""
+    """Returns the message for missing columns: a text's, or several of a conversation."""
     named = " or ".join(f'"{name}"' for name in wanted)
     has = ", ".join(map(repr, available)) or "none"
-    return f'{source}: no column {named}, or it is null; it has {has}; name the column of the text in "field"'
+    remedy = '; name the column of the text in "field"' if len(wanted) == 1 else ""
+    return f"{source}: no column {named}, or it is null; it has {has}{remedy}"
 
 
 _READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
@@ -315,5 +322,5 @@ def column(row: Row, name: str) -> Any:
     if not isinstance(row.value, Mapping):
         return row.value
     if name not in row.value:
-        raise DataError(missing(row.place, [name], list(row.value)))
+        raise DataError(missing(row.place, [name], [*row.value, *row.others]))
     return row.value[name]

@@ -22,14 +22,37 @@ NO_DATE = "{% set strftime_now = date_of_today +%}"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class TextEncoder:
+_IDENTIFY = re.compile(r"_*(.*_)?(id|idx|index|uuid|url|hash|date|timestamp|source|dataset|license)_*", re.IGNORECASE)
+"""Names of columns that say which row it is or where it is from."""
+_NOT_OF_TEXT = {
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "response", "question"),
+    *("answer", "system", "tools", "chosen", "rejected", "label", "labels", "weight", "loss_mask"),
+}
+"""Names of columns that formats other than text read."""
+_UNREAD = "columns that are not read"
+
+
+class _Noted:
+    """Notes ignored parts of the data, once for each name."""
+
+    def __init__(self) -> None:
+        self._noted: set[tuple[str, str]] = set()
+        self.warnings: list[str] = []
+
+    def _warn(self, row: Row, description: str, names: Iterable[Any]) -> None:
+        if new := sorted({(description, str(name)) for name in names} - self._noted):
+            self._noted |= {*new}
+            self.warnings.append(f"{row.place}: {description}: {', '.join(name for _, name in new)}")
+
+
+class TextEncoder(_Noted):
     """Encodes a text as beginning tokens, the text's tokens, and end-of-document token."""
 
     whole, dated = False, False
-    warnings: Sequence[str] = ()
 
     def __init__(self, tokenizer: Any, field: str) -> None:
         """``tokenizer``: of transformers; None for bytes. Raises DataError if there is no end-of-document token."""
+        super().__init__()
         self._tokenizer, self._field = tokenizer, field
         self.columns: Sequence[str] = (field,)
         self._within = False
@@ -44,6 +67,8 @@ class TextEncoder:
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         texts = [column(row, self._field) for row in rows]
+        for row in rows:
+            self._warn(row, _UNREAD, _NOT_OF_TEXT.intersection(_columns(row)) - {self._field})
         if self._tokenizer is None:
             encoded: Any = [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
         else:
@@ -58,7 +83,7 @@ class TextEncoder:
             yield np.concatenate([np.asarray(part, np.int32) for part in (before, tokens, behind)])
 
 
-class ConversationEncoder:
+class ConversationEncoder(_Noted):
     """Encodes conversations with a chat template: ``{"messages": [...]}``, or ``{"prompt": ..., "completion": ...}``.
 
     Learned is what the template marks as the assistant's (``{% generation %}``), except messages with ``"weight": 0``
@@ -71,13 +96,12 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         """``template``: replaces the tokenizer's own."""
+        super().__init__()
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
         self.dated = "strftime_now" in str(self._templates)
         """True if the template writes the date, on which tokens must not depend."""
         self._template: Any = self._templates
         self._begin, self._end = begin_of(tokenizer), tokenizer.eos_token_id
-        self._warned: set[tuple[str, str]] = set()
-        self.warnings: list[str] = []
 
     def length(self, row: Row) -> int:
         return 4096  # unknown before the template is applied
@@ -86,26 +110,18 @@ class ConversationEncoder:
         for row in rows:
             has_messages = row.value.get("messages") is not None
             read = {*self.columns} - ({"prompt", "completion"} if has_messages else set())
-            unread = (name for name, value in row.value.items() if name not in read and value is not None)
-            self._warn(row, "columns that are not read", unread)
+            unread = [name for name in _columns(row) if name not in read]
+            self._warn(row, _UNREAD, (name for name in unread if not _IDENTIFY.fullmatch(name)))
             self._choose_template(row)
             if has_messages:
                 tokens, learned = self._conversation(row)
             elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
                 tokens, learned = self._completion(row)
             else:
-                present = [name for name, value in row.value.items() if value is not None]
-                raise DataError(
-                    missing(row.place, ["messages", "prompt and completion"], present).partition("; name the")[0]
-                )
+                remedy = "; preference pairs are a task of your own" if "chosen" in unread else ""
+                raise DataError(missing(row.place, ["messages", "prompt and completion"], _columns(row)) + remedy)
             ids = np.asarray(tokens, np.int32)
             yield np.where(np.asarray(learned, bool), ids, ~ids)
-
-    def _warn(self, row: Row, description: str, names: Iterable[Any]) -> None:
-        """Notes ignored parts of the data, once for each name."""
-        if new := sorted({(description, str(name)) for name in names} - self._warned):
-            self._warned |= {*new}
-            self.warnings.append(f"{row.place}: {description}: {', '.join(name for _, name in new)}")
 
     def _choose_template(self, row: Row) -> None:
         """Chooses among named templates as transformers does: that for tools if there are any, else the default."""
@@ -234,6 +250,10 @@ class ConversationEncoder:
             after = [*whole[shared:], *([] if ended else [self._end])]
             return [*before, *after], [0] * len(before) + [1] * len(after)
         asked, answers = _messages(prompt, row, "prompt"), _messages(completion, row, "completion")
+        if not (asked and answers):
+            raise DataError(
+                f"{row.place}: a prompt or a completion has no message; give both one, or leave the row out"
+            )
         if not all(_counts(message, row) for message in answers):
             raise DataError(
                 f"{row.place}: a message of a completion has the weight 0; give messages and a template with {{% generation %}}"
@@ -279,6 +299,12 @@ class ConversationEncoder:
             )
         except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
+
+
+def _columns(row: Row) -> list[str]:
+    """Returns the names of a row's columns that are not null, and of its file's that were not read; none of a text file."""
+    read = row.value if isinstance(row.value, Mapping) else {}
+    return [*(name for name, value in read.items() if value is not None), *row.others]
 
 
 def _failure(error: Exception, row: Row) -> DataError:

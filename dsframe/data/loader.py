@@ -129,6 +129,12 @@ class Loader:
         collate = self.source.collate if isinstance(self.source, DatasetSource) else None
         return collate is not None and not isinstance(collate, Pad)
 
+    @property
+    def regroups(self) -> bool:
+        """True if a row may look different in another batch: :attr:`collates`, or rows are padded to the longest."""
+        collate = self.source.collate if isinstance(self.source, DatasetSource) else None
+        return self.collates or (isinstance(collate, Pad) and collate.length is None)
+
     @cached_property
     def collate_draws(self) -> bool:
         """True if the task's ``collate`` draws random numbers per batch and not per sample."""

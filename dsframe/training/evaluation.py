@@ -31,9 +31,14 @@ from dsframe.text import Say, reason
 from dsframe.training import held, loss_kind, unmoved, whole_set
 from dsframe.training.finite import IF_NO_ITEMS
 from dsframe.training.shared_buffers import but_statistics, take_over
+from dsframe.values import tensors_of
 
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
 """Called with a batch that counts, the outputs and the targets."""
+
+
+_LEFT_OUT = ""
+"""Name of the number of batches that lack rows, of those that have another number of rows than samples."""
 
 
 class Evaluation:
@@ -164,6 +169,12 @@ class Evaluation:
                 "where the file leaves that out, on the number of processes; keep() and metrics_of_all() see all rows"
             )
         every = totals(self._engine, local_totals)
+        uneven = every.pop(_LEFT_OUT, None)
+        if uneven and uneven.total == uneven.count:  # none has more rows, as batches of items have
+            self._report_once(
+                "note: batches of an evaluation have fewer rows than samples: what collate leaves out is in no metric; return a "
+                "row for each sample, or leave such samples out of eval_data"
+            )
         if not gives(task, "loss_weight") and "loss" in every and every["loss"].total.isnan():
             self._report_once(f"note: the loss of an evaluation is NaN; {IF_NO_ITEMS}")
         return every
@@ -244,7 +255,8 @@ class Evaluation:
         metrics = self._measure(batch, outputs, targets)
         if self._on_batch:
             self._on_batch(outputs, targets)
-        return metrics
+        rows, samples = _rows_of(batch), len(batch.samples)
+        return metrics if rows == samples else {**metrics, _LEFT_OUT: Sum(torch.tensor(float(rows < samples)), 1)}
 
     @contextmanager
     def _detect_collectives(self) -> Iterator[None]:
@@ -348,6 +360,14 @@ def _collectives() -> int:
     """Counts the all-rank collectives of this process that torch knows of."""
     everybody: Any = dist.group.WORLD
     return 0 if everybody is None else everybody._get_sequence_number_for_group()
+
+
+def _rows_of(batch: EvaluationBatch) -> int:
+    """Returns the number of rows that all tensors of a batch have; that of its samples if some have another, if it is
+    their second dimension, or if one row may be all of them, joined."""
+    shapes, samples = [leaf.shape for leaf in tensors_of(batch.batch) if not leaf.is_nested], len(batch.samples)
+    sizes = {shape[0] for shape in shapes if shape}
+    return samples if len(sizes) != 1 or sizes == {1} or any(samples in shape for shape in shapes) else sizes.pop()
 
 
 def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:

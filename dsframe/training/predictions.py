@@ -87,9 +87,10 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
     if value is None:
         return [None] * samples
     if isinstance(value, (Tensor, np.ndarray)):
-        if value.ndim and len(value) == samples:
+        if value.ndim and _length(value) == samples:
             return list(plain(value, what))
-        raise _shape_error(what, f"shape {list(value.shape)}", samples)
+        nested = isinstance(value, Tensor) and value.is_nested
+        raise _shape_error(what, f"{_length(value)} rows" if nested else f"shape {list(value.shape)}", samples)
     parts = _parts(value)
     if parts is not None:
         return _records({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
@@ -129,7 +130,8 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
         return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
     if hasattr(value, "_asdict"):
         return dict(value._asdict())
-    return None if isinstance(value, (tuple, list, set)) else attributes_of(value) or None
+    parts = {} if isinstance(value, (tuple, list, set)) else attributes_of(value)
+    return parts if any(not name.startswith("_") for name in parts) else None  # a path's are its own affair
 
 
 def _is_cache(name: str, part: Any, whole: Any) -> bool:
@@ -140,14 +142,34 @@ def _is_cache(name: str, part: Any, whole: Any) -> bool:
     )
 
 
+def _length(rows: Any) -> int:
+    """Returns the number of rows; len() of nested tensors raises."""
+    return int(rows.size(0)) if isinstance(rows, Tensor) else len(rows)
+
+
+def _listed(value: Tensor) -> Any:
+    """Returns numbers in lists; a complex one is a pair, a row of a nested tensor has its own length."""
+    if value.is_nested:
+        return [_listed(row) for row in value.unbind()]
+    value = value.dequantize() if value.is_quantized else value
+    value = view_as_real(value.to_dense()) if value.is_complex() else value.to_dense()
+    return value.cpu().tolist()
+
+
+_PLAIN = "biufU"
+"""Kinds of NumPy's arrays whose values JSON has."""
+
+
 def plain(value: Any, what: str) -> Any:
     """Returns ``value`` as JSON values. Raises TaskError if that is impossible."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Tensor):
-        return (view_as_real(value) if value.is_complex() else value).detach().cpu().tolist()
+        return _listed(value.detach())
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
+        if value.dtype.kind == "c":
+            return _listed(torch.as_tensor(value))
+        return value.tolist() if value.dtype.kind in _PLAIN else plain(value.tolist(), what)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_asdict"):
         return [plain(item, what) for item in value]
     parts = _parts(value)

@@ -59,7 +59,7 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     watch = engine.built.watch
     # Halves of the outputs are compared without gradients, where such a loss may omit terms.
     differentiates = watch is not None and bool(derivatives.line_of(engine.plan.task, watch.model))
-    mixes = loader.collates and not isinstance(loader.source, StreamSource)  # of which no row can be read again
+    mixes = loader.regroups and not isinstance(loader.source, StreamSource)  # of which no row can be read again
     if loader.collate_draws or (kind in ("mean", "sum") and not (mixes or differentiates)):
         return False
     return _has_user_loss(engine)
@@ -224,7 +224,7 @@ class _Trial:
             self.digests.add(digest(whole))
             yield tree_map_only(Tensor, torch.clone, whole)  # a model may write to it
         leaves, size = tree_leaves(whole), len(self._parts[0])
-        if (self._loader.collates and self._given is None) or not all(
+        if (self._loader.regroups and self._given is None) or not all(
             isinstance(leaf, Tensor) and list(leaf.shape[:1]) == [size] for leaf in leaves
         ):
             yield from batches

@@ -158,9 +158,11 @@ def test_the_trial_of_an_evaluation_has_a_batch_of_each_size(rank):
     assert [batch.counts for batch in loader.trial()] == [True, True, rank == 0]
 
 
-def test_padding_mixes_no_samples():
-    made = [as_source(Noisy(), 0, collate) for collate in (None, Pad(), default_collate)]
-    assert [Loader(source, seed=0, micro_batch_size=2).collates for source in made] == [False, False, True]
+def test_padding_mixes_no_samples_but_a_row_looks_different_in_another_batch():
+    made = [as_source(Noisy(), 0, collate) for collate in (None, Pad(length=9), Pad(), default_collate)]
+    loaders = [Loader(source, seed=0, micro_batch_size=2) for source in made]
+    assert [loader.collates for loader in loaders] == [False, False, False, True]
+    assert [loader.regroups for loader in loaders] == [False, False, True, True]
 
 
 def test_the_samples_of_a_step_have_their_numbers_though_an_order_repeats_them():

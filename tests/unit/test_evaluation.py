@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torchmetrics import MeanMetric
 
 import dsframe
@@ -457,6 +457,51 @@ def test_a_loss_over_no_items_is_said_once(task, capsys):
     results = [evaluation.run() for _ in range(2)]
     assert all((result["loss"] != result["loss"]) == (task is Chosen) for result in results)
     assert capsys.readouterr().out.count("return their number from loss_weight(targets)") == (task is Chosen)
+
+
+class Collated(ReadyTask):
+    """Rows with their numbers."""
+
+    def __init__(self, collate):
+        self.eval_collate = collate
+
+    def model(self):
+        return nn.PReLU()
+
+    def loss(self, outputs, targets):
+        return outputs.mean()
+
+    def train_data(self):
+        return [(torch.full((3,), float(number)), torch.tensor(float(number))) for number in range(14)]
+
+
+def dropping(rows):
+    return default_collate([row for row in rows if row[1] != 7])
+
+
+def joined(rows):
+    return tuple(part.flatten()[None] for part in default_collate(rows))
+
+
+def time_first(rows):
+    return tuple(part[None].expand(2, *part.shape) for part in default_collate(rows))
+
+
+def boxes(rows):
+    """As many as the row's number modulo three, one after the other."""
+    counts = torch.tensor([int(number) % 3 * 2 for _, number in rows[1:]] + [0])
+    return tuple(part.repeat_interleave(counts, 0) for part in default_collate(rows))
+
+
+@pytest.mark.parametrize("collate", [dropping, joined, time_first, boxes, default_collate])
+def test_samples_that_collate_leaves_out_are_said(collate, capsys):
+    task = Collated(collate)
+    engine = engine_of("single", task, 0.0)
+    loader = EvaluationLoader(as_source(task.train_data(), 0, collate), seed=0, micro_batch_size=5)
+    evaluation = Evaluation(engine, {"": loader}, lambda: None, print)
+    for _ in range(2):
+        assert [*evaluation.run()] == ["loss"]
+    assert capsys.readouterr().out.count("fewer rows than samples") == (collate is dropping)
 
 
 class Mode(ReadyTask):

@@ -7,7 +7,9 @@ import json
 import shutil
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,6 +230,7 @@ class Found:
     step: int = 3
 
 
+jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
 BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4), "name": ""}]
 
 
@@ -241,6 +244,10 @@ BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4)
         ([torch.ones(2), torch.ones(2), torch.zeros(2)], [{"output": [1.0, 1.0, 0.0]}] * 2),
         (torch.tensor([1 + 2j, 3]), [{"output": [1.0, 2.0]}, {"output": [3.0, 0.0]}]),
         ({"logits": torch.ones(2), "loss": None}, [{"logits": 1.0, "loss": None}] * 2),
+        (np.array([1 + 2j, 3]), [{"output": [1.0, 2.0]}, {"output": [3.0, 0.0]}]),
+        (np.array(["a", None], object), [{"output": "a"}, {"output": None}]),
+        (torch.eye(2).to_sparse(), [{"output": [1.0, 0.0]}, {"output": [0.0, 1.0]}]),
+        (jagged([torch.ones(1), torch.zeros(2)]), [{"output": [1.0]}, {"output": [0.0, 0.0]}]),
     ],
 )
 def test_a_prediction_has_a_row_for_each_sample(outputs, rows):
@@ -262,6 +269,10 @@ class Odd(Plane):
         ({"a": ["x", "y", "z"]}, "'a': a list of 3 for a batch of 2 samples"),
         ({"a": [torch.ones(2), torch.ones(2)]}, "its entries or its rows may be the samples"),
         ({"a": [object(), object()]}, "'a': object is nothing that can be written"),
+        ({"a": [Path("a"), Path("b")]}, "'a': PosixPath is nothing that can be written"),
+        ({"a": np.array(["2026-11-30"] * 2, "datetime64[D]")}, "'a': date is nothing that can be written"),
+        ({"a": np.array([b"x", b"y"])}, "'a': bytes is nothing that can be written"),
+        ({"a": jagged([torch.ones(1)])}, "'a': 1 rows for a batch of 2 samples"),
     ],
 )
 def test_predictions_without_a_row_for_each_sample_are_refused(given, message):

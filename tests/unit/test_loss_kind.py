@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 import dsframe
-from dsframe.data import TensorSource
+from dsframe.data import Pad, TensorSource
 from dsframe.errors import TaskError
 from dsframe.training.halves import kind_of
 from tests import lines
@@ -278,6 +278,31 @@ FORMS = {
     "padding, mean over items": (Rows(by_count, lambda: OfAll(1, 4), padded), NEITHER),
     "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
 }
+
+
+class ByName(nn.Linear):
+    """Takes the mean of what it gets under a name."""
+
+    def forward(self, x):
+        return super().forward(x.mean(1, keepdim=True))
+
+
+class Named(Rows):
+    """Rows of one to three numbers, by names."""
+
+    def train_data(self):
+        rows = super().train_data()
+        return [
+            {"x": inputs[: 1 + int((inputs[1:] > 0).sum())].tolist(), "labels": targets.tolist()}
+            for inputs, targets in (rows[number] for number in range(len(rows)))
+        ]
+
+
+@pytest.mark.parametrize("length", [None, 4])
+def test_our_own_padding_to_the_longest_is_looked_at_as_a_collate_of_the_task(length, capsys):
+    """Answers as positions in a text: cross entropy over positions counts padding, mask or not."""
+    dsframe.fit(Named(mean, lambda: ByName(1, 4), Pad(length=length)), file(2))
+    assert ("the model sees padding" in capsys.readouterr().err) == (length is None)
 
 
 class InStream(Rows):

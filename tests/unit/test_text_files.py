@@ -200,14 +200,41 @@ def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_pat
     assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
 
 
-def test_what_is_not_read_is_said_at_every_start(tmp_path):
-    """The second one reads no rows: it takes the tokens of the first."""
-    jsonl(tmp_path / "a.jsonl", [{**row, "source": "web"} for row in conversations(9)])
+@pytest.mark.parametrize(
+    ("kind", "place"), [("jsonl", "a.jsonl:1"), ("parquet", "a.parquet, row 0"), ("saved", "a.saved, row 0")]
+)
+def test_what_is_not_read_is_said_at_every_start(kind, place, tmp_path):
+    """The second one reads no rows: it takes the tokens of the first. Names and places of rows are read by nobody."""
+    rows = [{"id": 1, "source": "web", "doc_id": 2, "images": ["a"], **row} for row in conversations(9)]
+    for row in rows:
+        row.pop("tools", None)
+    written(tmp_path / f"a.{kind}", rows)
     words = tokenizer(tmp_path / "words")
     for _ in range(2):
         said = []
-        task("a.jsonl", words=words, format="conversations").prepare(said.append)
-        assert "warning: a.jsonl:1: columns that are not read: source" in said
+        task(f"a.{kind}", words=words, format="conversations").prepare(said.append)
+        assert [line for line in said if "not read" in line] == [f"warning: {place}: columns that are not read: images"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_columns_of_other_formats_are_named_beside_a_text(kind, tmp_path):
+    rows = [{"text": "a b", "id": 3, "title": "t", "prompt": "a", "label": 0, "rejected": None} for _ in range(3)]
+    written(tmp_path / f"a.{kind}", rows[:2])
+    found, said = task(f"a.{kind}", context=2), []
+    found.prepare(said.append)
+    (line,) = (line for line in said if "not read" in line)
+    assert line.endswith("columns that are not read: label, prompt" + ", rejected" * (kind != "jsonl"))
+
+
+def written(path, rows):
+    """Writes rows in the form that the suffix names."""
+    if path.suffix == ".jsonl":
+        jsonl(path, rows)
+    elif path.suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    else:
+        pytest.importorskip("datasets", reason="datasets is not installed").Dataset.from_list(rows).save_to_disk(path)
 
 
 def test_a_template_that_writes_the_date_is_said_and_has_tokens_of_its_own(tmp_path):
@@ -343,11 +370,11 @@ def test_what_is_no_file_of_rows_is_named(tmp_path):
     assert "good.jsonl is named twice, by good.jsonl and g*.jsonl" in refusal(["good.jsonl", "g*.jsonl"])
     assert "good.jsonl is named twice, by good.jsonl and /" in refusal(["good.jsonl", str(tmp_path / "good.jsonl")])
     for columns, message in (
-        (["body", "id"], "no column \"text\", or it is null; it has 'body', 'id'"),
-        (["text"] * 2, "is there twice"),
+        (["body", "id"], ", row 0: no column \"text\", or it is null; it has 'body', 'id'"),
+        (["text"] * 2, ": is there twice"),
     ):
         parquet.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, columns), tmp_path / "a.parquet")
-        assert f"a.parquet: {message}" in refusal("a.parquet").replace("a column ", "")
+        assert f"a.parquet{message}" in refusal("a.parquet").replace("a column ", "")
 
 
 def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path):
