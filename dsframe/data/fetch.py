@@ -19,8 +19,8 @@ from pathlib import Path
 
 from dsframe.data import vision
 from dsframe.data._torchvision import torchvision
-from dsframe.data.files import data_root, read_bytes, replacing
-from dsframe.data.idx import read_idx
+from dsframe.data.files import data_root, replacing
+from dsframe.data.idx import read_bytes, read_idx
 from dsframe.errors import DataError, DsframeError, exit_code_of
 from dsframe.text import Say
 

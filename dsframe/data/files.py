@@ -1,19 +1,13 @@
-"""Readers of data-set files. They check their input and name the file in DataErrors."""
+"""Where data sets lie, and files that are complete or missing."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import os
 import secrets
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from dsframe.errors import DataError
 
@@ -21,16 +15,6 @@ from dsframe.errors import DataError
 def data_root(data_dir: str | None) -> Path:
     """Returns ``data_dir``, else ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``."""
     return Path(data_dir or os.environ.get("DSFRAME_DATA") or "~/.cache/dsframe/data").expanduser()
-
-
-def read_bytes(path: Path) -> bytes:
-    """Returns the file's content, decompressed if the name ends in ``.gz``."""
-    try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or damaged ({error}); delete it and fetch it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 @contextlib.contextmanager
@@ -58,17 +42,3 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
         except BaseException:
             partial.unlink()
             raise
-
-
-def mapped(path: Path, size: int, offset: int = 0) -> Tensor:
-    """Returns ``size`` bytes of the file, uint8 ``[size]``, memory mapped and shared by the processes of a node.
-
-    Raises DataError.
-    """
-    if size == 0:
-        raise DataError(f"{path}: empty")
-    try:
-        # copy-on-write, because torch warns about read-only arrays
-        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,), offset=offset))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error

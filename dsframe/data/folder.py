@@ -86,7 +86,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")
-        self.digest_of_files = _digest(folder, [path for path, _ in self.samples])
+        paths = [path for path, _ in self.samples]
+        self.digest_of_files = digest_of([path.relative_to(folder).as_posix() for path in paths], paths)
         """Digest of the names and sizes of all images, in order."""
 
     def __len__(self) -> int:
@@ -126,13 +127,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(paths)
 
 
-def _digest(folder: Path, paths: Sequence[Path]) -> str:
+def digest_of(names: Sequence[str], paths: Sequence[Path], most: int = MOST_CHECKED) -> str:
     """Returns a digest of names and sizes: a copy of the folder has the same, other pictures have other sizes. Of more
-    than ``MOST_CHECKED`` files it has the sizes of some."""
-    every = -(-len(paths) // MOST_CHECKED)
+    than ``most`` files it has the sizes of some."""
+    every = -(-len(paths) // most)
     sizes = [_size(path) for path in paths[::every]]
-    names = "\0".join(path.relative_to(folder).as_posix() for path in paths)
-    return xxh3_64_hexdigest(f"{names}\0{sizes}".encode("utf-8", "surrogateescape"))
+    joined = "\0".join(names)
+    return xxh3_64_hexdigest(f"{joined}\0{sizes}".encode("utf-8", "surrogateescape"))
 
 
 def _size(path: Path) -> int:

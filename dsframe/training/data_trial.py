@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
+from dsframe.data import folder
 from dsframe.data.datasets import DatasetSource, StreamSource, as_source
 from dsframe.data.fingerprint import digest
 from dsframe.data.reading import loaded
@@ -33,6 +34,8 @@ _DEPTH = 5
 """Number of attribute levels below the data set that are searched for a generator."""
 _LONG = 32
 """Longer lists are assumed to hold rows, not transforms."""
+_MOST_FILES = 10_000
+"""Number of files whose sizes are asked for: a network may take a millisecond for each."""
 _OVERWRITTEN = "overwritten"
 """Returned in place of the digest of a stream's first row."""
 _SO = "so the result depends on the number of processes, on workers and on restarts"
@@ -46,11 +49,13 @@ def examined(task: Task, seed: int, data: tuple[Any, Any], say: Say) -> tuple[An
     if isinstance(source, StreamSource):
         _refuse_shared_files(source)
     else:
+        _record_files(source)
         _refuse_changing_order(task, len(source))
         if len(source) and (line := _state_warning(source, "training", task.workers)):
             say(line)
     for held_out in sets(task, data[1]).values():
         source = as_source(held_out, seed, task.eval_collate or task.collate)
+        _record_files(source)
         if len(source) and (line := _state_warning(source, "evaluation", task.workers)):
             say(line)
     return data
@@ -74,6 +79,42 @@ def _refuse_changing_order(task: Task, samples: int) -> None:
             "rank and after a restart; make it from seed and epoch alone: "
             "torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))"
         )
+
+
+def _record_files(source: Source) -> None:
+    """Gives a user's data set whose rows are files a digest of the names and sizes of all, by which ranks, and a resumed
+    run, compare more than a few samples."""
+    data = getattr(source, "dataset", None)
+    if paths := _files_of(data):
+        with suppress(AttributeError):  # a list, or slots
+            vars(data)["digest_of_files"] = folder.digest_of([path.name for path in paths], paths, _MOST_FILES)
+
+
+def _files_of(data: Any, depth: int = _DEPTH) -> list[Path]:
+    """Returns the files that a data set, or those inside a ``Subset`` or ``ConcatDataset``, keeps in a list with one for
+    each row; [] for data sets of dsframe."""
+    attributes = vars(data) if hasattr(data, "__dict__") else {}
+    if type(data).__module__.startswith("dsframe.") or not depth:
+        return []
+    several = attributes.get("datasets")
+    inside = [attributes.get("dataset"), *(several if isinstance(several, (list, tuple)) else ())]
+    if nested := [path for part in inside for path in _files_of(part, depth - 1)]:
+        return nested
+    bases = ["", *(str(value) for value in attributes.values() if isinstance(value, (str, Path)))]
+    for rows in attributes.values():
+        if isinstance(rows, (list, tuple)) and rows and hasattr(data, "__len__") and len(rows) == len(data):
+            names = [_path_in(row) for row in rows]
+            for base in bases if all(names) else ():
+                with suppress(OSError, ValueError):  # a long text is no path
+                    if Path(base, names[0]).is_file():
+                        return [Path(base, name) for name in names]
+    return []
+
+
+def _path_in(row: Any) -> str:
+    """Returns the first text or path of a row; "" if it has none."""
+    parts = row.values() if isinstance(row, dict) else row if isinstance(row, (tuple, list)) else [row]
+    return next((os.fspath(part) for part in parts if isinstance(part, (str, Path))), "")
 
 
 class _Reading(NamedTuple):

@@ -6,11 +6,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 import dsframe
 from dsframe.errors import DataError
-from dsframe.training.data_trial import examined
+from dsframe.training.data_trial import _files_of, examined
+from tests.files import ds_config
+from tests.lines import Line
 
 OUTSIDE = np.random.default_rng(0)
 ROWS = torch.arange(32.0).view(8, 4)
@@ -250,3 +252,62 @@ def test_workers_that_look_in_one_file_at_once_are_named(tmp_path):
         (line,) = lines(Sought(opened), workers=2)
         assert lines(Sought(opened), workers=1) == lines(Sought(opened)) == []
     assert line.startswith(f"the training data read {tmp_path / 'rows'}, which was open before the workers started")
+
+
+class Files(Dataset):
+    """Rows read from files that are listed in a form."""
+
+    def __init__(self, place, form):
+        paths = sorted(place.iterdir())
+        self.note, self.words, self.root = "x" * 5000, ["a text"] * len(paths), place
+        self.listed = [
+            {
+                "path": path,
+                "text": str(path),
+                "name of the root's": path.name,
+                "with a class": (str(path), 0),
+                "by name": {"label": 0, "file": path},
+            }[form]
+            for path in paths
+        ]
+
+    def __len__(self):
+        return len(self.listed)
+
+    def __getitem__(self, index):
+        return torch.zeros(2), torch.zeros(1)
+
+
+class OfFiles(Line):
+    def __init__(self, place, form):
+        self.place, self.form = place, form
+
+    def train_data(self):
+        files = Files(self.place, self.form)
+        return Subset(ConcatDataset([files]), range(len(files))) if self.form == "text" else files
+
+
+@pytest.mark.parametrize("form", ["path", "text", "name of the root's", "with a class", "by name"])
+def test_a_resume_says_that_one_of_a_data_sets_files_is_another_one(form, tmp_path, capsys):
+    """Five rows are read at a start; the others are known by the names and sizes of their files. A copy is the same."""
+    for place in ("first", "copy"):
+        (tmp_path / place).mkdir()
+        for number in range(24):
+            (tmp_path / place / f"{number:02}").write_bytes(b"x" * number)
+    file = ds_config(1, "SGD", 0.1, engine="single", steps=1, run_dir=str(tmp_path / "run"))
+    dsframe.fit(OfFiles(tmp_path / "first", form), file)
+    file["dsframe"]["steps"] = 2
+    dsframe.fit(OfFiles(tmp_path / "copy", form), file, resume="auto")
+    assert "the training data" not in capsys.readouterr().err
+    (tmp_path / "copy" / "07").write_bytes(b"")
+    file["dsframe"]["steps"] = 3
+    dsframe.fit(OfFiles(tmp_path / "copy", form), file, resume="auto")
+    assert "the training data: sample (which one is unknown) was another one" in capsys.readouterr().err
+
+
+def test_a_list_of_texts_or_of_other_length_is_no_list_of_files(tmp_path):
+    (tmp_path / "a").touch()
+    made = Files(tmp_path, "path")
+    assert _files_of(made) == [tmp_path / "a"]
+    made.more, made.listed = [tmp_path / "a"] * 2, ["b"]
+    assert _files_of(made) == _files_of([tmp_path / "a"]) == []

@@ -226,6 +226,18 @@ def test_columns_of_other_formats_are_named_beside_a_text(kind, tmp_path):
     assert line.endswith("columns that are not read: label, prompt" + ", rejected" * (kind != "jsonl"))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("conversation", [True, False])
+def test_a_file_without_the_columns_is_told_what_it_has(kind, conversation, tmp_path):
+    written(tmp_path / f"a.{kind}", [{"chosen": "a", "rejected": "b"}])
+    given = {"words": tokenizer(tmp_path / "words"), "format": "conversations"} if conversation else {}
+    with pytest.raises(DataError) as refused:
+        task(f"a.{kind}", **given).prepare(lambda line: None)
+    wanted = '"messages" or "prompt and completion"' if conversation else '"text"'
+    remedy = "preference pairs are a task of your own" if conversation else 'name the column of the text in "field"'
+    assert f"no column {wanted}, or it is null; it has 'chosen', 'rejected'; {remedy}" in str(refused.value)
+
+
 def written(path, rows):
     """Writes rows in the form that the suffix names."""
     if path.suffix == ".jsonl":
