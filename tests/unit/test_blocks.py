@@ -1,5 +1,6 @@
 """The first and the last lines of a run: its model's parts, its results, the best evaluation."""
 
+from dsframe.config.schema.scheduler import Scheduler
 from dsframe.model.parts import Part
 from dsframe.results import Summary
 from dsframe.run_dir import blocks
@@ -38,3 +39,14 @@ def test_the_end_names_the_fullest_rank_and_the_last_checkpoint(tmp_path):
     rows = dict(blocks.ending(summary, tmp_path, ("loss", 0.5, 20)))
     assert rows["training"] == "30 steps in 1:01, 8 samples/s, peak 3 MiB a rank"
     assert rows["checkpoint"] == str(last)
+
+
+def test_the_schedule_names_the_rate_that_deepspeed_takes_by_itself():
+    """WarmupDecayLR rises to 0.001 whatever the optimizer's rate is."""
+    asked = {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000, "warmup_num_steps": 10}}
+    shown = blocks._schedule_of_file(Scheduler.model_validate(asked))
+    assert shown == "WarmupDecayLR, warmup_max_lr 0.001, total_num_steps 2,000, warmup_num_steps 10"
+    asked["params"]["warmup_max_lr"] = 0.5
+    assert "warmup_max_lr 0.5" in blocks._schedule_of_file(Scheduler.model_validate(asked))
+    others = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    assert blocks._schedule_of_file(Scheduler.model_validate(others)) == "WarmupLR, warmup_num_steps 10"

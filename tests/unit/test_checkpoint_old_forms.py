@@ -7,6 +7,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from dsframe.checkpoint.old_forms import _parameter
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import MANIFEST, dump, verify
 from dsframe.tools import export
@@ -85,3 +86,15 @@ def test_damage_of_theirs_is_found(tmp_path, pieces):
         (path / name).unlink(missing_ok=True)
         os.mkfifo(path / name)
         assert len(verify(path)) == 1
+
+
+@pytest.mark.parametrize("begins", [1, 5])
+def test_pieces_that_overlap_or_leave_a_gap_are_refused(begins):
+    """Of six elements in two pieces of three: the second one begins elsewhere."""
+    entries = {"weight/a": {"dtype": "F32", "shape": [3], "begin": 0}}
+    whole = {"shape": [6], "moments": [], "scalars": {}, "pieces": [["first", 0, 3], ["second", 3, 3]]}
+    tensor = _parameter("a", whole, lambda file: entries)["tensors"]["weight"]
+    assert tensor["pieces"] == [["first", 0, 3], ["second", 0, 3]]
+    whole["pieces"][1][1] = begins
+    with pytest.raises(ValueError, match=f"weight/a: its pieces do not follow one another at element {min(begins, 3)}"):
+        _parameter("a", whole, lambda file: entries)

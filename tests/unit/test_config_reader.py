@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from dsframe.config.read.findings import Findings
 from dsframe.config.read.reader import ReadError, inside, number_of, read
 from tests.processes import REPOSITORY
 
@@ -122,3 +123,17 @@ def test_deep_nesting_is_a_message(text):
 )
 def test_number_of(text, number):
     assert number_of(text) == number
+
+
+def test_the_same_problem_is_named_once():
+    """Several rules may look at a key."""
+    findings = Findings(read('{"a": 1, "b": 2}'), "a.json")
+    for _ in range(2):
+        findings.error(("a",), "is wrong", "remove it", code="value")
+    findings.warning(("a",), "is wrong", "remove it", code="value")
+    findings.error(("b",), "is wrong", "remove it", code="value")
+    assert [(problem.severity, problem.path) for problem in findings.problems] == [
+        ("error", "a"),
+        ("warning", "a"),
+        ("error", "b"),
+    ]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dsframe.data import ImageSource, TensorSource
-from dsframe.data.text import TextSource
+from dsframe.data.source import own_rows
+from dsframe.data.text import TextSource, sources
 from dsframe.errors import DataError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -92,3 +93,33 @@ def test_training_windows_start_elsewhere_each_epoch():
         first = int(inputs[0, 0])
         assert inputs.flatten().tolist() == list(range(first, first + 10 * len(text)))
         assert torch.equal(targets, inputs + 1)
+
+
+class Odd(ImageSource):
+    """Reads its rows in a way of its own, which knows no second copy of a row within an epoch."""
+
+    def batch(self, indices, epoch):
+        assert int(indices.max()) < len(self)
+        return super().batch(indices, epoch)
+
+
+class OddPixels(ImageSource):
+    def pixels(self, indices, epoch):
+        return super().pixels(indices, epoch)
+
+
+def test_only_our_own_images_get_numbers_beyond_the_last_row():
+    """An order that repeats rows asks for row 1 again as row 9 of 8, which gets draws of its own."""
+    images, labels = torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+    rows, facts = torch.tensor([1, 9]), {"classes": 10, "mean": (0.5,), "std": (0.5,)}
+    for kind, asked in ((ImageSource, [1, 9]), (OddPixels, [1, 9]), (Odd, [1, 1])):
+        assert own_rows(kind(images, labels, **facts), rows).tolist() == asked
+    assert own_rows(TensorSource(labels, labels), rows).tolist() == [1, 1]
+
+
+def test_at_most_65_536_tokens_of_a_corpus_are_held_out(tmp_path):
+    for length, held_out in ((40 << 15, 1 << 16), (21 << 16, 1 << 16), (20_000, 1_000)):
+        (tmp_path / "a.txt").write_bytes(b"x" * length)
+        trained, evaluated = sources(str(tmp_path / "a.txt"), 1, None, 0)
+        assert len(evaluated) == held_out - 1
+        assert len(trained) == length - held_out - 1

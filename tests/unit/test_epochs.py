@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dsframe
+from dsframe import train
 from dsframe.checkpoint.store import Retention
 from dsframe.cli import main
 from dsframe.config import Facts, load
@@ -167,3 +168,24 @@ def test_a_run_goes_by_epochs_and_says_what_they_are(here, capsys):
     assert "the schedule is for" not in said
     assert sorted(int(path.name[-8:]) for path in Path("run/checkpoints").glob("step-*")) == [3, 5, 8, 10]
     assert [line["step"] for line in lines("run") if "evaluation" in line] == [3, 5, 8, 10]
+
+
+@pytest.mark.parametrize(("written", "given"), [("epochs", "steps"), ("steps", "epochs")])
+def test_a_length_on_the_command_line_replaces_the_files(written, given, tmp_path):
+    file = write_json(tmp_path / "a.json", {"train_batch_size": 8, "dsframe": {written: 3}})
+    settings = load(file, overrides=[f"dsframe.{given}=5"]).settings
+    assert (getattr(settings, given), getattr(settings, written)) == (5, None)
+    with pytest.raises(ConfigError, match="keep one of them"):
+        load(file, overrides=["dsframe.steps=5", "dsframe.epochs=5"])
+
+
+def test_what_waits_for_the_data_is_no_line_of_a_training(tmp_path, capsys):
+    """It is known by then."""
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 1}}
+    file = ds_config(8, "SGD", 0.1, engine="single", steps=2, run_dir=str(tmp_path / "run"))
+    path = write_json(tmp_path / "a.json", file | {"scheduler": schedule})
+    assert "auto-later" in [problem.code for problem in load(path).problems]
+    assert train.main(Line(), [str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "is resolved when" not in printed.out + printed.err
+    assert "warmup_max_lr 0.001, total_num_steps 2, warmup_num_steps 1" in printed.out + printed.err

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.data import folder
+from dsframe.config.schema.settings import VisionTask
+from dsframe.data import as_source, folder
 from dsframe.data.documents import find_files
 from dsframe.errors import CheckpointError, DataError
 from dsframe.run import execute
+from dsframe.tasks import build
 from dsframe.tools import evaluate
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
@@ -215,3 +218,40 @@ def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures):
         execute(load(file, overrides=["dsframe.steps=2"]), resume="auto")
     with pytest.raises(CheckpointError, match=said):
         evaluate._run("evaluate", evaluate._options("evaluate", [str(pictures / "run")]), World())
+
+
+def test_classes_are_numbered_by_name(tmp_path):
+    """Not as the system lists the folders."""
+    names = [f"class {number}" for number in (10, 9, 2, 31, 4, 25, 6, 17, 8, 11)]
+    for name in names:
+        written(tmp_path / "train" / name / "1.png", Image.fromarray(RAMP))
+    assert folder.class_names(str(tmp_path)) == sorted(names)
+    data = folder.load(str(tmp_path), FACTS, train=True, augment=False)
+    assert [path.parent.name for path, _ in data.samples] == sorted(names)
+    assert [label for _, label in data.samples] == [*range(10)]
+
+
+def test_an_evaluation_takes_pictures_as_they_are(pictures):
+    """Training draws a part of each picture and its mirror image; an evaluation has the centre of those held out."""
+    written(pictures / "val" / "cat" / "9.png", Image.fromarray(RAMP).resize((48, 40)))
+    section = {"dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
+    task = build(VisionTask.model_validate(section), seed=1)
+    held_out = as_source(task.eval_data(), 1)
+    assert [path.name for path, _ in held_out.dataset.samples] == ["9.png"]
+    first, again = (held_out.batch(torch.tensor([0]), epoch)[0] for epoch in (0, 1))
+    with Image.open(pictures / "val" / "cat" / "9.png") as file:
+        expected = folder._transform(task.images, augment=False)(folder.rgb(file))
+    assert torch.equal(first[0], expected)
+    assert torch.equal(first, again)
+    trained = as_source(task.train_data(), 1)
+    assert not torch.equal(*(trained.batch(torch.tensor([0]), epoch)[0] for epoch in (0, 1)))
+
+
+def test_an_evaluation_of_images_in_memory_draws_nothing():
+    section = {"dataset": "synthetic", "samples": 64, "image_size": 32}
+    task = build(VisionTask.model_validate(section), seed=1)
+    rows = torch.arange(6)
+    assert torch.equal(*(task.eval_data().batch(rows, epoch)[0] for epoch in (0, 1)))
+    assert not torch.equal(*(task.train_data().batch(rows, epoch)[0] for epoch in (0, 1)))
+    assert len(task.eval_data()) == 6
+    assert len(task.train_data()) == 64

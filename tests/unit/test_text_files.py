@@ -425,3 +425,11 @@ def test_a_text_is_read_in_pieces_without_a_byte_order_mark(tmp_path, monkeypatc
     path.write_bytes(content + b"\xff")
     with pytest.raises(DataError, match=r"not UTF-8 \(.* at byte 11\)"):
         list(documents.rows(path, ()))
+
+
+def test_an_error_in_a_parquet_file_or_a_saved_set_names_the_row(tmp_path):
+    """Counted over all that are read at a time."""
+    for kind in ("parquet", "saved"):
+        written(tmp_path / f"a.{kind}", [{"text": None if number == 511 else "a"} for number in range(600)])
+        with pytest.raises(DataError, match=rf'a\.{kind}, row 511: no column "text", or it is null'):
+            task(f"a.{kind}").prepare(lambda line: None)
