@@ -102,12 +102,6 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
             loader.source.refuse_other_order()
         parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
         _together(engine, lambda: _begin(out) if world.is_main else None)
-        padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
-        if failures(engine, "padded" if padded else ""):
-            job.say(
-                "note: predicted rows include padding, as much as their batch has; cut them in Task.predictions(outputs, targets), "
-                "for example by targets != -100"
-            )
 
         def finish() -> None:
             if missing := [part for part in parts if not part.exists()]:
@@ -117,6 +111,12 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
                 _write_jsonl(out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
 
         try:
+            padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+            if failures(engine, "padded" if padded else ""):
+                job.say(
+                    "note: predicted rows include padding, as much as their batch has; cut them in Task.predictions(outputs, "
+                    "targets), for example by targets != -100"
+                )
             _together(engine, lambda: finish() if world.is_main else None)
         finally:
             parts[world.rank].unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def _tensor(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         try:
             return torch.tensor(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # of texts, of objects, of numbers that are too large
             return value
     return value
 
@@ -113,7 +113,8 @@ def _misfit(numbers: list[int], rows: list[Any]) -> str:
         lines = []
         for path, leaf in tree_leaves_with_path(row):
             tensor = leaf if isinstance(leaf, Tensor) else np.asarray(leaf)
-            lines.append(f"{keystr(path)} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+            kind = str(tensor.dtype).removeprefix("torch.").replace("object", f"object ({type(leaf).__name__})")
+            lines.append(f"{keystr(path)} {list(tensor.shape)} {kind}")
         return lines
 
     first = describe(rows[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,12 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
                 f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
             )
         return data
+    tensors = isinstance(data, tuple) and collate is None and all(isinstance(part, Tensor) for part in data)
+    if tensors or (isinstance(data, Mapping) and not all(isinstance(key, int) for key in data)):
+        raise DataError(
+            f"a {type(data).__name__} of {'tensors' if tensors else ', '.join(map(str, data))} has no rows; return one of its data "
+            "sets, or torch.utils.data.TensorDataset(inputs, targets)"
+        )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")

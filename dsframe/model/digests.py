@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import xxhash
@@ -19,7 +19,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def digest_of_one(parameter: Tensor) -> str:
     """Returns the digest of the parameter's shape and its values as float32."""
     state = xxhash.xxh3_128()
-    for piece in _pieces(parameter.detach()):
+    for piece in torch.split(parameter.detach().reshape(-1), 1 << 22):
         state.update(piece.to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data)
     return f"{list(parameter.shape)} {state.hexdigest()}"
 
@@ -27,10 +27,6 @@ def digest_of_one(parameter: Tensor) -> str:
 def flat_copy(tensor: Tensor) -> Tensor:
     """Returns a flat copy on the CPU. NumPy must not see a tensor's own memory, because torch then never resizes it."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-
-
-def _pieces(tensor: Tensor, elements: int = 1 << 22) -> Iterator[Tensor]:
-    yield from torch.split(tensor.reshape(-1), elements)
 
 
 def combined(digests: Mapping[str, str]) -> str:

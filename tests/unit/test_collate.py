@@ -151,7 +151,9 @@ def broken(rows):
             "row 1 of these or row 2 of these lacks 'y'",
         ),
         (({"x": [1] * 9, "labels": 0},) * 2, Pad(length=4), "x has a row of 9, longer than length=4"),
-        (((1.0, 1), (1.0, 2**64)), None, r"row \d has \[1\] \[\] object"),
+        (((1.0, 1), (1.0, 2**64)), None, r"row \d has \[1\] \[\] object \(int\)"),
+        (({"x": 1.0, "labels": 0}, {"x": None, "labels": 0}), None, r"row \d has \['x'\] \[\] object \(NoneType\)"),
+        (({"x": [{"a": 1}], "labels": 0}, {"x": [{"b": 1}], "labels": 0}), None, r"row \d has .*\['x'\]\[0\]\['b'\]"),
     ],
 )
 def test_what_does_not_fit_is_named(rows, collate, message):

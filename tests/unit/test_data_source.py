@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsframe.data import ImageSource, TensorSource
+from dsframe.data import ImageSource, TensorSource, as_source
 from dsframe.data.source import own_rows
 from dsframe.data.text import TextSource, sources
 from dsframe.errors import DataError
@@ -123,3 +123,23 @@ def test_at_most_65_536_tokens_of_a_corpus_are_held_out(tmp_path):
         trained, evaluated = sources(str(tmp_path / "a.txt"), 1, None, 0)
         assert len(evaluated) == held_out - 1
         assert len(trained) == length - held_out - 1
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"train": [1], "test": [2]}, "dict of train, test"),
+        ({"x": torch.ones(4, 2), "labels": torch.ones(4)}, "dict of x, labels"),
+        ((torch.ones(4, 2), torch.ones(4)), "tuple of tensors"),
+    ],
+)
+def test_what_has_no_rows_is_refused_by_name(data, named):
+    """Their length was taken for the number of rows: "the training data set has only 2"."""
+    with pytest.raises(DataError, match=rf"^a {named} has no rows; return one of its data sets, or .*TensorDataset"):
+        as_source(data, 0)
+
+
+def test_rows_by_number_and_tensors_for_a_collate_are_taken():
+    assert as_source({0: (1.0, 2.0), 1: (3.0, 4.0)}, 0).batch(torch.tensor([1]), 0)[1].tolist() == [4.0]
+    rows = as_source((torch.ones(2), torch.zeros(2)), 0, lambda rows: (torch.stack(rows), torch.ones(len(rows))))
+    assert rows.batch(torch.tensor([1]), 0)[0].tolist() == [[0.0, 0.0]]

@@ -488,8 +488,8 @@ def time_first(rows):
 
 
 def boxes(rows):
-    """As many as the row's number modulo three, one after the other."""
-    counts = torch.tensor([int(number) % 3 * 2 for _, number in rows[1:]] + [0])
+    """None of a batch's last row, one or three of the others, one after the other: 4 of 5 rows, then 12."""
+    counts = torch.tensor([1 + 2 * (number > 4) for _, number in rows[1:]] + [0])
     return tuple(part.repeat_interleave(counts, 0) for part in default_collate(rows))
 
 

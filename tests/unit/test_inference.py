@@ -280,6 +280,22 @@ def test_predictions_without_a_row_for_each_sample_are_refused(given, message):
         rows_of(Odd(), given, None, 2)
 
 
+class Short(Plane):
+    """Has too few predictions for the last batch."""
+
+    def predictions(self, outputs, targets):
+        return {"sign": outputs.sign() if len(outputs) == 8 else outputs[:0]}
+
+
+def test_predictions_that_fail_leave_no_file(trained, tmp_path):
+    """Not those of the batches before either, on any rank."""
+    words = ["predict", str(trained[0]), "--out", str(tmp_path / "a.jsonl")]
+    words += ["--set", f"dsframe.task.name={__name__}:Short"]
+    with pytest.raises(TaskError, match=r"'sign': shape \[0, 2\] for a batch of 5 samples"):
+        evaluate._run(words[0], evaluate._options(words[0], words[1:]), World())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_load_model_names_another_model(trained):
     class Other(Plane):
         def model(self):
