@@ -27,7 +27,7 @@ from dsframe.data import _torchvision
 from dsframe.errors import TaskError
 from dsframe.host.restored import at_end
 from dsframe.tasks import hub
-from dsframe.text import Json, one_line
+from dsframe.text import Json, Say, one_line
 from dsframe.user_class import close_match
 
 MAPPINGS = {
@@ -169,8 +169,11 @@ def _from_folder(path: str) -> Any:
     return config
 
 
-def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Returns a model in fp32 and training mode, with new weights or those of a local folder.
+def build(
+    auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32, say: Say = lambda line: None
+) -> nn.Module:
+    """Returns a model in fp32 and training mode, with new weights or those of a local folder. ``say`` is told which of
+    the folder's the model does not have, as transformers would print.
 
     New weights, including a new output layer, are drawn from torch's global generator. A folder's weights are read one
     tensor at a time; on the device "meta" none are read. A language model whose files all have the 16-bit ``dtype``
@@ -196,6 +199,9 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     wrong = sorted(name for name in new if name not in parameters or parameters[name].shape[0] != classes)
     if wrong:  # a classifier may have a new output layer
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
+    if unread := sorted(map(str, loading_report["unexpected_keys"])):
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        say(f"note: task.model: {weights} has weights that this model has not: {', '.join(unread[:3])}{more}")
     return _with_supported_experts(model.train())  # from_pretrained returns it in evaluation mode
 
 

@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import math
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -77,7 +78,8 @@ class CausalLanguageModelTask(Task):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) else None
-        model = _transformers.build("AutoModelForCausalLM", self._stored_config, weights, self.context.dtype)
+        say = functools.partial(_say, self)
+        model = _transformers.build("AutoModelForCausalLM", self._stored_config, weights, self.context.dtype, say)
         if self.pretrained_config is not self._stored_config:
             _transformers.resize(model, self.pretrained_config.vocab_size)
         if self._balances:
@@ -199,6 +201,12 @@ class CausalLanguageModelTask(Task):
         if "\0" in decoded:
             raise DataError("has NUL characters, so it is not UTF-8 text; convert it, from UTF-16 perhaps")
         return torch.tensor(self.tokenizer(decoded, add_special_tokens=False)["input_ids"], dtype=torch.int32)
+
+
+def _say(task: Task, line: str) -> None:
+    """Prints a line on rank 0."""
+    if task.context.rank == 0:
+        print(f"dsframe: {line}", file=sys.stderr, flush=True)
 
 
 def _ends(config: Json, generation: str | None) -> list[int]:
@@ -325,7 +333,8 @@ class ImageClassificationTask(ImagesTask):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) else None
-        return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
+        say = functools.partial(_say, self)
+        return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights, say=say)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self._criterion(labels=targets, pooled_logits=outputs.logits, config=self.pretrained_config)

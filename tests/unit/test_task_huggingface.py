@@ -274,6 +274,27 @@ def test_folders_that_hold_no_model_are_refused(tmp_path):
         language(model=str(folder))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_of_a_folder_that_the_model_has_not_are_said_once(rank, tmp_path, capsys):
+    """As transformers prints: two layers are read as one where the configuration says so."""
+    model = save(language(model={**LLAMA, "num_hidden_layers": 2}), tmp_path / "two")
+    write_json(tmp_path / "two" / "config.json", {**model.config.to_dict(), "num_hidden_layers": 1})
+    task = language(model=str(tmp_path / "two"))
+    task.context = TaskContext(rank=rank)
+    task.model()
+    said = "has weights that this model has not: model.layers.1.input_layernorm.weight, "
+    printed = capsys.readouterr().err
+    assert printed.count(said) == (rank == 0)
+    assert (" and 6 more" in printed) == (rank == 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_is_said_of_a_folder_whose_weights_are_all_read(tied, tmp_path, capsys):
+    save(language(model={**LLAMA, "tie_word_embeddings": tied}), tmp_path / "all")
+    language(model=str(tmp_path / "all")).model()
+    assert "this model has not" not in capsys.readouterr().err
+
+
 def test_encoders_that_do_not_see_ahead_are_language_models():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
     model = language(model={"model_type": "bert", "is_decoder": True, **sizes}).model().eval()
