@@ -182,10 +182,10 @@ def test_a_length_on_the_command_line_replaces_the_files(written, given, tmp_pat
 def test_what_waits_for_the_data_is_no_line_of_a_training(tmp_path, capsys):
     """It is known by then."""
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 1}}
-    file = ds_config(8, "SGD", 0.1, engine="single", steps=2, run_dir=str(tmp_path / "run"))
+    file = ds_config(8, "SGD", 0.1, engine="single", epochs=1, run_dir=str(tmp_path / "run"))
     path = write_json(tmp_path / "a.json", file | {"scheduler": schedule})
     assert "auto-later" in [problem.code for problem in load(path).problems]
-    assert train.main(Line(), [str(path)]) == 0
+    assert train.main(Line(), ["--config", str(path)]) == 0
     printed = capsys.readouterr()
     assert "is resolved when" not in printed.out + printed.err
-    assert "warmup_max_lr 0.001, total_num_steps 2, warmup_num_steps 1" in printed.out + printed.err
+    assert "warmup_max_lr 0.001, total_num_steps 3, warmup_num_steps 1" in printed.out + printed.err
