@@ -34,8 +34,8 @@ _DEPTH = 5
 """Number of attribute levels below the data set that are searched for a generator."""
 _LONG = 32
 """Longer lists are assumed to hold rows, not transforms."""
-_MOST_FILES = 10_000
-"""Number of files whose sizes are asked for: a network may take a millisecond for each."""
+_MOST_FILES = 2_000
+"""Number of files whose sizes are asked for: a network may take a millisecond each, on every rank."""
 _OVERWRITTEN = "overwritten"
 """Returned in place of the digest of a stream's first row."""
 _SO = "so the result depends on the number of processes, on workers and on restarts"
