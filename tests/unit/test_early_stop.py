@@ -125,9 +125,11 @@ def test_a_run_ends_early_and_stays_ended(here, capsys):
     assert dsframe.fit(Falling(), longer, resume="auto").steps == 8
 
 
-def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(here):
+def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_count(here, capsys):
     few = {"metric": "loss:min", "patience": 2, "min_delta": 100.0}
     assert dsframe.fit(Falling(), file("whole", steps=5, stop=few)).stopped == ""
+    dsframe.fit(Falling(), file("last", steps=6, stop=few))
+    assert "training ends after" not in capsys.readouterr().err  # it is the file's last step
     dsframe.fit(Falling(), file("early", stop=few, checkpoints={}))
     assert [path.name for path in (here / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
 

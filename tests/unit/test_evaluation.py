@@ -19,7 +19,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, _finalized_alike, finalized
-from dsframe.training.shared_buffers import _row_spans
+from dsframe.training.shared_buffers import _row_spans, differing, take_over
 from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
 from tests.unit.test_step_path import make as engine_of
@@ -181,6 +181,42 @@ def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them():
     assert _row_spans(column) == ({}, 0)
 
 
+class Stateful(nn.Module):
+    """A module with a number that is in no tensor."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def get_extra_state(self):
+        return self.number
+
+    def set_extra_state(self, state):
+        self.number = state
+
+
+def test_every_rank_evaluates_one_rank_s_buffers():
+    """To the bit. A stage's layer is not on rank 0, and one more size is not exchanged; all that differs is named."""
+
+    def evaluated(ranks):
+        rank = ranks.plan.world.rank
+        of_all = {"norm": torch.full((3,), 0.1 * (rank + 1)), "last": torch.tensor(rank // 2), "same": torch.ones(2)}
+        held = of_all | {"sized": torch.ones(1 + rank)} | ({"layer": torch.full((2,), rank)} if rank else {})
+        ranks.buffers, ranks.built = lambda: held, MagicMock()
+        ranks.built.watch.model = Stateful(rank)
+        differ = differing(ranks)
+        taken = take_over(ranks, {name: buffer.clone() for name, buffer in held.items()})
+        return differ, sorted(taken), {name: buffer.tolist() for name, buffer in held.items()}
+
+    for rank, (differ, taken, held) in enumerate(Room(3).run(evaluated)):
+        assert differ == ["_extra_state", "last", "layer", "norm", "sized"]
+        assert taken == ["last", "layer", "norm"]
+        norm = torch.full((3,), 0.1).tolist()
+        assert held == {"norm": norm, "last": 0, "same": [1, 1], "sized": [1] * (1 + rank)} | (
+            {"layer": [1, 1]} if rank else {}
+        )
+
+
 class GatheringTask(ReadyTask):
     def loss(self, outputs, targets):
         return super().loss(self.all_rows(outputs), targets)
@@ -291,6 +327,21 @@ def test_what_is_kept_is_of_tensors_numbers_and_texts(kept):
         assert "Task.keep returned objects of a class" in answer["error"]
     else:
         assert answer == {"metrics": {"batches": 1.0}}
+
+
+def test_what_is_kept_of_a_large_tensor_is_small():
+    assert len(whole_set.packed(torch.zeros(1000, 1000)[:1])) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("metrics", "how"),
+    [(lambda batches: 1 / 0, "undefined"), (lambda batches: [][0], "failed"), (lambda batches: {"a": "b"}, "refused")],
+)
+def test_only_what_a_task_computes_may_be_undefined(metrics, how):
+    """A result that is no number is the task's mistake, whatever the samples are."""
+    task = Task()
+    task.metrics_of_all = metrics
+    assert whole_set._computed(task, [])["how"] == how
 
 
 def test_every_ranks_batches_come_to_rank_0():

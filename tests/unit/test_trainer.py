@@ -23,6 +23,7 @@ from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
 from dsframe.training import finite, step_log
 from dsframe.training.checkpoints import Checkpoints
+from dsframe.training.evaluations import Evaluations
 from tests.files import ds_config
 from tests.unit.test_checkpoint_files import Room
 
@@ -71,6 +72,7 @@ def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path):
     dsframe.fit(Line(), file(parts, **often), resume="auto")
     for key in ("learning_rate", "loss"):
         assert curve(parts, key) == curve(whole, key)
+    assert [rate > 0 for rate in curve(whole, "rate")] == [False] + [True] * 5
     assert curve(whole, "learning_rate") == [0.1 * 0.5**step for step in range(6)]
 
 
@@ -92,6 +94,71 @@ def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path):
     dsframe.fit(copied, file(tmp_path / "copied"))
     for run in ("often", "copied"):
         assert curve(tmp_path / run, "loss") == curve(tmp_path / "plain", "loss")
+
+
+class Counter(nn.Module):
+    """Holds a number in no tensor, and random ones that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+        self.register_buffer("mask", torch.rand(1), persistent=False)
+
+    def forward(self, rows):
+        self.number += self.training
+        return rows + self.mask
+
+    def get_extra_state(self):
+        return self.number
+
+    def set_extra_state(self, state):
+        self.number = state
+
+
+class Copied(Line):
+    """Holds each model that it has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def model(self):
+        self.made.append(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), Counter()))
+        return self.made[-1]
+
+
+class Taking(dsframe.Hooks):
+    """Takes copies at the last save."""
+
+    def __init__(self, averages):
+        self.averages, self.copies = averages, []
+
+    def on_checkpoint(self, run, path):
+        self.copies += [run.model(averages=averages) for averages in self.averages]
+
+
+@pytest.mark.parametrize("more", [{"ema": {"decay": 0.5}}, {"adapter": {"r": 1, "target_modules": ["0"]}}])
+def test_a_copy_of_the_model_is_what_a_checkpoint_has(more, tmp_path):
+    """Weights or their averages, buffers, extra states and an adapter; in evaluation mode, as it was built."""
+    averages = [False, True] if "ema" in more else [False]
+    task, hook = Copied(), Taking(averages)
+    task.hooks = [hook]
+    dsframe.fit(task, file(tmp_path, **more))
+    for copied, of_averages in zip(hook.copies, averages, strict=True):
+        loaded = dsframe.load_model(tmp_path, Copied(), averages=of_averages)
+        assert not any(module.training for module in copied.modules())
+        assert copied[2].number == task.made[0][2].number > 0
+        assert torch.equal(copied[2].mask, task.made[0][2].mask)
+        for name, tensor in loaded.state_dict().items():
+            if name != "2._extra_state":
+                torch.testing.assert_close(copied.state_dict()[name], tensor)
+
+
+def test_a_task_that_gives_its_model_again_has_no_copy(tmp_path):
+    task, made = Line(), nn.Linear(1, 1)
+    task.model, task.hooks = lambda: made, [Copying()]
+    with pytest.raises(TaskError, match=r"model\(\) gives the module that is trained"):
+        dsframe.fit(task, file(tmp_path))
 
 
 class Undropped(Line):
@@ -157,12 +224,30 @@ def test_the_average_does_not_move_after_a_skipped_update(tmp_path):
 
 def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path):
     with pytest.raises(TrainingError, match="step 50: "):
-        dsframe.fit(Line(*range(12)), file(tmp_path, on_nonfinite="skip", steps=60))
+        dsframe.fit(Line(*range(12)), file(tmp_path / "bits", on_nonfinite="skip", steps=60))
+    fixed = {"fp16": {"enabled": True, "loss_scale": 8}}
+    with pytest.raises(TrainingError, match="step 50: "):
+        dsframe.fit(Line(*range(12)), file(tmp_path / "scaled", steps=60) | fixed)
 
 
 def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
-    assert dsframe.fit(Line(0, 4), file(tmp_path, on_nonfinite="skip")).skipped_steps == 2
+    given = file(tmp_path, on_nonfinite="skip")
+    assert dsframe.fit(Line(0, 4), given).skipped_steps == 2
+    with pytest.raises(TrainingError, match=r"step 4: the loss of rank 0 is not finite since step 3, made of samples 4, 5"):
+        dsframe.fit(Line(0, 4, 6), given)
+
+
+class Steep(Undropped):
+    """A loss of 0, whose gradients are NaN."""
+
+    def loss(self, outputs, targets):
+        return (outputs - outputs.detach()).abs().sqrt().mean()
+
+
+def test_gradients_that_are_not_finite_end_the_training_at_the_next_line(tmp_path):
+    with pytest.raises(TrainingError, match="step 1: the gradients are not finite at step 1, though the loss is"):
+        dsframe.fit(Steep(), file(tmp_path))
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -212,6 +297,15 @@ def test_the_rate_is_of_the_steps_after_the_first_without_pauses():
     assert (summary.rate, summary.seconds, summary.first_step_seconds) == (16.0, 6.0, 1.0)
 
 
+def test_saves_and_evaluations_are_pauses():
+    training, saver = MagicMock(step=3), MagicMock(saved_step=None)
+    saver.save.return_value = 5.0
+    checkpoints = Checkpoints(saver, MagicMock(), MagicMock(), MagicMock())
+    checkpoints.save(training)
+    Evaluations(MagicMock(), MagicMock(), checkpoints).evaluate(training)
+    assert [each.args for each in training.pause.call_args_list] == [(5.0,), (pytest.approx(0.0, abs=5.0),)]
+
+
 def test_a_stopped_run_waits_for_its_save():
     saver = MagicMock(saved_step=None, asynchronous=True)
     with pytest.raises(StoppedError):
@@ -219,13 +313,29 @@ def test_a_stopped_run_waits_for_its_save():
     assert saver.method_calls[-1] == call.settle()
 
 
-def test_what_is_logged_is_the_mean_over_ranks():
+@pytest.mark.parametrize(("ranks_with", "mean"), [(2, 2 / 3), (1, 1.0)])
+def test_what_is_logged_is_the_mean_over_ranks(ranks_with, mean):
+    """Of terms, over those of which a loss has some."""
+
     def logged(ranks):
         rank = ranks.plan.world.rank
-        terms = {"right": dsframe.Sum(torch.tensor(1.0), 1 + rank)}
+        terms = {"right": dsframe.Sum(torch.tensor(1.0), 1 + rank)} if rank < ranks_with else {}
         return step_log._means(ranks, SimpleNamespace(loss=torch.tensor(float(rank)), terms=terms))
 
-    assert Room(2).run(logged) == [(0.5, {"right": pytest.approx(2 / 3)})] * 2
+    assert Room(2).run(logged) == [(0.5, {"right": pytest.approx(mean)})] * 2
+
+
+def test_a_stream_of_another_length_is_said_once():
+    result = SimpleNamespace(loss=torch.ones(()), terms={}, gradient_norm=None, skipped=False, learning_rate=0.1)
+
+    def logged(ranks):
+        training, log = MagicMock(step=1, first_step=1, engine=ranks), step_log.StepLog(MagicMock(), MagicMock())
+        training.loader.rows_read.return_value = None
+        log.log(training, result)
+        log.log(training, result)
+        return training.progress.say.call_count
+
+    assert Room(1).run(logged) == [1]
 
 
 def test_passes_over_a_stream_that_differ_between_ranks_are_refused():
@@ -235,6 +345,14 @@ def test_passes_over_a_stream_that_differ_between_ranks_are_refused():
         return str(caught.value)
 
     assert all("had 4 rows on rank 0, but 5 on rank 1" in said for said in Room(2).run(refused))
+
+
+def test_ranks_may_be_in_different_passes_over_a_stream():
+    def read(ranks):
+        passes = 1 + ranks.plan.world.rank
+        return step_log._rows_read(ranks, SimpleNamespace(rows_read=lambda: [5 + passes, passes, 4 * passes]))
+
+    assert Room(2).run(read) == [{"rows_read": [6, 7]}] * 2
 
 
 def test_two_micro_batches_are_one_batch(tmp_path):

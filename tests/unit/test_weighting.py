@@ -129,6 +129,21 @@ def test_nothing_but_padding_spoils_no_evaluation(weight, monkeypatch):
     assert (float(found.total), float(found.count)) == (0.0, 0.0)
 
 
+def test_batches_of_several_sizes_that_count_the_same_are_said_once(capsys):
+    """Of a collate; a batch of which tensors have several lengths shows no number of rows."""
+    task = Plain()
+    task.collate = torch.utils.data.default_collate
+    world = SimpleNamespace(rank=0, size=1, is_main=True)
+    weights = LossWeights(SimpleNamespace(plan=SimpleNamespace(task=task, batch=batch(1, 1), world=world)))
+    lines = []
+    for inputs, targets in ((2, 2), (5, 2), (2, 2), (3, 3), (4, 4)):
+        (one,) = weights.settle(iter([(torch.zeros(inputs, 3), torch.zeros(targets))]))
+        assert one.weight == 1.0
+        lines.append(capsys.readouterr().err)
+    assert [bool(line) for line in lines] == [False, False, False, True, False]
+    assert "makes micro-batches of 2 and of 3 rows, which count the same" in lines[3]
+
+
 def test_a_long_step_gives_signs_of_life():
     """All of its micro-batches have been read by then."""
     trainer = object.__new__(Trainer)
