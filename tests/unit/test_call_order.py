@@ -130,7 +130,8 @@ def test_gradients_are_the_same_in_each_pass_in_any_order(of_ranks, differ):
         step(order, model, "ab")
         arriving(order, rank, *of_ranks)
 
-    assert [text is not None and "a gradient of" in text for text in on_ranks(act)] == [differ] * 2
+    for text in on_ranks(act):
+        assert "a gradient of" in text if differ else text is None
 
 
 def test_in_the_first_step_gradients_are_compared_before_any_is_reduced():

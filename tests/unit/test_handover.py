@@ -9,6 +9,7 @@ import torch
 import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
+from dsframe.config.schema.zero import SMALL
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
@@ -171,3 +172,26 @@ def test_a_parameter_that_stage_3_cannot_shard_is_named():
     with pytest.raises(EngineError, match="stage 3 cannot shard empty, which has no elements"):
         engine.refuse_empty(model)
     engine.refuse_empty(torch.nn.Linear(2, 2))
+
+
+def test_a_small_model_stays_whole_where_the_file_does_not_say_what_to_keep():
+    written = {
+        "stage3_param_persistence_threshold": 10**5,
+        "stage3_model_persistence_threshold": 10**6,
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 10**9,
+        "offload_param": {"device": "cpu"},
+    }
+    for stage, section, keeps in [(3, {}, True), (2, {}, False), *((3, {key: written[key]}, False) for key in written)]:
+        zero_3 = load(
+            {"train_batch_size": 2, "zero_optimization": {"stage": stage, **section}}
+        ).deepspeed.zero_optimization
+        assert (zero_3.keeps_whole(SMALL), zero_3.keeps_whole(SMALL + 1)) == (keeps, False), section
+
+
+def test_a_bucket_is_never_so_small_that_messages_are():
+    stage_3 = load({"train_batch_size": 2, "zero_optimization": {"stage": 3}}).deepspeed.zero_optimization
+    sizes = [stage_3.bucket_elements(elements, on_cpu=True) for elements in (SMALL + 1, 4 * SMALL, 8 * SMALL, 10**12)]
+    assert sizes == [SMALL // 4, SMALL // 4, SMALL // 2, stage_3.reduce_bucket_size]
+    assert stage_3.bucket_elements(0, on_cpu=False) == stage_3.reduce_bucket_size
+    assert stage_3.bucket_elements(SMALL, on_cpu=False) == SMALL

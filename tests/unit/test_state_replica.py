@@ -20,7 +20,10 @@ def views_of(flat):
     """Three parameters, with the optimizer's tensors: one for all, or one for each."""
     if flat:
         master = torch.nn.Parameter(torch.randn(11))
-        return [ParameterView(name, shape, master, start) for (name, shape), start in zip(SHAPES.items(), (0, 6, 10), strict=True)]
+        return [
+            ParameterView(name, shape, master, start)
+            for (name, shape), start in zip(SHAPES.items(), (0, 6, 10), strict=True)
+        ]
     return [ParameterView(name, shape, torch.nn.Parameter(torch.randn(shape))) for name, shape in SHAPES.items()]
 
 

@@ -234,7 +234,9 @@ def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
     given = file(tmp_path, on_nonfinite="skip")
     assert dsframe.fit(Line(0, 4), given).skipped_steps == 2
-    with pytest.raises(TrainingError, match=r"step 4: the loss of rank 0 is not finite since step 3, made of samples 4, 5"):
+    with pytest.raises(
+        TrainingError, match=r"step 4: the loss of rank 0 is not finite since step 3, made of samples 4, 5"
+    ):
         dsframe.fit(Line(0, 4, 6), given)
 
 

@@ -27,7 +27,8 @@ def test_what_no_rank_uses_is_said_if_the_optimizer_moves_it(kind, options, said
 
     def trained(ranks):
         model = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
-        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+        groups = [{"params": [model["a"]], "weight_decay": 0.0}, {"params": [model["b"], model["c"]]}]
+        optimizer = getattr(torch.optim, kind)(groups, lr=0.1, **options)
         ranks.plan.config = SimpleNamespace(settings=SimpleNamespace(model=SimpleNamespace(compile=None)))
         ranks.plan.optimizer = SimpleNamespace(name=kind)
         unused, lines = Unused(ranks, model, optimizer), []
