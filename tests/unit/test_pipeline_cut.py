@@ -14,6 +14,7 @@ from torch.nn import functional
 from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engines.deepspeed.elsewhere import Elsewhere
+from dsframe.engines.deepspeed.imports import PipelineModule
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import EngineError, TaskError
@@ -304,3 +305,42 @@ def test_what_is_not_sent_between_stages_is_named(outputs, what):
     stage = SimpleNamespace(parts=[0, 2, 4], stage_id=0)
     with pytest.raises(TaskError, match=f"layer 1, .* returns {what}.*: pass a tensor or a tuple of tensors"):
         Stage._refuse_unsendable(stage, outputs)
+
+
+def running(monkeypatch, function):
+    """A first stage of two, in training, that computes ``function``."""
+    stage = object.__new__(Stage)
+    nn.Module.__init__(stage)
+    monkeypatch.setattr(Stage, "is_last", False)
+    monkeypatch.setattr(PipelineModule, "forward", lambda self, inputs: function(inputs))
+    stage.parts, stage.stage_id, stage._sizes = [0, 2, 4], 0, {}
+    return stage
+
+
+def test_every_input_of_a_stage_has_a_gradient_and_every_output_can_be_sent(monkeypatch):
+    """DeepSpeed exchanges one for each tensor of floating-point numbers. What is not used may hold NaN."""
+
+    def function(inputs):
+        used, *_ = inputs
+        return (2 * used).t(), used.detach().sum(), torch.ones(2, dtype=torch.int64)
+
+    stage = running(monkeypatch, function)
+    used, unused = torch.ones(2, 3, requires_grad=True), torch.full((3,), torch.nan, requires_grad=True)
+    turned, total, number = stage((used, unused))
+    assert [part.requires_grad for part in (turned, total, number)] == [True, True, False]
+    assert turned.is_contiguous()
+    assert torch.equal(turned, torch.full((3, 2), 2.0))
+    (turned.sum() + total).backward()
+    assert (used.grad.tolist(), unused.grad.tolist()) == ([[2.0] * 3] * 2, [0.0] * 3)
+    stage.eval()
+    assert [part.requires_grad for part in stage((used, unused))] == [True, False, False]
+
+
+def test_an_input_s_size_decides_that_of_the_outputs(monkeypatch):
+    lengths = iter([2, 3, 2, 4])
+    stage = running(monkeypatch, lambda inputs: torch.ones(len(inputs), next(lengths)))
+    stage(torch.ones(1))
+    stage(torch.ones(2))
+    stage(torch.ones(1))
+    with pytest.raises(TaskError, match=r"outputs of shapes \[torch.Size\(\[1, 2\]\)\] before, and now .*1, 4"):
+        stage(torch.ones(1))
