@@ -504,3 +504,43 @@ def test_a_state_that_evaluations_need_is_said_and_a_resume_refused(saves, tmp_p
         return
     with pytest.raises(TaskError, match=r"its evaluation depends on them"):
         fit(tmp_path, Tracks(saves=saves), 4, resume="auto")
+
+
+class Holder(nn.Module):
+    """Values of every kind in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.flag, self.table, self.large = 1, True, torch.ones(1 << 18), torch.ones((1 << 18) + 1)
+        self.rows, self.gone = [torch.ones(2)], 1.0
+
+    def forward(self):
+        return self.count, self.flag, self.table, self.large, self.rows, self.gone, self.made
+
+
+def test_a_copy_for_the_whole_training_has_no_large_values():
+    model = Holder()
+    whole = held.attributes(model)
+    small = whole.small()
+    for tensor in (model.table, model.large):
+        tensor.add_(1)
+    model.flag = 1  # which equals True
+    assert whole.changed() == {"flag", "table", "large"}
+    assert small.changed() == {"flag", "table"}
+
+
+def test_values_are_put_back_in_the_same_objects():
+    """What is new goes, what was replaced comes again."""
+    model = Holder()
+    table, rows = model.table, model.rows
+    before = held.attributes(model)
+    model.table.add_(1)
+    model.rows.append(torch.zeros(1))
+    model.rows, model.table, model.count, model.made = [], torch.zeros(1), 5, 2
+    del model.gone
+    before.put_back()
+    assert model.table is table
+    assert table.eq(1).all()
+    assert model.rows is rows
+    assert [part.tolist() for part in rows] == [[1.0, 1.0]]
+    assert (model.count, model.gone, hasattr(model, "made")) == (1, 1.0, False)

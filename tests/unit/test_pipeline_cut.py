@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dsframe import Task, Tied
 from dsframe.config import load
+from dsframe.engines.deepspeed import pipeline
 from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.imports import PipelineModule
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
@@ -66,6 +67,11 @@ class Frozen(nn.BatchNorm1d):
         return super().train(False)
 
 
+def with_hook(layer):
+    layer.weight.register_hook(lambda gradient: gradient)
+    return layer
+
+
 LINEAR = partial(nn.Linear, 3, 3)
 TWICE = nn.Sequential(*[nn.Linear(3, 3), nn.ReLU()] * 2)
 EMBEDDED = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
@@ -93,6 +99,9 @@ def test_stages_hold_about_the_same(task, pipeline, bounds, sizes):
         (Given(Own(nn.Linear(3, 3), nn.ReLU())), {}, TaskError, "Own of Given is one piece"),
         (Given(layers=[LINEAR, LINEAR]), {"stages": 4}, EngineError, "4 stages, but the model has 2 layers; use fewer"),
         (Given(layers=[LINEAR, LINEAR]), {"partition": "type:conv"}, EngineError, 'conv" matches 0 .*classes are Linear'),
+        (Given(layers=EMBEDDED[:3]), {"partition": "type:embed"}, EngineError, 'embed" matches 1 layers, too few for 2'),
+        (Given(layers=[partial(nn.Embedding, 9, 3, max_norm=1.0), LINEAR]), {}, EngineError, "cannot keep .* max_norm"),
+        (Given(nn.Sequential(with_hook(LINEAR()), LINEAR())), {}, EngineError, "no hooks on gradients, and 0.weight has one"),
         (Given(layers=[LINEAR, nn.ReLU]), {}, EngineError, "stage 1 of 2 would have layers 1 to 1 and nothing to train"),
         (Given(TWICE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
         (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
@@ -241,6 +250,8 @@ def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch():
     right.try_out(rows)
     assert torch.equal(torch.get_rng_state(), before)
     assert right._trial is None, "once"
+    engine._cut, engine._dtype = right, torch.float32
+    assert engine._micro_batch(MicroBatch((rows,), None))[0] is rows
     assert all(module.training for model in right.models for module in model.modules())
 
 
@@ -344,3 +355,15 @@ def test_an_input_s_size_decides_that_of_the_outputs(monkeypatch):
     stage(torch.ones(1))
     with pytest.raises(TaskError, match=r"outputs of shapes \[torch.Size\(\[1, 2\]\)\] before, and now .*1, 4"):
         stage(torch.ones(1))
+
+
+def test_stages_announce_sizes_where_a_step_has_several(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pipeline.patches, "announce_sizes", lambda engine, **how: asked.append(how))
+    engine = object.__new__(PipelineEngine)
+    engine._engine, engine._sizes = None, set()
+    short, long = torch.Size([2, 8]), torch.Size([2, 9])
+    for sizes in ({short}, {short}, {long}, {short, long}, {short, long}, {long}):
+        engine._settle_sizes(sizes)
+    assert [how["each"] for how in asked] == [False, False, False, True, True, False]
+    assert [how["reset"] for how in asked] == [True, False, True, True, False, True]  # the sizes of the step before
