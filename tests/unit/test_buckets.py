@@ -13,7 +13,7 @@ class Ring:
     """Stands for two ranks that have the same gradients: a sum doubles them, when it is waited for."""
 
     def __init__(self):
-        self.started = []
+        self.started, self.waited = [], []
         self.sizes = []
 
     def start(self, name, flat):
@@ -21,6 +21,7 @@ class Ring:
         self.sizes.append(flat.numel())
 
         def wait():
+            self.waited.append(name)
             flat.mul_(2)
 
         return wait
@@ -118,6 +119,7 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next():
     buckets.finish()
     assert gradients(layer)[1].tolist() == [2, 2]
     assert len(ring.started) == 6
+    assert sorted(ring.waited) == sorted(ring.started), "memory that is being sent is not written to"
 
 
 def test_a_weight_whose_memory_has_gaps_gets_a_gradient_without():

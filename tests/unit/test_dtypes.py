@@ -88,6 +88,7 @@ def test_what_transformers_keeps_in_fp32_is_named():
     assert kept_in_fp32(model, torch.bfloat16) == kept_in_fp32(model, torch.float32) == []
     model._keep_in_fp32_modules_strict = {"SelfAttention", "router"}
     assert kept_in_fp32(model, torch.bfloat16) == ["SelfAttention"]
+    assert kept_in_fp32(model, torch.float16) == ["SelfAttention", "wo"]
     assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
 
 
@@ -109,6 +110,28 @@ def test_a_layer_of_torchs_is_not_kept_in_part(pattern, layer):
     with pytest.raises(ConfigError, match=layer):
         formats.keep_in_fp32(load(asked), model)
     formats.keep_in_fp32(load({**asked, "dsframe": {"model": {"keep_in_fp32": ["1.*"]}}}), model)
+
+
+def keeping(*patterns):
+    return load({**file(1), "bf16": {"enabled": True}, "dsframe": {"model": {"keep_in_fp32": list(patterns)}}})
+
+
+def test_a_kept_part_computes_in_fp32_and_gives_the_others_16_bits():
+    """Its outermost module alone casts; a shared weight is kept by each of its names."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2).bfloat16(), inner, nn.Linear(2, 2).bfloat16())
+    formats.keep_in_fp32(keeping("1.*"), model)
+    assert formats.kept_modules(model) == [inner]
+    seen = []
+    inner[1].register_forward_hook(lambda module, args, outputs: seen.append(outputs.dtype))
+    assert model(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert seen == [torch.float32]
+    formats.keep_in_fp32(keeping(), model)  # the task gives the same module again
+    assert formats.kept_modules(model) == []
+    tables = nn.ModuleList([nn.Embedding(2, 2), nn.Embedding(2, 2)])
+    tables[1].weight = tables[0].weight
+    formats.keep_in_fp32(keeping("1.*"), tables)
+    assert formats.is_kept(tables[0].weight)
 
 
 class Normed(dsframe.Task):

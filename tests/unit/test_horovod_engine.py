@@ -23,8 +23,8 @@ class Ring(ModuleType):
 
     def allreduce_async_(self, tensor, *, name, op, prescale_factor, postscale_factor):
         self.asked.append((name, tensor.dtype))
-        scale = prescale_factor * (2 if op == self.Sum else 1) * postscale_factor
-        return lambda: tensor.mul_(scale)
+        factors = (prescale_factor, 2.0, 0.5 if op == self.Average else 1.0, postscale_factor)
+        return lambda: [tensor.mul_(factor) for factor in factors]
 
     def poll(self, handle):
         return True
@@ -46,23 +46,23 @@ def engine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("section", "horovod", "factor"),
+    ("section", "horovod", "largest", "factor"),
     [
-        ({}, {}, 1.0),
-        ({"gradient_predivide_factor": 8.0}, {}, 1.0),
-        ({"gradient_allreduce_op": "sum"}, {}, 2.0),
-        ({"gradient_allreduce_op": "sum"}, {"compression": "fp16"}, 2.0),
+        ({}, {}, 3.0, 1.0),
+        ({"gradient_predivide_factor": 8.0}, {"compression": "fp16"}, 4e4, 1.0),  # whose sum fp16 does not have
+        ({"gradient_allreduce_op": "sum"}, {}, 3.0, 2.0),
+        ({"gradient_allreduce_op": "sum"}, {"compression": "fp16"}, 3.0, 2.0),
     ],
 )
-def test_a_bucket_has_the_mean_or_the_sum_in_its_own_dtype(engine, section, horovod, factor):
+def test_a_bucket_has_the_mean_or_the_sum_in_its_own_dtype(engine, section, horovod, largest, factor):
     config = load({"train_batch_size": 2, **section, "dsframe": {"engine": "horovod", "horovod": horovod}})
     for part, name in (("", "dsframe.gradients.0"), ("teacher", "dsframe.teacher.gradients.0")):
-        flat = torch.tensor([1.0, -3.0])
+        flat = torch.tensor([1.0, -largest])
         given = SimpleNamespace(
             plan=SimpleNamespace(config=config, part=part), _op=config.deepspeed.gradient_allreduce_op
         )
         engine.HorovodEngine._reduce(given, "gradients.0", flat)()
-        assert flat.tolist() == [factor, -3.0 * factor]
+        assert flat.tolist() == [factor, -largest * factor]
         assert engine.hvd.asked[-1] == (name, torch.float16 if horovod else torch.float32)
 
 
