@@ -367,3 +367,37 @@ def test_stages_announce_sizes_where_a_step_has_several(monkeypatch):
         engine._settle_sizes(sizes)
     assert [how["each"] for how in asked] == [False, False, False, True, True, False]
     assert [how["reset"] for how in asked] == [True, False, True, True, False, True]  # the sizes of the step before
+
+
+@pytest.mark.parametrize(
+    ("local", "names", "borrowed"),
+    [
+        (range(2), ["0.weight", "1.weight", "1.bias"], set()),
+        (range(2, 4), ["2.weight", "2.bias", "0.weight"], {"0.weight"}),
+    ],
+)
+def test_a_tied_weight_has_its_owners_name_and_one_owner(local, names, borrowed):
+    """A stage that only uses it saves nothing of it."""
+    probes = nn.Sequential(nn.Embedding(9, 3), LINEAR(), LINEAR(), nn.Identity())
+    stage = object.__new__(Stage)
+    nn.Module.__init__(stage)
+    stage.tied_modules = nn.ModuleDict({"0": probes[0]})
+    for index in local:
+        stage.add_module(str(index), probes[index])
+    stage.name(None, EMBEDDED, local, probes)
+    assert [name for name, _ in stage.model.named_parameters()] == names
+    assert stage.borrowed == borrowed
+    assert stage.further_names == {"3.weight": "0.weight"}
+
+
+def test_groups_of_a_cut_model_are_named_as_it_names_its_weights():
+    settings = {"parameter_groups": [{"match": ["first.*"], "freeze": True}]}
+    config = load({"train_batch_size": 8, "pipeline": {"stages": 2}, "dsframe": settings})
+    plan = SimpleNamespace(
+        config=config, task=Chained(nn.ReLU(), nn.Linear(3, 3)), seed=0, device=torch.device("cpu"), directory=Path()
+    )
+    (whole, _) = Cut(plan).models
+    assert [name for name, weight in whole.named_parameters() if not weight.requires_grad] == [
+        "first.weight",
+        "first.bias",
+    ]
