@@ -255,6 +255,30 @@ def test_a_cut_that_forgets_an_activation_is_refused_with_the_first_batch():
     assert all(module.training for model in right.models for module in model.modules())
 
 
+class Noise(nn.Module):
+    def forward(self, inputs):
+        return inputs + torch.rand_like(inputs)
+
+
+class NoisyChain(nn.Sequential):
+    """More than a chain, by its class alone."""
+
+    def forward(self, inputs):
+        return super().forward(inputs)
+
+
+class Noisy(Task):
+    def model(self):
+        return NoisyChain(Noise(), nn.Linear(3, 3))
+
+    def cut(self, model):
+        return list(model)
+
+
+def test_a_cut_that_draws_in_evaluations_is_compared_with_the_same_numbers():
+    cut(Noisy()).try_out(torch.randn(4, 3))
+
+
 class Whole(nn.Module):
     """A model that is more than its layers."""
 
@@ -290,6 +314,8 @@ def test_a_loss_that_uses_what_another_stage_has_is_refused(used):
     assert not [name for name, _ in model.named_parameters() if not name.startswith("body.2")]
     pattern = "pipeline's loss and metrics have only .* the task uses .*: return what it needs from the layers"
     with others.refused():
+        with others.refused():  # as metrics around a loss
+            pass
         with pytest.raises(TaskError, match=pattern):
             used(model)
         with pytest.raises(TaskError, match=r"uses a weight of another stage"):  # the task may hold it by itself
