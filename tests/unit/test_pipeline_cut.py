@@ -269,7 +269,7 @@ class NoisyChain(nn.Sequential):
 
 class Noisy(Task):
     def model(self):
-        return NoisyChain(Noise(), nn.Linear(3, 3))
+        return NoisyChain(Noise(), nn.Linear(3, 3), nn.Linear(3, 3))
 
     def cut(self, model):
         return list(model)
