@@ -57,6 +57,8 @@ def test_ranges_of_all_ranks_are_the_parameter(shape, size):
         )
         piece = state._piece_stage_3(optimizer, "a", parameter)
         assert (piece.name, piece.start) == ("a", 5)
+        assert piece.size >= 0
+        assert piece.first <= total
         pieces += range(piece.first, piece.first + piece.size)
     assert pieces == list(range(total))
 
