@@ -455,6 +455,12 @@ def test_fsdp_gathers_the_blocks_that_others_recompute():
     with pytest.raises(EngineError, match="this model has no Blok"):
         fsdp_units.named(model, ["Blok"])
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
+    assert fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), []) == []
+    within = fsdp_units.named(model, ["Pair", "Linear"])  # a unit leaves out what one in it has
+    places = {module: place for place, module in enumerate(within)}
+    assert all(
+        places[part] < places[pair] for pair in model["blocks"] for part in [*pair.modules()][1:] if part in places
+    )
 
 
 def test_fsdp_gathers_no_blocks_that_share_a_part():
