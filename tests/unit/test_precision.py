@@ -105,3 +105,12 @@ def test_masters_carry_what_16_bits_would_lose():
     torch.testing.assert_close(before - masters.masters[0].detach(), torch.full((1, 1), 1e-2), rtol=1e-3, atol=0.0)
     assert model.weight.grad is None
     torch.testing.assert_close(model.weight.float(), masters.masters[0].detach().bfloat16().float())
+
+
+def test_masters_follow_weights_that_another_rank_has_sent():
+    model = torch.nn.Linear(2, 2).bfloat16()
+    masters = MasterWeights(model)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    masters.take_weights()
+    assert masters.masters[0].tolist() == [[3.0, 3.0], [3.0, 3.0]]

@@ -10,7 +10,7 @@ from dsframe.engines import after_step, state_replica
 from dsframe.engines.deepspeed.state import _FlatView
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import CheckpointError, TaskError
-from dsframe.model.state import EngineState, ParameterState
+from dsframe.model.state import EngineState, ParameterState, narrowed, put_scalars
 from tests.engines.snapshot import Snapshot
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": ()}
@@ -105,6 +105,27 @@ def test_counters_are_on_the_device_of_their_own_group():
     optimizer = torch.optim.AdamW([{"params": masters[:1]}, {"params": masters[1:], "capturable": True}])
     state_replica.write(others, frozen_of(), optimizer, saved(*trained(flat=False)))
     assert [optimizer.state[master]["step"].device.type for master in masters] == ["cpu", "meta", "meta"]
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of others, as DeepSpeed's Adam is."""
+
+    def __init__(self):
+        super().__init__([torch.zeros(1)], {})
+
+
+def test_other_optimizers_count_in_plain_numbers():
+    held = {}
+    put_scalars(Counting(), held, {"step": 3.0, "scale": 0.5}, {}, torch.device("cpu"))
+    assert held == {"step": 3, "scale": 0.5}
+    assert isinstance(held["step"], int)
+
+
+def test_no_range_is_taken_of_state_of_another_shape():
+    """As many numbers in another order are not the weight's."""
+    turned = ParameterState("a", torch.ones(2, 3), {"exp_avg": torch.ones(3, 2)}, {})
+    with pytest.raises(CheckpointError, match=r"a: the optimizer's exp_avg has shape \[3, 2\], the weight \[2, 3\]"):
+        narrowed(turned, 0, 2)
 
 
 def test_what_was_not_updated_before_a_save_is_not_updated_after_it():
