@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from dsframe import Task
+from dsframe.checkpoint.resume import _WithoutAverages
 from dsframe.engines import after_step, state_replica
 from dsframe.engines.deepspeed.state import _FlatView
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import CheckpointError, TaskError
+from dsframe.inference import Weights
+from dsframe.model import ema
 from dsframe.model.state import EngineState, ParameterState, narrowed, put_scalars
 from tests.engines.snapshot import Snapshot
 
@@ -126,6 +129,17 @@ def test_no_range_is_taken_of_state_of_another_shape():
     turned = ParameterState("a", torch.ones(2, 3), {"exp_avg": torch.ones(3, 2)}, {})
     with pytest.raises(CheckpointError, match=r"a: the optimizer's exp_avg has shape \[3, 2\], the weight \[2, 3\]"):
         narrowed(turned, 0, 2)
+
+
+def test_a_view_of_a_checkpoint_shows_ranges_as_it_shows_parameters():
+    """Engines with shards evaluate averages, too, and keep none that the file does not ask for."""
+    parameter = ParameterState("a", torch.zeros(3), {ema.KEY: torch.arange(3.0)}, {})
+    checkpoint = Snapshot(EngineState(1, None, {}, {}, [parameter]))
+    checkpoint.keeps = lambda key: True
+    averages, without = Weights(checkpoint, averages=True), _WithoutAverages(checkpoint)
+    assert averages.parameter("a").weight.tolist() == [0.0, 1.0, 2.0]
+    assert averages.part("a", 1, 2).weight.tolist() == [1.0, 2.0]
+    assert without.parameter("a").moments == without.part("a", 1, 2).moments == {}
 
 
 def test_what_was_not_updated_before_a_save_is_not_updated_after_it():
