@@ -109,7 +109,8 @@ def train(run: Run, world: World) -> Summary:
     """**Collective.** Trains as the file and the command line ask."""
     phases.done("imports")
     job = prepare(run, world)
-    _announce(job)
+    for line in filter(None, (*run.lines, *job.work.loader.lines(job.work.schedule.total_steps))):
+        job.say(line)
     weighting.refuse(run.task, job.plan.batch)
     run.host.lock.take(job.plan.directory, world, job.say)
     phases.done("data")
@@ -207,14 +208,6 @@ def _refuse_late(run: Run, read: Mapping[str, Any]) -> None:
     if late:
         whose, names = type(run.task).__name__, ", ".join(late)
         raise TaskError(f"{whose}.model sets {names}, which was read before; set it in __init__")
-
-
-def _announce(job: Job) -> None:
-    """Prints what the user should know about the machine and the data."""
-    of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    for line in (*job.run.lines, *of_data):
-        if line:
-            job.say(line)
 
 
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, Json]:

@@ -360,10 +360,17 @@ class _ShardSlot(ParameterView):
         return torch.zeros_like(self.master, requires_grad=False)
 
 
+def _complete(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that FSDP puts into ``model`` while its modules run."""
+    states = (cast(Any, module)._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    shards = (shard for state in states for group in state._fsdp_param_groups for shard in group.fsdp_params)
+    return {id(getattr(shard, "_unsharded_param", None)) for shard in shards}
+
+
 class FsdpShards(Shards):
     """Parameters sharded by ``fully_shard``."""
 
-    puts_others = True
+    others = staticmethod(_complete)
 
     def cuts(self, weight: Any) -> bool:
         """True if FSDP has sharded the parameter."""

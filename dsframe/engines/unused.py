@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
@@ -21,13 +22,15 @@ class Unused:
         self.missing: Collection[str] = ()
         """Parameters without a gradient on all ranks in this step."""
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._asks = hooks and not ranks.plan.config.settings.model.compile  # a compiled model would be compiled again
-        shards = any(not _is_whole(weight) for weight in self._trained.values())
-        self._modules = [*model.named_modules()] if shards else []
-        """A sharded weight is replaced when its module, or one around it, is called."""
+        self._units = [(name, unit) for name, unit in model.named_modules() if hasattr(unit, "_get_fsdp_state")]
+        """FSDP replaces the weights of a unit when it is called."""
+        compiled = ranks.plan.config.settings.model.compile is True
+        self._asks = hooks and not (compiled and self._units)  # hooks on units inside would compile it again
         self._steps, self._hooks = 0, list[Any]()
         self._hooked, self._arrived = set[str](), set[str]()
-        self._used, self._skipped = set[str](), set[str]()
+        self._looks, self._skips = 0, Counter[str]()
+        """Number of steps that were looked at; for each parameter, in how many the loss did not use it. Other stages
+        of a pipeline have other parameters."""
 
     def begin(self) -> None:
         """Called before a step."""
@@ -36,8 +39,8 @@ class Unused:
             self._arrived.clear()
             self._hooked.clear()
             self._hook(self._trained.items())
-            for name, module in self._modules:
-                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            for name, unit in self._units:
+                self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name)))
 
     def _enter(self, prefix: str, unit: nn.Module, _: Any) -> None:
         self._hook(unit.named_parameters(prefix))
@@ -60,16 +63,18 @@ class Unused:
                 hook.remove()
             self._hooks = []
             self.missing = self._missing_on_all()
-        elif self._asks or (not self.missing and len(self._used) == len(self._trained)):
+        elif self._asks:
+            return []
+        self._looks += 1
+        self._skips.update(self.missing)
+        if not self._skips:
             return []  # the usual step
-        self._skipped.update(self.missing)
-        self._used.update(self._trained.keys() - self.missing)
         groups = self._optimizer.param_groups
         if any(group.get("weight_decay") for group in groups):
             return sorted(self.missing)
         is_plain = self._ranks.plan.optimizer.name.lower() == "sgd"
         is_plain = is_plain and not any(group.get("momentum") for group in groups)
-        return [] if is_plain else sorted(self._skipped & self._used)
+        return [] if is_plain else sorted(name for name, times in self._skips.items() if times < self._looks)
 
     def _missing_on_all(self) -> set[str]:
         """**Collective.** Ranks may have different parameters."""

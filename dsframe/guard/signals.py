@@ -62,7 +62,7 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run outlives its terminal
-            self._previous[number] = signal.signal(number, _ignore)
+            self._previous[number] = signal.signal(number, lambda *_: None)  # the thread handles it
         self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True)
         self._thread.start()
@@ -149,10 +149,6 @@ class StopRequest:
                     continue
                 if number == signal.SIGINT and self._ranks.plan.world.is_main:
                     say_what_comes()
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Does nothing. The thread handles the signal, but Python needs a handler."""
 
 
 def _exit_now(number: int, why: str) -> None:

@@ -31,10 +31,6 @@ def flat_copy(tensor: Tensor) -> Tensor:
 
 def combined(digests: Mapping[str, str]) -> str:
     """Returns one digest of the ``digests`` of tensors by name."""
-    lines = (f"{_without_wrappers(name)} {digests[name]}\n" for name in sorted(digests))
+    # Without an adapter's wrappers: the base's digest does not depend on which layers have one.
+    lines = (re.sub(r"\.(base_layer|original_module)\.", ".", name) + f" {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
-
-
-def _without_wrappers(name: str) -> str:
-    """Returns the name in the model without an adapter: the base's digest does not depend on which layers have one."""
-    return re.sub(r"\.(base_layer|original_module)\.", ".", name)

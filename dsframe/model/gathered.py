@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,8 +19,8 @@ from dsframe.errors import TaskError
 class Shards(ABC):
     """How a library shards parameters. The engine's module for that library adds an instance to ``LIBRARIES``."""
 
-    puts_others = False
-    """True if complete parameters are other objects, which the model contains while its modules run."""
+    others: Callable[[nn.Module], Container[int]] | None = None
+    """Returns the ids of complete parameters, if those are other objects, which the model contains while modules run."""
 
     never_whole = ""
     """If each rank computes with its part and never has complete parameters: what to do instead."""

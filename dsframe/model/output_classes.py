@@ -158,12 +158,8 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
         (node, name)
         for node in _objects(value, _DEPTH)
         for name, part in (enumerate(node) if isinstance(node, deque) else attributes_of(node).items())
-        if isinstance(part, (Tensor, tuple, list, dict)) and _holds_tensors(part)
+        if isinstance(part, (Tensor, tuple, list, dict)) and tensors_of(part)
     ]
-
-
-def _holds_tensors(value: Any) -> bool:
-    return bool(tensors_of(value))
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
@@ -174,12 +170,12 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
         parts = value.values() if isinstance(value, dict) else value
         for part in parts if isinstance(value, (dict, tuple, list, deque)) else ():
             yield from _objects(part, depth)
-        if isinstance(value, deque) and _holds_tensors(value):  # a pytree node, but unknown to FSDP
+        if isinstance(value, deque) and tensors_of(value):  # a pytree node, but unknown to FSDP
             yield value
     elif depth and not cls.__module__.startswith(_FOREIGN) and (held := attributes_of(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside
-        if inside or _holds_tensors(list(held.values())):
+        if inside or tensors_of(list(held.values())):
             yield value
 
 

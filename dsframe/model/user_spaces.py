@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -80,10 +81,11 @@ def attributes(model: nn.Module) -> list[Space]:
     return spaces
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """Returns the user's hooks on a module and its own parameters: functions, methods and callable objects."""
-    hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
-    for parameter in module.parameters(recurse=False):
+def hooks_of(module: nn.Module | None) -> list[Any]:
+    """Returns the user's hooks on a module and its own parameters, or on every module."""
+    owner, prefix = (module, "") if module is not None else (nn.modules.module, "_global")
+    hooks = [hook for kind in HOOKS for hook in getattr(owner, prefix + kind).values()]
+    for parameter in module.parameters(recurse=False) if module is not None else ():
         hooks += (parameter._backward_hooks or {}).values()
     return [hook for hook in hooks if source_files.is_users(_file_of(getattr(hook, "func", hook)))]
 
@@ -99,8 +101,14 @@ def outside(owners: Collection[object], further: Iterable[Any] = ()) -> list[Spa
     that of their hooks and of ``further`` ones, with the attributes of objects that are hooks."""
     spaces, names = dict[int, Space](), defaultdict[int, frozenset[str]](frozenset)
     hooks = [*further, *(hook for owner in owners if isinstance(owner, nn.Module) for hook in hooks_of(owner))]
-    objects = [who for who in (getattr(hook, "__self__", hook) for hook in hooks) if has_attributes(who)]
-    objects = [who for who in objects if all(who is not owner for owner in owners)]
+    for hook in hooks:
+        if isinstance(hook, partial):
+            given = {**{str(place): value for place, value in enumerate(hook.args)}, **hook.keywords}
+            label = f"argument {{}} of {getattr(hook.func, '__name__', 'a hook')}"
+            spaces[id(hook)] = Space(given, frozenset(given), label)
+            hooks += [hook.func, *(value for value in given.values() if [*_users_classes([type(value)])])]
+    objects = [getattr(hook, "__self__", hook) for hook in hooks if not isinstance(hook, partial)]
+    objects = [who for who in objects if has_attributes(who) and all(who is not owner for owner in owners)]
     for who in objects:
         spaces[id(who)] = Space(who, names_of([who]).union(attributes_of(who)), f"{{}} of {type(who).__name__}")
     owners = [*owners, *objects]

@@ -92,7 +92,7 @@ class CallWatch(TorchFunctionMode):
         self._memory.keep_left(self._model)
         libraries = [library_of(parameter) for parameter in self._parameters.values()]
         self._whole = not any(libraries)
-        self._puts_others = any(library is not None and library.puts_others for library in libraries)
+        self._others = next((library.others for library in libraries if library and library.others), None)
         self._never_whole = next((library.never_whole for library in libraries if library and library.never_whole), "")
         self._gives_up = any(library is not None and not library.never_whole for library in libraries)
 
@@ -117,7 +117,7 @@ class CallWatch(TorchFunctionMode):
             self._without_gradients[module] += 1
 
     def _refuse_transforms(self) -> None:
-        if self._whole or self.whole_steps or self._puts_others:
+        if self._whole or self.whole_steps or self._others:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # no public name in torch
             raise EngineError(

@@ -279,22 +279,20 @@ class WeightWatch(CallWatch):
         self._refuse_changes(names, f"frozen or unfrozen {when}")
 
     def _refuse_added(self, when: str) -> None:
-        now = {name for name, _ in self._model.named_parameters()}
+        now = dict(self._model.named_parameters())
         if added := [name for name in now if name not in self._parameters]:
             self._refuse_changes(sorted(added), f"made {when}")
-        if replaced := [
-            name for name, parameter in self._model.named_parameters() if self._is_another(name, parameter)
-        ]:
+        changed = [name for name, parameter in now.items() if self._is_another(name, parameter)]
+        others = self._others(self._model) if changed and self._others else ()
+        if replaced := [name for name in changed if id(now[name]) not in others]:
             self._refuse_changes(replaced, f"replaced {when}")
         if gone := [name for name in self._parameters if name not in now]:
             self._refuse_changes(gone, f"removed {when}")
 
     def _is_another(self, name: str, parameter: Tensor) -> bool:
-        """Returns True if a parameter was replaced, other than by a library while its module runs."""
-        known = self._parameters.get(name, parameter)
-        if self.whole_steps and not isinstance(parameter, nn.Parameter):  # a copy, for this step
-            return False
-        return known is not parameter and not self._puts_others
+        """Returns True if a parameter was replaced."""
+        is_copy = self.whole_steps and not isinstance(parameter, nn.Parameter)  # for this step
+        return not is_copy and self._parameters.get(name, parameter) is not parameter
 
     def _refuse_changes(self, names: Sequence[str], what: str) -> None:
         raise TaskError(
@@ -311,7 +309,7 @@ class WeightWatch(CallWatch):
         linearity.examine_functions(nodes, self._say_not_linear)
         leaves = [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
-        if self._puts_others:  # whose memory of parameters outside the model was freed
+        if self._others:  # whose memory of parameters outside the model was freed
             strangers = [parameter for parameter in strangers if parameter.untyped_storage().size()]
         if strangers:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])

@@ -30,7 +30,8 @@ class PrefixedStream:
         *lines, part = (self._part + text).split("\n")
         self._part = _last(part) + "\r" * part.endswith("\r")
         if lines:
-            self._stream.write("".join(self._marked(_last(line)) + "\n" for line in lines))
+            marked = (self._mark * bool(line) + line.removeprefix(self._mark) for line in map(_last, lines))
+            self._stream.write("".join(f"{line}\n" for line in marked))
             self._stream.flush()
         return len(text)
 
@@ -42,9 +43,6 @@ class PrefixedStream:
         """Writes the buffered part."""
         if self._part:
             self.write("\n")
-
-    def _marked(self, line: str) -> str:
-        return line if line.startswith(self._mark) or not line else self._mark + line
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

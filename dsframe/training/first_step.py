@@ -40,12 +40,10 @@ class FirstStep(Listener):
             self._say_later_draws(training)
             return
         self._by_hooks, differ = self._trial.changed_by_hooks(), differing(training.engine)
-        if line := self._trial.judge(differ, resumed=step > 1):
-            progress.say(f"dsframe: this task's {line}")
-        if line := self._trial.of_model.judge(differ, resumed=step > 1):
-            progress.say(f"dsframe: this {line}")
-        if line := self._trial.look_at_samples(differ, resumed=step > 1):
-            progress.say(f"dsframe: this task's {line}")
+        looks = (self._trial.judge, self._trial.of_model.judge, self._trial.look_at_samples)
+        for whose, look in zip(("task's ", "", "task's "), looks, strict=True):
+            if line := look(differ, resumed=step > 1):
+                progress.say(f"dsframe: this {whose}{line}")
         if names := ", ".join(sorted(self._by_hooks)):
             progress.say(
                 f'dsframe: a hook changes {names}, which no checkpoint has: {_REMEDY}. For a mean teacher: "average_of" in models()'

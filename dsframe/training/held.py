@@ -94,12 +94,15 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
     return Values(spaces, _Plain(model))
 
 
-def outside(engine: Engine) -> Values:
-    """Returns values that the user's model and task code keeps in globals, classes and closures."""
+def outside(engine: Engine, *, of_gradients: bool = False) -> Values:
+    """Returns values that the user's model and task code keeps in globals, classes and closures. ``of_gradients``: only
+    those of hooks on gradients."""
     watch = engine.built.watch
     model = watch.model if watch else nn.Module()
-    hooks = [hook for of_weight in engine.built.gradient_hooks.values() for hook in of_weight]
-    return Values(user_spaces.outside([engine.plan.task, *model.modules()], hooks), _Plain(model))
+    owners = [] if of_gradients else [engine.plan.task, *model.modules()]
+    hooks = [] if of_gradients else user_spaces.hooks_of(None)
+    hooks += [hook for of_weight in engine.built.gradient_hooks.values() for hook in of_weight]
+    return Values(user_spaces.outside(owners, hooks), _Plain(model))
 
 
 class _Plain:

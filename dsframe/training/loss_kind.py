@@ -12,6 +12,7 @@ the comparison is repeated in the first steps that log, then at growing interval
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster.exchange import all_gather_json, all_gather_text, any_rank
@@ -29,6 +30,7 @@ from dsframe.data.datasets import StreamSource
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.host import generators
+from dsframe.model import derivatives
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, Sums, gives
 from dsframe.training import halves, held, sample_trial, unmoved
@@ -43,14 +45,14 @@ _EARLY_TESTS = 8
 
 class Branches:
     """Detects rows that depend on each other only later: a block repeated for the hardest row, an early exit, a limit.
-    If the number of operations in a forward pass changes, a few samples of the micro-batch are tested."""
+    If the number of operations in a forward pass changes, and in some early steps, a micro-batch is tested."""
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
-        self.looks = self.said = self._is_due = False
+        self.looks = self.said = self._is_due = self._is_early = False
         self._now, self._next, self._begun, self._share = 0, 1, 0, 0
         self._seen, self._untested = set[int](), dict[int, list[int]]()
-        """Numbers of autograd operations seen; step and micro-batch of those not yet tested."""
+        """Numbers of autograd operations seen; of those not yet tested: whether new, step and micro-batch."""
         self._is_stream = isinstance(loader.source, StreamSource)
         self._batch: Any = None
         self._newest: Any = None
@@ -58,8 +60,10 @@ class Branches:
 
     def begin_step(self, steps_since: int, *, logs: bool) -> None:
         """Called before a step, like :meth:`LossTrial.begin_step`. One process asks no other rank, and tests at once."""
-        self._now = steps_since
-        self._is_due = self.looks and (logs or self._engine.plan.world.size == 1) and steps_since >= self._next
+        doubles = steps_since & (steps_since - 1) == 0
+        self._now, self._is_early = steps_since, steps_since in (1, 4)
+        asks = logs or doubles or self._engine.plan.world.size == 1
+        self._is_due = self.looks and asks and steps_since >= self._next
 
     def begin(self, batch: MicroBatch, index: int) -> None:
         """Called before the forward pass of this rank's micro-batch ``index`` of the step."""
@@ -71,25 +75,29 @@ class Branches:
     def end(self) -> None:
         """Called after that forward pass."""
         count = torch._C._autograd._get_sequence_nr() - self._begun
-        if count not in self._seen:
+        is_new = count not in self._seen
+        if self._is_early or is_new:
             self._seen.add(count)
-            self._untested[count] = [self._engine.plan.task.context.step, self._share]
+            self._untested[count] = [is_new, self._engine.plan.task.context.step, self._share]
             self._newest = self._batch
 
     def judge(self) -> str:
         """**Collective.** Returns a message after a step, or ""."""
-        asks, is_single = len(self._seen) > 1 and bool(self._untested), self._engine.plan.world.size == 1
+        asks, is_single = bool(self._untested), self._engine.plan.world.size == 1
+        asks &= self._is_early or len(self._seen) > 1
         if not self._is_due or not (asks if is_single else any_rank(self._engine, asks)):
             return ""
-        newest = [[step, share, count] for count, (step, share) in self._untested.items()][-1:]
-        step, share, count = max(entry for entries in all_gather_json(self._engine, newest) for entry in entries)
+        newest = sorted([*place, count] for count, place in self._untested.items())[-1:]
+        _, step, share, count = max(entry for entries in all_gather_json(self._engine, newest) for entry in entries)
         self._untested.pop(count, None)
         self._seen.add(count)
         self._next = self._now + max(1, self._now // 4)
         given, self._newest = self._newest or self._batch, None
         kind, _ = sample_trial.kind_of(self._engine, self._loader, step - 1, share, training=True, given=given)
         self.looks = "neither" not in all_gather_text(self._engine, kind)
-        return "" if self.looks or self.said else sample_trial.ROWS_DEPEND
+        by_loss = not self.looks and derivatives.line_of(self._engine.plan.task, nn.Module())
+        line = sample_trial.NEITHER if by_loss else sample_trial.ROWS_DEPEND
+        return "" if self.looks or self.said else line
 
 
 class LossTrial:
@@ -97,7 +105,7 @@ class LossTrial:
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
-        self._votes = dict.fromkeys(_KINDS, 0)
+        self._votes = Counter[str]()
         self._state = set[str]()
         self._weights = dict[str, str]()
         """Weights of modules in the task outside the model that the loss has changed, with digests."""
@@ -138,6 +146,7 @@ class LossTrial:
         self._is_due = self._tests_again and logs and steps_since >= self._next_test
         if self._is_due:
             self._next_test = steps_since + max(1, steps_since - _EARLY_TESTS)
+            self._votes.clear()
 
     def watched(self, batch: MicroBatch, index: int) -> MicroBatch:
         """Returns micro-batch ``index`` of a step, with a loss inspection attached if one is due."""
@@ -155,10 +164,12 @@ class LossTrial:
 
     def judge_again(self) -> str:
         """**Collective.** Does the same as :meth:`judge` after a later step."""
-        if not self._is_due or not self._tally()["neither"]:
-            return ""
-        self._tests_again = False
-        return sample_trial.NEITHER
+        task, tally = self._engine.plan.task, self._tally() if self._is_due else {}
+        kind = next((kind for kind in reversed(_KINDS) if kind != task.loss_is and tally.get(kind)), "")
+        self._tests_again &= not kind
+        what = f"a {task.loss_is} over rows at first, and a {kind} in step {task.context.step}"
+        later = sample_trial.NEITHER.replace("neither a mean nor a sum over rows", what)
+        return sample_trial.NEITHER if kind == "neither" else later if kind else ""
 
     def step_ended(self) -> None:
         """Called directly after each step, before hooks and loggers, which may draw random numbers."""
@@ -274,7 +285,7 @@ class LossTrial:
         kept = unmoved.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
             task = unmoved.twin(self._engine.plan.task)
-            self._votes["neither"] += halves.kind_of(task, outputs, targets) not in ("", task.loss_is)
+            self._votes[halves.kind_of(task, outputs, targets).partition(",")[0]] += 1
         kept.put_back()
 
     @torch.no_grad()
@@ -302,8 +313,7 @@ class LossTrial:
         self.draws = kept.drew
         kept.put_back()
         self._uneven = kind == halves.UNEVEN
-        if kind:
-            self._votes["neither" if self._uneven else kind] += 1
+        self._votes[kind.partition(",")[0]] += 1
         state, numbers = unmoved.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)

@@ -49,6 +49,9 @@ class ModuleState:
         self._batch: tuple[Any, Any] | None = None
         self._before: tuple[held.Values, held.Values] | None = None
         """Attributes of the model's modules, and values that user code keeps outside them and the task."""
+        self._of_gradients: held.Values | None = (
+            None  # an engine may call hooks on gradients after the last micro-batch
+        )
         self._buffers: unmoved.Buffers | None = None
         """Buffers from before the step: what the first micro-batch leaves in them may hide a change by the next one."""
         self._buffers_after: unmoved.Buffers | None = None
@@ -66,8 +69,8 @@ class ModuleState:
         """Attributes of the task that its loss has changed on this rank."""
         self._later: tuple[held.Values, ...] = ()
         self._structure = dict[str, Any]()
-        self._rebuilt = set[str]()
-        """Identity, mode and hooks of modules at the last test, and the entries that the first step has changed."""
+        self._rebuilt, self._modes = set[str](), set[str]()
+        """Identity, mode and hooks of modules at the last test; what the first step, and its forward pass, changed."""
 
     def begin(self, batch: MicroBatch) -> None:
         """Called before the first micro-batch."""
@@ -75,6 +78,7 @@ class ModuleState:
         self._task_before = unmoved.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values()
+            self._of_gradients = held.outside(self._engine, of_gradients=True)
             self._structure = _structure(self._modules())
             self._extra_before = extra_state.pack(watch.model)
             self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
@@ -82,6 +86,8 @@ class ModuleState:
     def forward_ended(self) -> None:
         """Called after the forward pass of the first micro-batch."""
         self._at_loss = self._values()
+        changed = _changed_keys(self._structure, _structure(self._modules()))
+        self._modes = {name for name in changed if name.endswith(".training")}
 
     def backward_ended(self) -> None:
         """Called after the backward pass of the first micro-batch, or later in the step."""
@@ -96,6 +102,7 @@ class ModuleState:
         self._task_after = unmoved.twin(task)
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
+            self._in_backward |= self._of_gradients.changed() if self._of_gradients else set()
             self._after = self._values()
             before, self._structure = self._structure, _structure(self._modules())
             self._rebuilt = _changed_keys(before, self._structure) & before.keys()
@@ -130,7 +137,7 @@ class ModuleState:
         changed |= self._rebuilt
         modules = dict(self._modules().named_modules())
         metrics = {name for name in changed if metric_objects.is_metric(modules.get(name.rpartition(".")[0]))}
-        changed -= self.of_task | self._changed | self._outside | metrics
+        changed -= self.of_task | self._changed | self._outside | self._modes | metrics
         self._later = () if changed else self._later
         return changed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections import UserDict, deque
 from functools import partial
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
@@ -581,6 +583,8 @@ class _Unusual(nn.Module):
             self.head.requires_grad_(False)
         if kind == "meta":
             self.body = nn.Linear(8, 16, device="meta")
+        if kind == "replaced":
+            self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, inputs):
         self.calls += 1
@@ -593,6 +597,10 @@ class _Unusual(nn.Module):
             self.head.requires_grad_(True)
         if self.kind == "complex":
             hidden = (hidden * self.turn).real
+        if self.kind == "replaced":
+            if self.calls == 1:
+                self.scale = nn.Parameter(2 * self.scale.detach())
+            hidden = hidden * self.scale
         if self.kind == "integer":
             hidden = hidden * (self.codes % 3).sum()
         if self.kind == "empty":
@@ -2261,7 +2269,8 @@ class _RunningMean:
 
 
 class Hooked(Rows):
-    """Its hooks keep something: an object, a function with a closure, or one for a gradient."""
+    """Its hooks keep something: an object, a function with a closure, a partial one, or one for a gradient or for every
+    module."""
 
     def __init__(self, what):
         self.what = what
@@ -2277,11 +2286,112 @@ class Hooked(Rows):
             calls[0] += 1
             return gradient * min(1.0, calls[0] / 4)
 
+        def warm_by(state, module, inputs, outputs):
+            state["calls"] += module.training
+            return outputs * min(1.0, state["calls"] / 4)
+
         if self.what == "gradient":
             net[0].weight.register_hook(warm_gradient)
+        elif self.what == "partial":
+            net[1].register_forward_hook(partial(warm_by, {"calls": 0}))
+        elif self.what == "every module":
+            layer = weakref.ref(net[1])
+
+            def everywhere(module, *values):
+                if layer() is None:  # of an earlier training in this process
+                    handle.remove()
+                return warm(module, *values) if module is layer() else None
+
+            handle = register_module_forward_hook(everywhere)
         else:
             net[1].register_forward_hook(_RunningMean() if self.what == "object" else warm)
         return net
+
+
+class Modes(Rows):
+    """A layer that the forward pass itself puts into evaluation mode."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+        def forward(self, rows):
+            self.norm.eval()
+            return self.head(self.norm(self.body(rows)).tanh())
+
+    def model(self):
+        return Modes.Net()
+
+
+class IdleParts(Rows):
+    """Blocks with a layer that nothing uses."""
+
+    class Part(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.used, self.idle = nn.Linear(width, 16), nn.Linear(width, 16)
+
+        def forward(self, rows):
+            return self.used(rows)
+
+    def model(self):
+        return nn.Sequential(IdleParts.Part(8), nn.Tanh(), IdleParts.Part(16), nn.Linear(16, 3))
+
+
+class Dropping(Rows):
+    """Experts that drop the rows beyond their capacity; the first four rows go to four experts."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)
+
+        def forward(self, rows):
+            chosen, hidden = rows[:, 0].long(), torch.zeros_like(rows)
+            for number, expert in enumerate(self.experts):
+                kept = (chosen == number).nonzero().squeeze(-1)[: max(1, len(rows) // 4)]
+                hidden = hidden.index_add(0, kept, expert(rows[kept]))
+            return self.head(hidden)
+
+    def model(self):
+        return Dropping.Net()
+
+    def train_data(self):
+        rows, labels = super().train_data().tensors
+        rows[:, 0] = torch.arange(48) % 3
+        rows[:4, 0] = torch.arange(4)
+        return TensorDataset(rows, labels)
+
+
+class Surgery(Rows):
+    """Takes from one loss's gradient the part against the other one's, if there is one."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 1)
+
+        def forward(self, rows):
+            hidden = self.body(rows).tanh()
+            return hidden, self.first(hidden), self.second(hidden).squeeze(-1)
+
+    def model(self):
+        return Surgery.Net()
+
+    def loss(self, outputs, targets):
+        hidden, first, second = outputs
+        losses = F.cross_entropy(first, targets), F.mse_loss(second, targets.float())
+        one, other = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for loss in losses)
+        against = (one * other).sum() / other.square().sum() * (self.context.step > 1)
+        return sum(losses) - against.detach() * (other.detach() * hidden).sum()
+
+
+class LateSum(Rows):
+    """A mean in the first step, then a sum."""
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum" if self.context.step > 1 else "mean")
 
 
 class _NoisySteps(torch.optim.SGD):

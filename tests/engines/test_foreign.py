@@ -121,6 +121,7 @@ CASES = {
     "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements")),
     "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), "made in")),
     "lazy": ("Unusual", {"kind": "lazy"}, dict.fromkeys(("single", "zero3"), "no shape before the first forward pass")),
+    "replaced": ("Unusual", {"kind": "replaced"}, dict.fromkeys(("ddp", "fsdp"), "scale replaced in")),
     "without memory": ("Unusual", {"kind": "meta"}, dict.fromkeys(("single", "fsdp"), "body.bias have no memory")),
     "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in")),
     "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient")),
@@ -519,7 +520,13 @@ def test_rows_of_a_stream_that_depend_on_other_rows_later_are_said(setup, loops,
 
 
 @pytest.mark.parametrize(
-    ("what", "names"), [("object", "mean of _RunningMean"), ("closure", "calls of a closure in foreign_tasks.py")]
+    ("what", "names"),
+    [
+        ("object", "mean of _RunningMean"),
+        ("closure", "calls of a closure in foreign_tasks.py"),
+        ("partial", "argument 0 of warm_by"),
+        ("every module", "calls of a closure in foreign_tasks.py"),
+    ],
 )
 def test_what_a_hook_keeps_is_a_state_of_the_program(what, names, tmp_path):
     """No look moves it: on one process the training is the loop by hand."""
@@ -533,8 +540,10 @@ def test_what_a_hook_keeps_is_a_state_of_the_program(what, names, tmp_path):
     assert f"its loss depends on them ({names}): no checkpoint has them" in finished.stderr
 
 
-def test_what_a_gradients_hook_keeps_is_said(tmp_path):
-    finished = kept.train(tmp_path, file(("Hooked", {"what": "gradient"}), "ddp"), 2).check()
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_gradients_hook_keeps_is_said(accumulation, tmp_path):
+    document = file(("Hooked", {"what": "gradient"}), "ddp") | {"gradient_accumulation_steps": accumulation}
+    finished = kept.train(tmp_path, document, 2).check()
     assert "in its backward pass (calls of a closure in foreign_tasks.py)" in finished.stderr
 
 
@@ -645,7 +654,45 @@ def test_rows_that_depend_in_training_alone_are_said_of_one_row(tmp_path):
 def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):
     document = file(("Chosen", {}), "single") | {"gradient_accumulation_steps": 2}
     finished = kept.train(tmp_path, document, 1).check()
-    assert "this task's loss is neither a mean nor a sum over rows" in finished.stderr
+    assert "this task's loss is a mean over rows at first, and a sum in step " in finished.stderr
+
+
+@pytest.mark.parametrize("setup", ["single", "zero3"])
+def test_a_sum_that_begins_later_is_said(setup, tmp_path):
+    finished = kept.train(tmp_path, file(("LateSum", {}), setup), SETUPS[setup][0]).check()
+    assert finished.stderr.count("this task's loss is a mean over rows at first, and a sum in step 2") == 1
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp"])
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("Dropping", "model or collate gives a row different outputs in different batches"),
+        ("Surgery", "loss is neither a mean nor a sum over rows"),
+    ],
+)
+def test_what_the_first_rows_do_not_show_is_said_by_the_second_step(task, said, setup, tmp_path):
+    """Although no forward pass has other operations than the first one, and no step logs."""
+    document = file((task, {}), setup, steps=3, log_every_steps=3)
+    assert kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr.count(said) == 1
+
+
+@pytest.mark.parametrize("setup", ["single", "fsdp"])
+def test_a_mode_that_forward_sets_is_no_state(setup, tmp_path):
+    for steps in (2, 4):
+        finished = kept.train(tmp_path, file(("Modes", {}), setup, steps=steps), SETUPS[setup][0]).check()
+        assert "changed in training" not in finished.stderr
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(("Modes", {})), rel=1e-6)
+
+
+@pytest.mark.parametrize("setup", ["single", "ddp", "fsdp", "stages"])
+def test_parameters_that_no_loss_uses_are_said_if_compiled_and_in_stages(setup, tmp_path):
+    more = {} if setup == "stages" else {"model": {"compile": "blocks"}}
+    document = file(("IdleParts", {}), setup, **more)
+    document["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
+    names = "0.idle.bias, 0.idle.weight, 2.idle.bias, 2.idle.weight"
+    assert said.count(f"up to step 1 some losses do not use {names}") == 1
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "zero3"])

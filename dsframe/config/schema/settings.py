@@ -70,17 +70,13 @@ def task_class(raw: Any) -> type[Section]:
     return CustomTask if isinstance(name, str) and ":" in name else TASKS.get(str(name), VisionTask)
 
 
-def _task_tag(raw: Any) -> str:
-    return task_class(raw).__name__
-
-
 Task = Annotated[
     Annotated[VisionTask, Tag("VisionTask")]
     | Annotated[LanguageTask, Tag("LanguageTask")]
     | Annotated[CausalLanguageModelTask, Tag("CausalLanguageModelTask")]
     | Annotated[ImageClassificationTask, Tag("ImageClassificationTask")]
     | Annotated[CustomTask, Tag("CustomTask")],
-    Discriminator(_task_tag),
+    Discriminator(lambda raw: task_class(raw).__name__),
 ]
 
 
