@@ -49,9 +49,8 @@ class ModuleState:
         self._batch: tuple[Any, Any] | None = None
         self._before: tuple[held.Values, held.Values] | None = None
         """Attributes of the model's modules, and values that user code keeps outside them and the task."""
-        self._of_gradients: held.Values | None = (
-            None  # an engine may call hooks on gradients after the last micro-batch
-        )
+        self._of_gradients: held.Values | None = None
+        """Values of hooks on gradients, which an engine may call after the last micro-batch."""
         self._buffers: unmoved.Buffers | None = None
         """Buffers from before the step: what the first micro-batch leaves in them may hide a change by the next one."""
         self._buffers_after: unmoved.Buffers | None = None
