@@ -29,7 +29,7 @@ from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema, extra_state
 from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
-from dsframe.tasks.given import seeded
+from dsframe.tasks.data_sets import seeded
 from dsframe.text import Json
 from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation

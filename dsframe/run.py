@@ -156,7 +156,7 @@ def prepared(
         from dsframe.checkpoint import pretrained
         from dsframe.guard import uncalled
         from dsframe.host import generators
-        from dsframe.tasks import given, preparation
+        from dsframe.tasks import data_sets, preparation
 
         phases.done("imports")
         at_end(torch.set_num_threads, torch.get_num_threads())
@@ -169,9 +169,9 @@ def prepared(
         task.seed = config.settings.seed
 
         def read() -> tuple[Any, Any]:
-            with given.seeded(config.settings.seed):
+            with data_sets.seeded(config.settings.seed):
                 preparation.prepare(task, world, _sayer(world, quiet=quiet))
-            return given.given(task, "train_data"), given.given(task, "eval_data")
+            return data_sets.given(task, "train_data"), data_sets.given(task, "eval_data")
 
         data = cache(read)
         called = tasks.build_hooks(config.settings.hooks, task.hooks)

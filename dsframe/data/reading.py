@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
-from dsframe.data.ahead import Ahead
 from dsframe.data.datasets import READINGS, DatasetSource, Item
+from dsframe.data.prefetch import Ahead
 from dsframe.data.sampler import Part
 from dsframe.data.source import Batch, GatheringSource, ImageSource, Source, own_rows
 from dsframe.data.workers import held, outlive_signals

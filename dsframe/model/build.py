@@ -37,7 +37,7 @@ from dsframe.model.persistent import aliases
 from dsframe.model.plain_buffers import integers_as_buffers, plain_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
-from dsframe.model.unusual import refuse_unusual
+from dsframe.model.untrainable import refuse_unusual
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Task
 from dsframe.values import attributes_of, elements, has_attributes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import TaskError
 from dsframe.hooks import Hooks
-from dsframe.tasks.given import seeded
+from dsframe.tasks.data_sets import seeded
 from dsframe.tasks.task import Task
 from dsframe.user_class import close_match, named_class
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from dsframe.data.datasets import as_source
 from dsframe.errors import TaskError
 from dsframe.tasks import preparation
-from dsframe.tasks.given import given
+from dsframe.tasks.data_sets import given
 from dsframe.tasks.task import Task
 from dsframe.text import one_line
 

@@ -131,7 +131,7 @@ def _run(name: str, options: argparse.Namespace, world: World) -> None:
 
 def _to_predict(task: Task) -> Any:
     """Returns the data to predict. Raises TaskError if there are several sets."""
-    from dsframe.tasks.given import given
+    from dsframe.tasks.data_sets import given
 
     chosen = given(task, "predict_data")
     if isinstance(chosen, dict):

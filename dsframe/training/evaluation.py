@@ -28,7 +28,7 @@ from dsframe.model.persistent import put
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Sums, Task, gives, sums
 from dsframe.text import Say, reason
-from dsframe.training import held, loss_kind, unmoved, whole_set
+from dsframe.training import loss_kind, restore, user_values, whole_set
 from dsframe.training.finite import IF_NO_ITEMS
 from dsframe.training.shared_buffers import but_statistics, take_over
 from dsframe.values import tensors_of
@@ -110,13 +110,13 @@ class Evaluation:
         uncompiled, because the compiler would treat training batches as another size of the same graph."""
         kept = generators.capture(self._engine.plan.device)
         watch = self._engine.built.watch
-        moved = held.attributes(watch.model if watch else nn.Module())
+        moved = user_values.attributes(watch.model if watch else nn.Module())
         metrics: dict[str, float] = {}
         complete = True
         with (
             torch.compiler.set_stance("force_eager") if self._compiled else nullcontext(),
             watch.trial() if watch else nullcontext(),
-            unmoved.task_unmoved(self._engine),
+            restore.task_unmoved(self._engine),
             self._equal_buffers(),
         ):
             for name, loader in self._loaders.items():
@@ -155,7 +155,7 @@ class Evaluation:
         task, context = self._engine.plan.task, self._engine.plan.task.context
         context.local_rows = False
         if gives(task, "finalize") and self._engine.plan.world.size > 1:
-            self._before = unmoved.twin(task)
+            self._before = restore.twin(task)
         local_totals = self._batches(name, batches, measure, stops, self._call_for_other_ranks)
         if local_totals is None:
             return None
@@ -278,7 +278,7 @@ class Evaluation:
         """Makes the calls that other ranks make together, with rows that belong to another rank. Returns nothing."""
         if self._calls_collectively is not False:
             engine, task = self._engine, self._engine.plan.task
-            with unmoved.task_unmoved(engine):
+            with restore.task_unmoved(engine):
                 try:
                     for metric in task.metric_objects.values():
                         task.update_metric(copy.deepcopy(metric), outputs, targets)
@@ -407,12 +407,12 @@ def _finalized_alike(engine: Engine, sums: Sums, before: Task | None) -> dict[st
     """**Collective.** Returns the result of :func:`finalized`. Raises TaskError if values differ between ranks, or with
     the task's attributes from ``before`` the evaluation: they then depend on this rank's batches."""
     task, finished = engine.plan.task, dict[str, float]()
-    modules = held.modules_of(task) if before else nn.Module()
-    metrics = held.attributes(modules)  # torchmetrics gather the state of all ranks
+    modules = user_values.modules_of(task) if before else nn.Module()
+    metrics = user_values.attributes(modules)  # torchmetrics gather the state of all ranks
     try:
         finished = finalized(task, sums)
     finally:  # other ranks wait for these values
-        after = held.attributes(modules)
+        after = user_values.attributes(modules)
         metrics.put_back()
         report = [finished, _changed_by_batches(finished, before, sums) if before else []]
         after.put_back()

@@ -33,7 +33,7 @@ from dsframe.host import generators
 from dsframe.model import derivatives
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, Sums, gives
-from dsframe.training import halves, held, sample_trial, unmoved
+from dsframe.training import halves, restore, sample_trial, user_values
 from dsframe.training.module_state import ModuleState
 from dsframe.training.shared_buffers import but_statistics
 from dsframe.values import tensors_of
@@ -119,10 +119,10 @@ class LossTrial:
         """The same on all ranks."""
         self._is_first, self._next_test = True, 1
         self._batch: Any = None
-        self._others: held.Generators | None = None
-        self._held: unmoved.HeldBuffers | None = None
+        self._others: user_values.Generators | None = None
+        self._held: restore.HeldBuffers | None = None
         """The task's buffers from before the first step, during that step."""
-        self._before_hooks: unmoved.HeldBuffers | None = None
+        self._before_hooks: restore.HeldBuffers | None = None
         """The same buffers, after the first step."""
         self.draws = False
         """True if the loss drew from one of torch's generators on this rank."""
@@ -152,12 +152,13 @@ class LossTrial:
         """Returns micro-batch ``index`` of a step, with a loss inspection attached if one is due."""
         self.branches.begin(batch, index)
         if self._asks_draws and index + 1 == self._engine.plan.batch.accumulation_steps:
-            self._others, self._drawn = held.Generators(self._engine), generators.capture(self._engine.plan.device)
+            self._others = user_values.Generators(self._engine)
+            self._drawn = generators.capture(self._engine.plan.device)
         if index or not self._is_first:
             self.of_model.backward_ended()
             return replace(batch, inspect=self._inspect_again) if self._is_due or self.branches.looks else batch
-        self._others = held.Generators(self._engine)
-        self._held = unmoved.HeldBuffers(self._engine)
+        self._others = user_values.Generators(self._engine)
+        self._held = restore.HeldBuffers(self._engine)
         self._batch = batch.inputs, batch.targets
         self.of_model.begin(batch)
         return replace(batch, inspect=self._inspect) if self._can_test else batch
@@ -282,9 +283,9 @@ class LossTrial:
         self.branches.end()
         if not self._is_due:
             return
-        kept = unmoved.Kept(self._engine)
+        kept = restore.Kept(self._engine)
         with suppress(Exception), self._engine.plan.task.context.evaluation():
-            task = unmoved.twin(self._engine.plan.task)
+            task = restore.twin(self._engine.plan.task)
             self._votes[halves.kind_of(task, outputs, targets).partition(",")[0]] += 1
         kept.put_back()
 
@@ -295,14 +296,14 @@ class LossTrial:
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves((outputs, targets))):
             return  # the test would consume it
         task = self._engine.plan.task
-        kept, copied = unmoved.Kept(self._engine), unmoved.twin(task)
+        kept, copied = restore.Kept(self._engine), restore.twin(task)
         with task.context.evaluation():
             try:
                 again = []
                 for _ in range(2):
                     kept.put_back()
                     part = slice(0, halves.rows_of(outputs, targets) or None)
-                    again.append(halves.loss_and_items(unmoved.twin(task), (outputs, targets), part)[0])
+                    again.append(halves.loss_and_items(restore.twin(task), (outputs, targets), part)[0])
                 self._moves = abs(again[1] - again[0]) > halves.TOLERANCE * abs(again[0])
                 kept.put_back()
                 kind = halves.kind_of(copied, outputs, targets)
@@ -314,7 +315,7 @@ class LossTrial:
         kept.put_back()
         self._uneven = kind == halves.UNEVEN
         self._votes[kind.partition(",")[0]] += 1
-        state, numbers = unmoved.changes(task, copied)
+        state, numbers = restore.changes(task, copied)
         self.of_model.of_task |= numbers
         (self.of_model.of_task if self.of_model.sees_loss else self._state).update(state)
 
@@ -330,7 +331,7 @@ def unequal_metrics(engine: Engine, measure: Callable[[Any, Any], Sums], outputs
     try:
         for part in (slice(0, samples), slice(0, (samples + 3) // 4), slice((samples + 3) // 4, samples)):
             context.eval_samples = part.stop - part.start
-            with unmoved.task_unmoved(engine):
+            with restore.task_unmoved(engine):
                 seen.append(measure(*tree_map_only(Tensor, partial(halves.rows_in, part), (outputs, targets))))
     except Exception:
         return []

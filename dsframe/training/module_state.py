@@ -26,8 +26,9 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.persistent import persistent_buffers
 from dsframe.model.user_spaces import Space, hooks_of
 from dsframe.model.user_state import words_of
-from dsframe.training import held, sample_trial, unmoved
+from dsframe.training import restore, sample_trial, user_values
 from dsframe.training.shared_buffers import but_statistics
+from dsframe.training.user_values import Values
 from dsframe.values import ELEMENTS, same
 
 _TOLERANCE = 1e-6
@@ -47,26 +48,26 @@ class ModuleState:
         self.sees_loss = batch.data_parallel_size == engine.plan.world.size
         """False if ranks split a model, because only one of them would see the loss."""
         self._batch: tuple[Any, Any] | None = None
-        self._before: tuple[held.Values, held.Values] | None = None
+        self._before: tuple[Values, Values] | None = None
         """Attributes of the model's modules, and values that user code keeps outside them and the task."""
-        self._of_gradients: held.Values | None = None
+        self._of_gradients: Values | None = None
         """Values of hooks on gradients, which an engine may call after the last micro-batch."""
-        self._buffers: unmoved.Buffers | None = None
+        self._buffers: restore.Buffers | None = None
         """Buffers from before the step: what the first micro-batch leaves in them may hide a change by the next one."""
-        self._buffers_after: unmoved.Buffers | None = None
+        self._buffers_after: restore.Buffers | None = None
         """Buffers from after the step, if they are to be tested."""
         self._extra_before, self._extra_after = dict[str, Tensor](), dict[str, Tensor]()
         self._alike: dict[str, Tensor] = {}
         """Extra states of modules before and after the step; of the latter, those that are the same on all ranks."""
-        self._after: tuple[held.Values, held.Values] | None = None
+        self._after: tuple[Values, Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
-        self._task_before = self._task_after = unmoved.twin(engine.plan.task)
-        self._at_loss: tuple[held.Values, ...] = ()
+        self._task_before = self._task_after = restore.twin(engine.plan.task)
+        self._at_loss: tuple[Values, ...] = ()
         self._in_backward = set[str]()
         """Names of values of model or program that the first micro-batch's loss or backward pass has changed."""
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
-        self._later: tuple[held.Values, ...] = ()
+        self._later: tuple[Values, ...] = ()
         self._structure = dict[str, Any]()
         self._rebuilt, self._modes = set[str](), set[str]()
         """Identity, mode and hooks of modules at the last test; what the first step, and its forward pass, changed."""
@@ -74,13 +75,13 @@ class ModuleState:
     def begin(self, batch: MicroBatch) -> None:
         """Called before the first micro-batch."""
         watch = self._engine.built.watch
-        self._task_before = unmoved.twin(self._engine.plan.task)
+        self._task_before = restore.twin(self._engine.plan.task)
         if watch is not None:
             self._batch, self._before = (batch.inputs, batch.targets), self._values()
-            self._of_gradients = held.outside(self._engine, of_gradients=True)
+            self._of_gradients = user_values.outside(self._engine, of_gradients=True)
             self._structure = _structure(self._modules())
             self._extra_before = extra_state.pack(watch.model)
-            self._buffers = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
+            self._buffers = restore.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def forward_ended(self) -> None:
         """Called after the forward pass of the first micro-batch."""
@@ -97,8 +98,8 @@ class ModuleState:
         """Called directly after the step, before hooks, which may set attributes."""
         self.backward_ended()
         watch, task = self._engine.built.watch, self._engine.plan.task
-        self.of_task = self.of_task.union(*unmoved.changes(self._task_before, task))
-        self._task_after = unmoved.twin(task)
+        self.of_task = self.of_task.union(*restore.changes(self._task_before, task))
+        self._task_after = restore.twin(task)
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
             self._in_backward |= self._of_gradients.changed() if self._of_gradients else set()
@@ -110,7 +111,7 @@ class ModuleState:
                 name for name, packed in self._extra_after.items() if not same(packed, self._extra_before.get(name))
             }
             if self._engine.plan.batch.accumulation_steps > 1 and not task.batch_dependent:
-                self._buffers_after = unmoved.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
+                self._buffers_after = restore.Buffers(watch.model.named_modules(), most_elements=ELEMENTS)
 
     def changed_by_hooks(self) -> set[str]:
         """Returns what has changed since the end of the step: attributes of task and model, values elsewhere in their
@@ -118,8 +119,8 @@ class ModuleState:
         task = self._engine.plan.task
         loss = inspect.unwrap(type(task).loss)
         loss_names = words_of(loss.__code__) if inspect.isfunction(loss) else frozenset[str]()
-        of_loss = held.Values([Space(vars(task), loss_names, "{}")], lambda value: isinstance(value, (int, float, str)))
-        of_task = unmoved.changes(self._task_after, task)
+        of_loss = Values([Space(vars(task), loss_names, "{}")], lambda value: isinstance(value, (int, float, str)))
+        of_task = restore.changes(self._task_after, task)
         changed = set[str]().union(*of_task, *(values.changed() for values in self._after or ()))
         before, self._structure = self._structure, _structure(self._modules())
         self._later = (*(values.small() for values in self._after or ()), of_loss)
@@ -143,12 +144,12 @@ class ModuleState:
     def _modules(self) -> nn.Module:
         """Returns a module with the model (as "") and the modules of the task, by attribute name."""
         watch, every = self._engine.built.watch, nn.Module()
-        of_task = held.modules_of(self._engine.plan.task)._modules
+        of_task = user_values.modules_of(self._engine.plan.task)._modules
         every._modules.update({"": watch.model} if watch else {}, **of_task)
         return every
 
-    def _values(self) -> tuple[held.Values, held.Values]:
-        return held.attributes(self._modules(), buffers=True), held.outside(self._engine)
+    def _values(self) -> tuple[Values, Values]:
+        return user_values.attributes(self._modules(), buffers=True), user_values.outside(self._engine)
 
     def judge(self, differ: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Returns a message, or "". ``differ``: the buffers and extra states that differ between ranks.
@@ -246,10 +247,10 @@ class ModuleState:
         # Some values matter only in training. A forward pass that writes to weights runs in evaluation mode.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
         mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
-        left: held.Values | None = None
+        left: Values | None = None
         changed: list[set[str]] = []
         try:
-            with unmoved.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
+            with restore.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
                     generators.restore(kept, device)
                     after_step = after and whose == "buffers" and self._buffers_after

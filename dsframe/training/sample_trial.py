@@ -32,7 +32,7 @@ from dsframe.model import derivatives
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Sums, Task, gives, loss_and_terms
 from dsframe.text import reason
-from dsframe.training import halves, held, unmoved
+from dsframe.training import halves, restore, user_values
 from dsframe.values import tensors_of
 
 _SAMPLES = 4
@@ -202,8 +202,8 @@ class _Trial:
                 warnings.simplefilter("ignore")
                 for part, batch in zip(self._parts, self._batches(), strict=True):
                     self.lengths.add(tuple(_shape_of_row(leaf.shape, len(part)) for leaf in tensors_of(batch)))
-                    before, others = generators.capture(plan.device), held.Generators(engine)
-                    with unmoved.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
+                    before, others = generators.capture(plan.device), user_values.Generators(engine)
+                    with restore.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
                         moved = before != generators.capture(plan.device) or others.changed()
                         self.draws |= draws.left_out or moved
@@ -304,7 +304,7 @@ class Losses:
             if of_several is None:
                 engine.eval_step(batch, self._measure)
                 return
-            state = vars(unmoved.twin(task))
+            state = vars(restore.twin(task))
             for name, loss in of_several(*batch).items():
                 self.of.setdefault(name, []).append(float(loss))
             vars(task).update(state)
@@ -320,7 +320,7 @@ class Losses:
             self._task.eval_gradients = asked
 
     def _measure(self, outputs: Any, targets: Any) -> Sums:
-        held, copied = unmoved.HeldBuffers(self._engine), unmoved.twin(self._task)
+        held, copied = restore.HeldBuffers(self._engine), restore.twin(self._task)
         self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
         if self._of_halves:
             self._of_halves = False

@@ -19,7 +19,7 @@ import pytest
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.data.ahead import READER
+from dsframe.data.prefetch import READER
 from dsframe.run_dir.record import read_metrics
 from dsframe.tools.compare import losses
 from dsframe.tools.plan.device import Device
@@ -345,7 +345,7 @@ def test_a_mistake_is_refused(mistake, engine, message):
     ("mistake", "what", "detail", "where"),
     [
         ("item-in-every-step", "wait", "_local_scalar_dense", "standin/train.py"),
-        ("pageable-batch", "to device", "pageable", "data/ahead.py"),
+        ("pageable-batch", "to device", "pageable", "data/prefetch.py"),
     ],
 )
 def test_a_mistake_is_recorded(mistake, what, detail, where):

@@ -150,9 +150,9 @@ def whole_model_at_stage_3():
 
 def pageable_batch():
     """Batches are not pinned."""
-    from dsframe.data import ahead
+    from dsframe.data import prefetch
 
-    ahead._dense = lambda leaf: leaf.contiguous()
+    prefetch._dense = lambda leaf: leaf.contiguous()
     torch.Tensor.pin_memory = lambda self, *_: self
 
 

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, Pad, TensorSource, as_source
-from dsframe.data.ahead import Ahead, _dense
 from dsframe.data.datasets import DatasetSource
+from dsframe.data.prefetch import Ahead, _dense
 from dsframe.data.reading import in_one_line
 from dsframe.errors import DataError
 

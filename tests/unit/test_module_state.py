@@ -12,7 +12,7 @@ from torch import nn
 import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
-from dsframe.training import held
+from dsframe.training import user_values
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
 from tests.files import ds_config
 from tests.lines import Line
@@ -393,7 +393,7 @@ class Names(nn.LSTM):
 
 def test_names_of_weights_are_no_state():
     model = Names()
-    before = held.attributes(model)
+    before = user_values.attributes(model)
     model(torch.ones(3, 1, 2))[0].sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     trained = model.weight_ih_l0.clone()
@@ -520,7 +520,7 @@ class Holder(nn.Module):
 
 def test_a_copy_for_the_whole_training_has_no_large_values():
     model = Holder()
-    whole = held.attributes(model)
+    whole = user_values.attributes(model)
     small = whole.small()
     for tensor in (model.table, model.large):
         tensor.add_(1)
@@ -533,7 +533,7 @@ def test_values_are_put_back_in_the_same_objects():
     """What is new goes, what was replaced comes again."""
     model = Holder()
     table, rows = model.table, model.rows
-    before = held.attributes(model)
+    before = user_values.attributes(model)
     model.table.add_(1)
     model.rows.append(torch.zeros(1))
     model.rows, model.table, model.count, model.made = [], torch.zeros(1), 5, 2

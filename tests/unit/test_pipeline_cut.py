@@ -14,8 +14,8 @@ from torch.nn import functional
 from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engines.deepspeed import pipeline
-from dsframe.engines.deepspeed.elsewhere import Elsewhere
 from dsframe.engines.deepspeed.imports import PipelineModule
+from dsframe.engines.deepspeed.missing_parts import Elsewhere
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import EngineError, TaskError

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from dsframe.config.rules import model, optimizer, parallel, report, system, table, training, zero
+from dsframe.config.rules import checkpoints, model, optimizer, parallel, system, table, training, zero
 from dsframe.config.rules.context import RuleContext
 
 
 def check(context: RuleContext) -> None:
     """Reports what is wrong with the combination of values."""
-    for rules in (zero, parallel, training, optimizer, system, model, report, table):
+    for rules in (zero, parallel, training, optimizer, system, model, checkpoints, table):
         rules.check(context)
     if context.entry.rules:
         module, _, function = context.entry.rules.partition(":")

@@ -28,8 +28,8 @@ from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
-from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
+from dsframe.engines.deepspeed.initialize_config import handover
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders

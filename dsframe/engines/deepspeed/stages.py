@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.engines.deepspeed import chains, patches
-from dsframe.engines.deepspeed.elsewhere import Elsewhere
+from dsframe.engines.deepspeed import layer_chain, patches
 from dsframe.engines.deepspeed.imports import (
     PipelineModule,
     PipeModelDataParallelTopology,
@@ -25,6 +24,7 @@ from dsframe.engines.deepspeed.imports import (
     partition_balanced,
     partition_uniform,
 )
+from dsframe.engines.deepspeed.missing_parts import Elsewhere
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
@@ -50,7 +50,7 @@ class Cut:
         """
         self._plan = plan
         self._whole: nn.Module | None = None
-        self._trial: chains.Trial | None = None
+        self._trial: layer_chain.Trial | None = None
         # On the CPU, as every engine builds it, so that initial weights do not depend on the device. A whole model is
         # kept in files, of which this rank reads its stage's.
         self._spill = on_disk(plan.directory)
@@ -97,7 +97,7 @@ class Cut:
         layers = task.layers()
         if layers is not None:
             check_ties(layers)
-            chains.refuse_own_model(task)
+            layer_chain.refuse_own_model(task)
             return layers
         self._whole = task.model()
         modules = task.cut(self._whole)
@@ -109,9 +109,9 @@ class Cut:
             )
         check_ties(modules)
         chain = ready(modules)
-        chains.refuse_more(self._whole, chain)
+        layer_chain.refuse_more(self._whole, chain)
         if not type(task).cut.__module__.startswith("dsframe."):
-            self._trial = chains.Trial.of(self._whole, chain, self._plan.seed)
+            self._trial = layer_chain.Trial.of(self._whole, chain, self._plan.seed)
         return modules
 
     def try_out(self, inputs: Tensor) -> None:

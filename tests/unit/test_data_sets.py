@@ -12,7 +12,7 @@ from dsframe.config import load
 from dsframe.errors import DataError
 from dsframe.host import generators
 from dsframe.run import execute
-from dsframe.tasks.given import given
+from dsframe.tasks.data_sets import given
 from tests.files import ds_config
 
 CONSTANTS = """

@@ -10,7 +10,7 @@ import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.config.schema.zero import SMALL
-from dsframe.engines.deepspeed.handover import handover
+from dsframe.engines.deepspeed.initialize_config import handover
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan

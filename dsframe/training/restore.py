@@ -16,7 +16,7 @@ from dsframe.engine import Engine
 from dsframe.host import generators
 from dsframe.model import extra_state
 from dsframe.tasks.task import Task
-from dsframe.training import held
+from dsframe.training import user_values
 from dsframe.values import copied, elements, same
 
 _HELD = 1 << 25
@@ -89,7 +89,7 @@ def task_unmoved(engine: Engine) -> Iterator[None]:
     """Gives the task copies of its attributes inside the context. Restores the state of the modules in them, such as
     metrics, and all of :class:`Kept`."""
     attributes, kept = vars(engine.plan.task), Kept(engine)
-    now, of_modules = dict(attributes), held.attributes(held.modules_of(engine.plan.task))
+    now, of_modules = dict(attributes), user_values.attributes(user_values.modules_of(engine.plan.task))
     attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
     try:
         yield
@@ -104,7 +104,8 @@ def task_unmoved(engine: Engine) -> Iterator[None]:
 def unmoved(engine: Engine, model: nn.Module) -> Iterator[None]:
     """Restores the random generators, buffers, attributes and modes of the modules of ``model``, and values elsewhere
     in user code."""
-    changing = (held.attributes(model), held.outside(engine), held.Generators(engine), Buffers(model.named_modules()))
+    plain = (user_values.attributes(model), user_values.outside(engine), user_values.Generators(engine))
+    changing = (*plain, Buffers(model.named_modules()))
     extra, modes = extra_state.pack(model), {module: module.training for module in model.modules()}
     with generators.kept(engine.plan.device):
         try:
@@ -172,7 +173,7 @@ class Kept:
         self._device = engine.plan.device
         self._drawn = generators.capture(self._device)
         self.buffers = HeldBuffers(engine)
-        self._others = (held.outside(engine), held.Generators(engine))
+        self._others = (user_values.outside(engine), user_values.Generators(engine))
 
     @property
     def drew(self) -> bool:
