@@ -45,15 +45,15 @@ def class_names(data_dir: str | None) -> list[str]:
     return names
 
 
-def _transform(images: Any, *, augment: bool) -> Any:
-    """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``. ``images``: as for :func:`load`.
+def _transform(images: Any, *, augment: bool, floored: bool = False) -> Any:
+    """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``. Arguments: as for :func:`load`.
 
     With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise
     the shorter side is resized to 8/7 of ``size`` and the centre cropped.
     """
     made, size = torchvision().transforms, images.size
     random = [made.RandomResizedCrop(size), made.RandomHorizontalFlip()]
-    centre = partial(_centre, size=size) if images.floored else made.CenterCrop(size)
+    centre = partial(_centre, size=size) if floored else made.CenterCrop(size)
     part = random if augment else [made.Resize(round(size * 8 / 7)), centre]
     return made.Compose([*part, made.ToTensor(), made.Normalize(images.mean, images.std)])
 
@@ -220,14 +220,23 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
-    """Returns the training or validation images under ``data_dir``, with ``size``, ``mean``, ``std`` and crop of ``images``.
+def load(
+    data_dir: str,
+    images: Any,
+    *,
+    train: bool,
+    augment: bool,
+    names: list[str] | None = None,
+    floored: bool = False,
+) -> ImageFolder:
+    """Returns the training or validation images under ``data_dir``, with ``size``, ``mean`` and ``std`` of ``images``.
 
-    ``names``: the classes by number; default: their folders in alphabetical order. Raises DataError.
+    ``names``: the classes by number; default: their folders in alphabetical order. ``floored``: True if the centre crop
+    rounds its first pixel down, as transformers does. Raises DataError.
     """
     root = Path(data_dir).expanduser()
     folders = [root / name for name in (("train",) if train else _TEST_FOLDERS) if (root / name).is_dir()]
     if not folders:
         raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
-    transform = _transform(images, augment=augment)
+    transform = _transform(images, augment=augment, floored=floored)
     return ImageFolder(folders[0], names or class_names(data_dir), transform)

@@ -109,7 +109,12 @@ def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
     if settings.dataset == "image-folder":
         augment = train and settings.augment
         dataset: Any = folder.load(
-            str(settings.data_dir), images, train=train, augment=augment, names=list(images.names)
+            str(settings.data_dir),
+            images,
+            train=train,
+            augment=augment,
+            names=list(images.names),
+            floored=images.floored,
         )
         if train and settings.samples is not None:
             # A folder is sorted by class, so choose at random; the same images for every seed, as with files.

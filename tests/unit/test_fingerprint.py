@@ -190,7 +190,7 @@ def in_memory(kind, row, directory):
         for number in range(9):
             path = directory / "train" / "a" / f"{number}{'b' * (number == row)}.png"
             image.new("RGB", (8, 8)).save(path)
-        facts = SimpleNamespace(size=8, mean=(0.0,) * 3, std=(1.0,) * 3, floored=False)
+        facts = SimpleNamespace(size=8, mean=(0.0,) * 3, std=(1.0,) * 3)
         return folder.load(str(directory), facts, train=True, augment=False)
     return TensorDataset(rows, rows)
 
