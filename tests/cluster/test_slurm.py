@@ -91,7 +91,7 @@ def lost_node(cluster, job, words, folder):
 
 @pytest.mark.parametrize(
     "interrupt",
-    [preempted, pytest.param(at_the_time_limit, marks=pytest.mark.long), lost_node],
+    [preempted, *(pytest.param(each, marks=pytest.mark.long) for each in (at_the_time_limit, lost_node))],
     ids=lambda each: each.__name__,
 )
 def test_interrupted_on_two_nodes(interrupt, cluster, tmp_path):

@@ -51,7 +51,7 @@ def file(folder, engine, more):
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["pipeline", pytest.param("horovod", marks=pytest.mark.long)])
 def test_every_logger_has_what_the_record_has(case, tmp_path):
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)
