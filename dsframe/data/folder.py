@@ -72,7 +72,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         folders = _folders(folder)
         unknown = sorted(folders.keys() - set(classes))
         if unknown:
-            raise DataError(f"image-folder: {folder} has classes that train/ has not: {', '.join(unknown)}")
+            raise DataError(f"image-folder: {folder} has classes that train/ does not have: {', '.join(unknown)}")
         paths_of = {name: _files(folders[name]) if name in folders else [] for name in classes}
         self.samples = [
             (path, label)

@@ -201,7 +201,7 @@ def build(
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
     if unread := sorted(map(str, loading_report["unexpected_keys"])):
         more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-        say(f"note: task.model: {weights} has weights that this model has not: {', '.join(unread[:3])}{more}")
+        say(f"note: task.model: {weights} has weights that this model does not have: {', '.join(unread[:3])}{more}")
     return _with_supported_experts(model.train())  # from_pretrained returns it in evaluation mode
 
 

@@ -282,7 +282,7 @@ def test_image_folders_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match="has none of val, test, eval to evaluate on"):
         load(section, train=False)
     (tmp_path / "val" / "bird").mkdir(parents=True)
-    with pytest.raises(DataError, match="has classes that train/ has not: bird"):
+    with pytest.raises(DataError, match="has classes that train/ does not have: bird"):
         load(section, train=False)
 
 

@@ -282,7 +282,7 @@ def test_weights_of_a_folder_that_the_model_has_not_are_said_once(rank, tmp_path
     task = language(model=str(tmp_path / "two"))
     task.context = TaskContext(rank=rank)
     task.model()
-    said = "has weights that this model has not: model.layers.1.input_layernorm.weight, "
+    said = "has weights that this model does not have: model.layers.1.input_layernorm.weight, "
     printed = capsys.readouterr().err
     assert printed.count(said) == (rank == 0)
     assert (" and 6 more" in printed) == (rank == 0)
@@ -292,7 +292,7 @@ def test_weights_of_a_folder_that_the_model_has_not_are_said_once(rank, tmp_path
 def test_nothing_is_said_of_a_folder_whose_weights_are_all_read(tied, tmp_path, capsys):
     save(language(model={**LLAMA, "tie_word_embeddings": tied}), tmp_path / "all")
     language(model=str(tmp_path / "all")).model()
-    assert "this model has not" not in capsys.readouterr().err
+    assert "this model does not have" not in capsys.readouterr().err
 
 
 def test_encoders_that_do_not_see_ahead_are_language_models():
