@@ -255,9 +255,8 @@ def _saved(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     except Exception as error:  # of pyarrow, JSON or the library
         raise DataError(f"{path}: cannot be read by datasets ({one_line(error)})") from error
     available, others = _chosen(dataset.column_names, columns)
-    chosen = (
-        dataset.select_columns(available).with_format(None) if available else [{}]
-    )  # without columns it has no rows
+    # A data set without columns has no rows, and a row names the columns that there are.
+    chosen = dataset.select_columns(available).with_format(None) if available else [{}]
     for number, value in enumerate(chosen):
         yield Row(f"{path}, row {number}", _without_nulls(value), others=others)
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from dsframe.data import vision
 from dsframe.data._torchvision import torchvision
 from dsframe.data.files import data_root, replacing
-from dsframe.data.idx import read_bytes, read_idx
+from dsframe.data.idx import read_idx
+from dsframe.data.raw_bytes import read_bytes
 from dsframe.errors import DataError, DsframeError, exit_code_of
 from dsframe.text import Say
 

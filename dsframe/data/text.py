@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsframe.data import documents
-from dsframe.data.idx import mapped
+from dsframe.data.raw_bytes import mapped
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
 

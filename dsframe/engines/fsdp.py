@@ -50,6 +50,7 @@ _COMPUTED_IN = "_dsframe_computed_in"
 class FsdpEngine(ReplicaEngine):
     """Shards of parameters, gradients and optimizer state; 16-bit numbers only in the model's computation."""
 
+    unit_classes = (FSDPModule,)
     forward_is_collective = True
     reduces_repeatedly = False
     cannot_sum = True
@@ -361,10 +362,13 @@ class _ShardSlot(ParameterView):
 
 
 def _complete(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that FSDP puts into ``model`` while its modules run."""
+    """Returns the ids of the parameters that FSDP puts into ``model`` while its modules run; of all its parameters if
+    this torch keeps them elsewhere than torch 2.13 (``_fsdp_param.py``)."""
     states = (cast(Any, module)._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
-    shards = (shard for state in states for group in state._fsdp_param_groups for shard in group.fsdp_params)
-    return {id(getattr(shard, "_unsharded_param", None)) for shard in shards}
+    groups = (group for state in states for group in getattr(state, "_fsdp_param_groups", ()))
+    shards = (shard for group in groups for shard in getattr(group, "fsdp_params", ()))
+    known = {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
+    return known or {id(parameter) for parameter in model.parameters()}
 
 
 class FsdpShards(Shards):

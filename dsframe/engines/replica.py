@@ -41,6 +41,8 @@ class ReplicaEngine(ModelEngine):
     """True if the library can only average gradients."""
     shows_missing = False
     """True if a gradient that is missing on all ranks is None after the backward pass."""
+    unit_classes: tuple[type, ...] = ()
+    """Classes of modules whose weights the library replaces when they are called."""
     forward_is_collective = False
     """True if a rank without samples must still run the model, because others need its shards."""
 
@@ -71,7 +73,7 @@ class ReplicaEngine(ModelEngine):
             )
             keep_ratios(self.optimizer.param_groups, plan.optimizer.learning_rate)
             self.module = self._wrap(self.model)
-            self._unused = Unused(self, self.model, self.optimizer, hooks=not self.shows_missing)
+            self._unused = Unused(self, self.model, self.optimizer, not self.shows_missing, self.unit_classes)
 
     def _make_loss_scale(self) -> LossScale | None:
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dsframe.cluster.exchange import Ranks, all_gather_json
 
@@ -16,21 +16,22 @@ from dsframe.cluster.exchange import Ranks, all_gather_json
 class Unused:
     """Compares which gradients arrive in steps 1, 2, 4, 8, ..., by hooks that exist in these steps only."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, *, hooks: bool = True) -> None:
-        """``hooks``: False if the engine sets ``missing`` in each step."""
+    def __init__(
+        self, ranks: Ranks, model: nn.Module, optimizer: Optimizer, hooks: bool = True, units: Any = ()
+    ) -> None:
+        """``hooks``: False if the engine sets ``missing`` in each step. ``units``: classes of modules whose weights the
+        library replaces when they are called."""
         self._ranks, self._optimizer = ranks, optimizer
         self.missing: Collection[str] = ()
         """Parameters without a gradient on all ranks in this step."""
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._units = [(name, unit) for name, unit in model.named_modules() if hasattr(unit, "_get_fsdp_state")]
-        """FSDP replaces the weights of a unit when it is called."""
+        self._units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, units)]
         compiled = ranks.plan.config.settings.model.compile is True
         self._asks = hooks and not (compiled and self._units)  # hooks on units inside would compile it again
         self._steps, self._hooks = 0, list[Any]()
         self._hooked, self._arrived = set[str](), set[str]()
         self._looks, self._skips = 0, Counter[str]()
-        """Number of steps that were looked at; for each parameter, in how many the loss did not use it. Other stages
-        of a pipeline have other parameters."""
+        """Number of steps that were looked at; for each parameter, on any stage, in how many no loss used it."""
 
     def begin(self) -> None:
         """Called before a step."""

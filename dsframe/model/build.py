@@ -37,7 +37,7 @@ from dsframe.model.persistent import aliases
 from dsframe.model.plain_buffers import integers_as_buffers, plain_buffers
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
-from dsframe.model.untrainable import refuse_unusual
+from dsframe.model.untrainable import refuse_untrainable
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.task import Task
 from dsframe.values import attributes_of, elements, has_attributes
@@ -77,7 +77,7 @@ def build_model(
     model, peft = _build_on_cpu(ranks, spill)
     manifest = {"course": {"modules": described(model), "attributes": attributes(model, task)}}
     memory = BuiltMemory(model.named_parameters())
-    refuse_unusual(model, type(task).__name__)
+    refuse_untrainable(model, type(task).__name__)
     integers_as_buffers(model)
     plain_buffers(model)
     formats.keep_in_fp32(plan.config, model)

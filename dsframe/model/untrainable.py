@@ -36,7 +36,7 @@ _UNUSUAL: tuple[tuple[Callable[[Any], bool], str], ...] = (
 """Tests for parameters that no engine trains, with the messages."""
 
 
-def refuse_unusual(model: nn.Module, whose: str) -> None:
+def refuse_untrainable(model: nn.Module, whose: str) -> None:
     """Raises TaskError for lazy, complex, meta and sparse parameters, and a trained one that shares memory."""
     for is_unusual, text in _UNUSUAL:
         if names := [name for name, parameter in model.named_parameters() if is_unusual(parameter)]:

@@ -82,7 +82,7 @@ def _refuse_changing_order(task: Task, samples: int) -> None:
 
 
 def _record_files(source: Source) -> None:
-    """Gives a user's data set whose rows are files a digest of the names and sizes of all, by which ranks, and a resumed
+    """Gives a user's data set whose rows are files a digest of all names and some sizes, by which ranks, and a resumed
     run, compare more than a few samples."""
     data = getattr(source, "dataset", None)
     if paths := _files_of(data):

@@ -36,7 +36,6 @@ from dsframe.values import tensors_of
 Take = Callable[[EvaluationBatch, Any, Any], Sums]
 """Called with a batch that counts, the outputs and the targets."""
 
-
 _LEFT_OUT = ""
 """Name of the number of batches that lack rows, of those that have another number of rows than samples."""
 

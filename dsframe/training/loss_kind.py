@@ -168,9 +168,10 @@ class LossTrial:
         task, tally = self._engine.plan.task, self._tally() if self._is_due else {}
         kind = next((kind for kind in reversed(_KINDS) if kind != task.loss_is and tally.get(kind)), "")
         self._tests_again &= not kind
-        what = f"a {task.loss_is} over rows at first, and a {kind} in step {task.context.step}"
-        later = sample_trial.NEITHER.replace("neither a mean nor a sum over rows", what)
-        return sample_trial.NEITHER if kind == "neither" else later if kind else ""
+        if kind in ("", "neither"):
+            return sample_trial.NEITHER if kind else ""
+        other = f"a {task.loss_is} over rows at first, and a {kind} in step {task.context.step}"
+        return f"loss is {other}, {sample_trial.DEPENDS}"
 
     def step_ended(self) -> None:
         """Called directly after each step, before hooks and loggers, which may draw random numbers."""

@@ -44,10 +44,11 @@ ROWS_DEPEND = (
     "model or collate gives a row different outputs in different batches, so the training depends on the micro batch size "
     "(batch_dependent = True in the task says that it is meant)"
 )
-NEITHER = (
-    "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size (if it is a mean over items, such "
-    "as labels that are not ignored, return their number, or the sum of their weights, from loss_weight(targets))"
+DEPENDS = (
+    "so the training depends on the micro batch size (if it is a mean over items, such as labels that are not ignored, return "
+    "their number, or the sum of their weights, from loss_weight(targets))"
 )
+NEITHER = f"loss is neither a mean nor a sum over rows, {DEPENDS}"
 PADDED = (
     "rows are longer in a batch than alone, and their loss is another one there: the model sees padding, so the "
     "training depends on the micro batch size (mask it, or pad to one length, as dsframe.data.Pad(length=N) does)"

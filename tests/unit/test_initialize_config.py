@@ -10,7 +10,7 @@ import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.config.schema.zero import SMALL
-from dsframe.engines.deepspeed.initialize_config import handover
+from dsframe.engines.deepspeed.initialize_config import initialize_config
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.plan import Plan
@@ -122,9 +122,9 @@ def test_handover(case):
     changes, arguments, expected = CASES[case]
     made, given = plan(changes), copy.deepcopy(arguments)
     before = copy.deepcopy((made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)))
-    found = handover(made, **arguments)
+    found = initialize_config(made, **arguments)
     assert found == {**expected, "optimizer": ADAM}
-    assert found == handover(made, **arguments)
+    assert found == initialize_config(made, **arguments)
     _spoil(found)
     assert (made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)) == before
     assert arguments == given
@@ -144,7 +144,7 @@ def test_handover(case):
 )
 def test_gradients_are_copied_as_deepspeed_does_where_more_depends_on_it(changes):
     zero = {"stage": 1, **changes.get("zero_optimization", {})}
-    assert handover(plan({**changes, "zero_optimization": zero}, 4))["zero_optimization"] == zero
+    assert initialize_config(plan({**changes, "zero_optimization": zero}, 4))["zero_optimization"] == zero
 
 
 def _spoil(value):
@@ -158,11 +158,11 @@ def _spoil(value):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(stage):
     on_gpu = dataclasses.replace(plan({"zero_optimization": {"stage": stage}}), device=torch.device("cuda", 0))
-    document = handover(on_gpu, elements=1000)
+    document = initialize_config(on_gpu, elements=1000)
     assert document["timers"] == {"throughput": {"enabled": False}}
     assert document["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 1000}
     timed = dataclasses.replace(on_gpu, config=load({**FILE, "timers": {"throughput": {"enabled": True}}}))
-    assert handover(timed, elements=1000)["timers"] == {"throughput": {"enabled": True}}
+    assert initialize_config(timed, elements=1000)["timers"] == {"throughput": {"enabled": True}}
 
 
 def test_a_parameter_that_stage_3_cannot_shard_is_named():

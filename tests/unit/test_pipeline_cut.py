@@ -15,7 +15,7 @@ from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engines.deepspeed import pipeline
 from dsframe.engines.deepspeed.imports import PipelineModule
-from dsframe.engines.deepspeed.missing_parts import Elsewhere
+from dsframe.engines.deepspeed.missing_parts import MissingParts
 from dsframe.engines.deepspeed.pipeline import PipelineEngine
 from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.errors import EngineError, TaskError
@@ -309,7 +309,7 @@ def _first(model):
 )
 def test_a_loss_that_uses_what_another_stage_has_is_refused(used):
     model = Whole()
-    weight, others = model.body[0].weight, Elsewhere()
+    weight, others = model.body[0].weight, MissingParts()
     others.add(model, nn.Sequential(model.body[2]), nn.Sequential(*model.body))
     assert not [name for name, _ in model.named_parameters() if not name.startswith("body.2")]
     pattern = "pipeline's loss and metrics have only .* the task uses .*: return what it needs from the layers"

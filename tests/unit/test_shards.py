@@ -10,7 +10,7 @@ from torch import nn
 
 from dsframe.engines.deepspeed import stage_3, state
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, differentiable
-from dsframe.engines.fsdp import _ShardSlot
+from dsframe.engines.fsdp import FsdpShards, _ShardSlot
 from dsframe.model.state import LossScaleState
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
@@ -169,3 +169,9 @@ def test_a_block_s_inputs_require_gradients_where_none_does():
     assert differentiable(nn.Identity(), (plain, trained), {}) is None
     with torch.no_grad():
         assert differentiable(nn.Identity(), (plain,), {}) is None
+
+
+def test_complete_parameters_that_this_torch_does_not_show_are_not_examined():
+    """Where FSDP keeps them is private to torch: another release must not refuse each model."""
+    model = nn.Linear(1, 1)
+    assert FsdpShards.others(model) == {id(model.weight), id(model.bias)}

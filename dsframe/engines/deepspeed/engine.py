@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al., arXiv 1910.02054 and 2104.07857).
 
-``handover`` makes the configuration that DeepSpeed gets: the user's file, with changes that keep the meaning the same
+``initialize_config`` makes the configuration that DeepSpeed gets: the user's file, with changes that keep the meaning the same
 on every engine (dsframe runs the ``scheduler``, batch sizes are explicit, Adam is torch's) or make ZeRO-3 faster.
 """
 
@@ -29,7 +29,7 @@ from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
-from dsframe.engines.deepspeed.initialize_config import handover
+from dsframe.engines.deepspeed.initialize_config import initialize_config
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
@@ -206,7 +206,7 @@ class ZeroEngine(ModelEngine):
         self._whole_gradients = tensor_trial.WholeGradients(self._model, self._shares, self.plan.device)
 
     def _start(self, module: nn.Module, tensor_parallel: Mapping[str, Any] | None = None) -> None:
-        document = handover(
+        document = initialize_config(
             self.plan,
             elements=self._elements,
             keeps_weights=self._kept,

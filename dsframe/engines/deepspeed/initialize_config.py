@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NEVER = 2**62
 
 
-def handover(
+def initialize_config(
     plan: Plan,
     *,
     elements: int = 0,

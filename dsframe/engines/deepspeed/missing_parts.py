@@ -30,7 +30,7 @@ class _About:
 
 
 _NOW: dict[int, _About] = {}
-"""Facts about modules by id, inside of :meth:`Elsewhere.refused`."""
+"""Facts about modules by id, inside of :meth:`MissingParts.refused`."""
 
 
 def _refuse(what: str) -> NoReturn:
@@ -110,7 +110,7 @@ def _refusing(original_class: Any, refusing: type) -> type:
     return types.new_class(original_class.__name__, (refusing, original_class))
 
 
-class Elsewhere:
+class MissingParts:
     """Modules and tensors that this stage does not have, held by weak references."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from dsframe.engines.deepspeed.imports import (
     partition_balanced,
     partition_uniform,
 )
-from dsframe.engines.deepspeed.missing_parts import Elsewhere
+from dsframe.engines.deepspeed.missing_parts import MissingParts
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, switches
@@ -262,7 +262,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     """The stage's modules under their names in the whole model."""
     borrowed: frozenset[str]
     """Names of weights that an earlier stage owns and this one has a copy of."""
-    elsewhere: Elsewhere
+    elsewhere: MissingParts
     """Modules and tensors of the other stages."""
     further_names: dict[str, str]
     """Other names of the whole model's shared parameters -> the name in checkpoints."""
@@ -328,7 +328,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range, probes: nn.Module) -> None:
         """Sets ``model`` and the name attributes. ``whole``: the model if it was built whole; other stages' weights are
         removed from it. ``probes``: the layers of all stages, which the task may hold."""
-        self.borrowed, self._sizes, self.elsewhere = frozenset(), {}, Elsewhere()
+        self.borrowed, self._sizes, self.elsewhere = frozenset(), {}, MissingParts()
         ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
         if whole is not None:
             self.further_names = aliases(whole)
