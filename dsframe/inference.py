@@ -30,7 +30,7 @@ from dsframe.model import adapter, ema, extra_state
 from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.data_sets import seeded
-from dsframe.text import Json
+from dsframe.text import Json, Say
 from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
@@ -108,7 +108,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool | N
                 raise DataError(f"{missing[0]} is not on this host; give --out a folder that all hosts share")
             with contextlib.ExitStack() as files:
                 each = [(json.loads(line) for line in files.enter_context(part.open())) for part in parts]
-                _write_jsonl(out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
+                _write_jsonl(out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])), job.say)
 
         try:
             padded = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
@@ -253,16 +253,23 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> bool
     return padded
 
 
-def _write_jsonl(out: Path, rows: Iterator[Json]) -> None:
-    """Writes ``out``; the file gets its name when it is complete."""
-    partial = out.with_name(f".{out.name}.partial")
+def _write_jsonl(out: Path, rows: Iterator[Json], say: Say) -> None:
+    """Writes ``out``; the file gets its name when it is complete. ``say`` is told of NaN and infinity."""
+    partial, replaced = out.with_name(f".{out.name}.partial"), []
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")
+            for number, row in enumerate(rows):
+                written = predictions.without_nonfinite(row)
+                replaced += [number] * (written != row)
+                file.write(json.dumps(written, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
         sync_folder(out.parent)
     finally:
         partial.unlink(missing_ok=True)
+    if replaced:
+        say(
+            f"note: {len(replaced):,} rows have NaN or infinity, the first is row {replaced[0]}; JSON has neither, so null is "
+            "written in their place"
+        )

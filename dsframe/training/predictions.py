@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,19 @@ def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[s
         raise TaskError(
             f"{whose} returned {type(predicted).__name__}; return tensors or lists by name, a row for each sample"
         )
-    parts = _parts(predicted) or {}
+    if not predicted:
+        raise TaskError(f"{whose} returned nothing to write; return tensors or lists by name, a row for each sample")
+    parts = _parts(predicted, whose) or {}
     return _records({name: _rows(value, samples, f"{whose}: {name!r}") for name, value in parts.items()})
+
+
+def without_nonfinite(value: Any) -> Any:
+    """Returns JSON values with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [without_nonfinite(part) for part in value]
+    return {name: without_nonfinite(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:
@@ -91,7 +103,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
             return list(plain(value, what))
         nested = isinstance(value, Tensor) and value.is_nested
         raise _shape_error(what, f"{_length(value)} rows" if nested else f"shape {list(value.shape)}", samples)
-    parts = _parts(value)
+    parts = _parts(value, what)
     if parts is not None:
         return _records({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
     if not isinstance(value, (tuple, list)):
@@ -124,9 +136,15 @@ def _shape_error(what: str, shape: str, samples: int) -> TaskError:
     )
 
 
-def _parts(value: Any) -> Mapping[str, Any] | None:
-    """Returns the named parts of a dict, named tuple, dataclass or object of a model's own class; else None."""
+def _parts(value: Any, what: str) -> Mapping[str, Any] | None:
+    """Returns the named parts of a dict, named tuple, dataclass or object of a model's own class; else None. Raises
+    TaskError if JSON would have two of the same name."""
     if isinstance(value, Mapping):
+        names = [*map(str, value)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise TaskError(
+                f"{what}: JSON has texts as names, and two of these are {twice[0]!r}; give them other names"
+            )
         return {str(name): part for name, part in value.items() if not _is_cache(str(name), part, value)}
     if hasattr(value, "_asdict"):
         return dict(value._asdict())
@@ -169,10 +187,14 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind == "c":
             return _listed(torch.as_tensor(value))
+        if value.dtype.kind in "mM":  # a list of them may be of whole numbers
+            raise TaskError(
+                f"{what}: {value.dtype} is nothing that can be written; return texts: numpy.datetime_as_string"
+            )
         return value.tolist() if value.dtype.kind in _PLAIN else plain(value.tolist(), what)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_asdict"):
         return [plain(item, what) for item in value]
-    parts = _parts(value)
+    parts = _parts(value, what)
     if parts is None:
         raise TaskError(
             f"{what}: {type(value).__name__} is nothing that can be written; return tensors, numbers or texts"

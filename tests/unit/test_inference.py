@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from contextlib import contextmanager
 from functools import cache, partial
@@ -270,7 +271,14 @@ class Odd(Plane):
         ({"a": [torch.ones(2), torch.ones(2)]}, "its entries or its rows may be the samples"),
         ({"a": [object(), object()]}, "'a': object is nothing that can be written"),
         ({"a": [Path("a"), Path("b")]}, "'a': PosixPath is nothing that can be written"),
-        ({"a": np.array(["2026-11-30"] * 2, "datetime64[D]")}, "'a': date is nothing that can be written"),
+        ({"a": np.array(["2026-11-30"] * 2, "datetime64[D]")}, r"'a': datetime64\[D\] is nothing that can be written"),
+        (
+            {"a": np.array(["2026-11-30"] * 2, "datetime64[ns]")},
+            r"'a': datetime64\[ns\] is nothing that can be written",
+        ),
+        ({}, "returned nothing to write"),
+        ({"1": torch.ones(2), 1: torch.ones(2)}, "JSON has texts as names, and two of these are '1'"),
+        ({"a": [{"1": 2, 1: 3}] * 2}, "JSON has texts as names, and two of these are '1'"),
         ({"a": np.array([b"x", b"y"])}, "'a': bytes is nothing that can be written"),
         ({"a": jagged([torch.ones(1)])}, "'a': 1 rows for a batch of 2 samples"),
     ],
@@ -285,6 +293,23 @@ class Short(Plane):
 
     def predictions(self, outputs, targets):
         return {"sign": outputs.sign() if len(outputs) == 8 else outputs[:0]}
+
+
+class Masked(Plane):
+    """Masks the scores of the last batch."""
+
+    def predictions(self, outputs, targets):
+        return {"score": outputs if len(outputs) == 8 else outputs - math.inf, "x": ["NaN"] * len(outputs)}
+
+
+def test_what_json_does_not_have_is_null_and_said(trained, tmp_path, capsys):
+    write(trained[0], tmp_path / "a.jsonl", task=Masked())
+    text = (tmp_path / "a.jsonl").read_text()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert [row["score"] == [None, None] for row in rows].index(True) == 32
+    assert rows[0]["x"] == "NaN"
+    said = f"note: {SAMPLES - 32} rows have NaN or infinity, the first is row 32; JSON has neither, so null is written"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_predictions_that_fail_leave_no_file(trained, tmp_path):
