@@ -192,8 +192,8 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 )
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS, columns=available):
-                for value in batch.to_pylist():
-                    yield Row(f"{path}, row {number}", _without_nulls(value), others=others)
+                for value in _values(batch):
+                    yield Row(f"{path}, row {number}", value, others=others)
                     number += 1
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({one_line(error)})") from None
@@ -255,20 +255,32 @@ def _saved(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     except Exception as error:  # of pyarrow, JSON or the library
         raise DataError(f"{path}: cannot be read by datasets ({one_line(error)})") from error
     available, others = _chosen(dataset.column_names, columns)
+    chosen = dataset.select_columns(available).with_format("arrow").iter(_ROWS)
     # A data set without columns has no rows, and a row names the columns that there are.
-    chosen = dataset.select_columns(available).with_format(None) if available else [{}]
-    for number, value in enumerate(chosen):
-        yield Row(f"{path}, row {number}", _without_nulls(value), others=others)
+    values = (value for batch in chosen for value in _values(batch)) if available else [{}]
+    for number, value in enumerate(values):
+        yield Row(f"{path}, row {number}", value, others=others)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drops nulls: Arrow gives every object all keys of its column, with null for missing ones. A map comes as a list of
-    pairs and becomes an object."""
-    if isinstance(value, list) and value and all(isinstance(part, tuple) for part in value):
-        value = dict(value)
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
+def _values(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yields the rows of an Arrow table as JSON has them."""
+    types = {field.name: field.type for field in batch.schema}
+    for row in batch.to_pylist():
+        yield {name: _value(value, types[name]) for name, value in row.items() if value is not None}
+
+
+def _value(value: Any, kind: Any) -> Any:
+    """Returns a value of an Arrow type without nulls: Arrow gives every object all keys of its column, with null for missing
+    ones. In JSON, which is stored as text, a null was written. A map comes as a list of pairs and becomes an object."""
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if item_type := getattr(kind, "item_type", None):
+        return {key: _value(part, item_type) for key, part in value if part is not None}
+    if isinstance(value, dict):
+        return {key: _value(part, kind.field(key).type) for key, part in value.items() if part is not None}
+    return [_value(part, kind.value_type) for part in value] if isinstance(value, list) else value
 
 
 def missing(source: str, wanted: Sequence[str], available: Sequence[str]) -> str:

@@ -19,7 +19,9 @@ END_OF_BYTES = 256
 """End-of-document token if bytes are the tokens."""
 NO_DATE = "{% set strftime_now = date_of_today +%}"
 """Prefix for a template that writes the date (``strftime_now``), which then uses its fallback for an unknown date."""
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_MARKS = "\ufdd0", "\ufdd1"
+"""Written before and behind an answer. No text has them: Unicode keeps them for use within programs."""
 
 
 _IDENTIFY = re.compile(r"_*(.*_)?(id|idx|index|uuid|url|hash|date|timestamp|source|dataset|license)_*", re.IGNORECASE)
@@ -211,17 +213,28 @@ class ConversationEncoder(_Noted):
             )
 
     def _rendered(self, messages: list[Any], row: Row) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a conversation, and the spans of the assistant's parts."""
+        """Returns the text of a conversation, and the spans of the assistant's parts: marks, that are written in place of
+        ``{% generation %}``, are right also where a template writes into a variable or a macro before the text."""
         module: Any = sys.modules["transformers.utils.chat_template_utils"]  # imported already
+        template = _GENERATION.sub(
+            lambda tag: f"{{%{tag[1]} if 1 %}}{_MARKS[bool(tag[2])]}{{% endif {tag[3]}%}}", self._template
+        )
         try:
             rendered: Any = module.render_jinja_template(
-                conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True,
-                **self._variables(row), **self._tokenizer.special_tokens_map,
-            )  # fmt: skip
+                conversations=[messages],
+                chat_template=template,
+                **self._variables(row),
+                **self._tokenizer.special_tokens_map,
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
-        (text,), (spans,) = rendered
-        return text, [(int(first), int(end)) for first, end in spans]
+        text, spans, begin = "", [], 0
+        for part in re.split(f"([{''.join(_MARKS)}])", rendered[0][0]):
+            if part == _MARKS[1]:
+                spans.append((begin, len(text)))
+            begin = len(text) if part == _MARKS[0] else begin
+            text += "" if part in _MARKS else part
+        return text, spans
 
     def _variables(self, row: Row) -> dict[str, Any]:
         """Returns the template's variables besides the messages."""

@@ -32,7 +32,7 @@ from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError
 from dsframe.text import Say
 
-FORM = 4
+FORM = 5
 """Version of the file format; part of the digest."""
 SAY_SECONDS = 5.0
 _OPEN_ROWS = 64

@@ -162,6 +162,14 @@ def test_an_answer_that_shares_a_token_with_other_words_is_refused():
         learned(words("pieces"), row, glued)
 
 
+@pytest.mark.parametrize("within", ["{% set t %}#{% endset %}{{ t }}", "{% macro w(m) %}#{% endmacro %}{{ w(m) }}"])
+def test_an_answer_is_learned_wherever_a_template_writes_it(within):
+    """The positions that transformers counts within a variable or a macro are not those of the text."""
+    one = "<user>{{ m.role }}{%- generation -%} {{ m.content }}[END] {%- endgeneration +%}"
+    template = "{% for m in messages %}" + within.replace("#", one) + "{% endfor %}"
+    assert learned(words("bytes"), {"messages": [said("one"), said("two")]}, template) == "one[END]two[END]"
+
+
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
 def test_a_message_of_no_weight_is_not_learned(key):
     tokenizer = words("bytes")
@@ -278,16 +286,30 @@ def test_nulls_of_parquet_are_not_said_and_those_of_json_are(tmp_path):
     assert '"arguments": {"x": null}' in words("bytes").decode(tokens_of(made, rows[0]))
 
 
+def test_a_column_of_json_is_what_was_written(tmp_path):
+    """As ``datasets`` makes it of arguments of different kinds: text in parquet, and its nulls are not Arrow's."""
+    import datasets
+
+    calls = [{"name": "a", "arguments": {"x": 1, "y": None}}, {"name": "b", "arguments": "z"}]
+    rows = [{"messages": [said("", calls=calls)], "tools": [{"parameters": {"default": None}}]}]
+    features = {"messages": datasets.List(datasets.Json()), "tools": datasets.List({"parameters": datasets.Json()})}
+    saved = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(str(tmp_path / "a.parquet"))
+    for name in ("saved", "a.parquet"):
+        assert [row.value for row in documents.rows(tmp_path / name, ["messages", "tools"])] == rows
+
+
 def test_a_map_of_parquet_is_an_object(tmp_path):
     """As other programs write arguments of calls; pyarrow gives its pairs."""
     import pyarrow as arrow
     from pyarrow import parquet
 
     kind = arrow.list_(arrow.struct([("role", arrow.string()), ("at", arrow.map_(arrow.string(), arrow.string()))]))
-    rows = [[{"role": "user", "at": [("a", "one"), ("b", None)]}]]
+    rows = [[{"role": "user", "at": [("a", "one"), ("b", None)]}, {"role": "user", "at": []}]]
     parquet.write_table(arrow.table({"messages": arrow.array(rows, kind)}), tmp_path / "a.parquet")
     (row,) = documents.rows(tmp_path / "a.parquet", ["messages"])
-    assert row.value == {"messages": [{"role": "user", "at": {"a": "one"}}]}
+    assert row.value == {"messages": [{"role": "user", "at": {"a": "one"}}, {"role": "user", "at": {}}]}
 
 
 def test_parts_of_text_are_one_text_and_other_parts_are_refused():
