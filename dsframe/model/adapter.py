@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dsframe.config.read.suggest import closest
-from dsframe.errors import CheckpointError, ConfigError
+from dsframe.errors import CheckpointError, ConfigError, DsframeError
 from dsframe.model.built import Adapter
 from dsframe.model.digests import combined, digest, digest_of_one
 from dsframe.model.persistent import leave_out
@@ -68,7 +68,9 @@ def add(config: Config, model: nn.Module) -> str:
             peft.inject_adapter_in_model(settings, model, NAME)
             if section.folder is not None:
                 _load(config, model, peft, Path(section.folder))
-    except (ValueError, TypeError) as error:
+    except DsframeError:
+        raise
+    except Exception as error:  # peft's checks, and the packages that some settings need, raise anything
         raise _config_error(config, f"peft refuses it: {one_line(error)}", "change the section") from None
     return json.dumps(settings.to_dict(), sort_keys=True, default=sorted)  # sets
 
@@ -248,8 +250,8 @@ def _check_new_rows(config: Config, model: Any, settings: Any) -> None:
 def _read(config: Config, peft: Any, folder: Path) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder)) if (folder / _SETTINGS).is_file() else None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _config_error(config, f"{folder / _SETTINGS} cannot be read: {error}", _BY_PEFT) from None
+    except Exception as error:  # as above
+        raise _config_error(config, f"{folder / _SETTINGS} cannot be read: {one_line(error)}", _BY_PEFT) from None
     if settings is None or not (folder / FILE).is_file():
         raise _config_error(config, f"{folder} has no {_SETTINGS} and {FILE}", _BY_PEFT)
     if settings.peft_type != "LORA":

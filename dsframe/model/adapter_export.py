@@ -15,6 +15,7 @@ from dsframe import values
 from dsframe.errors import CheckpointError
 from dsframe.model.adapter import FILE, NAME, PREFIX
 from dsframe.tasks import hub
+from dsframe.text import one_line
 from dsframe.values import Tensors
 
 TOLERANCE = 1e-3
@@ -36,7 +37,10 @@ def merge(model: nn.Module) -> nn.Module:
         if name in wrappers:
             whole: Any = module.unload_and_optionally_merge_module(True, True, [NAME])
         elif isinstance(module, BaseTunerLayer) and not name.startswith(tuple(of + "." for of in wrappers)):
-            module.merge(safe_merge=True)
+            try:
+                module.merge(safe_merge=True)
+            except Exception as error:  # such as of grouped convolutions, which peft cannot merge
+                raise CheckpointError(f"peft cannot merge {name}: {one_line(error)}; write --to peft") from error
             whole = module.get_base_layer()
             merged.add(name)
             if parent in merged:  # one module with several adapted parameters: its outermost layer was replaced
@@ -63,10 +67,17 @@ def _untie(model: nn.Module) -> None:
 def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> None:
     """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it into ``base``, which changes.
     ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError if peft loads anything
-    else."""
+    else, or if the training has changed buffers of the base."""
     import peft
     from safetensors.torch import save_file
 
+    before = dict(base.named_buffers())
+    after = {name: buffer for name, buffer in model.named_buffers() if name in before}
+    if changed := difference({name: before[name] for name in after}, after):
+        raise CheckpointError(
+            f"the training has changed {changed}, and a folder of peft has nothing of the base: its readers would compute with "
+            f'that of before; write --merge, or train with "{changed.split(".")[-2]}" in modules_to_save'
+        )
     settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
     settings.inference_mode = True
     source = getattr(model, "name_or_path", None)
