@@ -146,7 +146,7 @@ def prepare(run: Run, world: World) -> Job:
     _refuse_several(run)
     batch = config.batch(world.size, replicas=entry.replicas)
     device = device_of(world)
-    task.context = TaskContext(precision.parameter_dtype(config), world.rank, world.size)
+    task.context = TaskContext(precision.parameter_dtype(config), world.rank, world.size, run.options.quiet)
     if device.type == "cpu":
         keep_freed()
     if config.deepspeed.optimizer is None:

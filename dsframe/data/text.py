@@ -19,6 +19,7 @@ from dsframe.errors import DataError
 _STDLIB_BYTES = 8 << 20  # enough for hours of training a small model; half of the library
 _SYNTHETIC_BYTES = 1 << 20
 _EVALUATION_TOKENS = 1 << 16  # so that evaluation takes seconds
+_HEAD = 1 << 16  # bytes that show if a file is text
 
 
 class TextSource:
@@ -82,7 +83,8 @@ def read_corpus(corpus: str) -> Tensor:
     """
     files = stdlib_files() if corpus == "stdlib" else _matching(corpus)
     if len(files) == 1:
-        return mapped(files[0], files[0].stat().st_size)
+        skipped = len(BOM_UTF8) * _head(files[0]).startswith(BOM_UTF8)
+        return mapped(files[0], files[0].stat().st_size - skipped, skipped)
     content = bytearray()
     for file in files:
         content += file.read_bytes().removeprefix(BOM_UTF8)
@@ -110,7 +112,16 @@ def _matching(pattern: str) -> list[Path]:
     files = [file for file in documents.matching(pattern) if file.is_file()]
     if not files:
         raise DataError(f"corpus {pattern}: no such file (searched from {Path.cwd()})")
+    if binary := next((file for file in files if b"\0" in _head(file)), None):
+        raise DataError(
+            f"corpus {binary}: has NUL bytes, so it is not text; unpack it, or convert it from UTF-16 to UTF-8"
+        )
     return files
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(_HEAD)
 
 
 def synthetic(size: int) -> Tensor:

@@ -44,8 +44,7 @@ class FirstNonFinite:
 
 
 def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
-    """**Collective.** Describes what is not finite after ``step``: first step, rank, samples, and first bad
-    parameter."""
+    """**Collective.** Describes what is not finite after ``step``, and the remedy: first step, rank, samples, parameter."""
     bad_since, gradients = first.steps()
     if bad_since is not None and gradients is not None and gradients < bad_since:
         bad_since = None  # the loss follows from the gradients
@@ -62,8 +61,9 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
             )
         if reported["broken"] and reported["since"] == since:
             lines.append(f"of these, {_few(reported['broken'])} hold NaN or infinity themselves")
-    lines.append(_parameters(engine))
-    return "; ".join(line for line in lines if line)
+    began = "no update was made before, so look at the weights that the training begins with, the data and the loss"
+    later = "lower the learning rate, warm up longer, clip harder or repair the data"
+    return "; ".join(filter(None, [*lines, _parameters(engine), began if since == 1 else later]))
 
 
 def _samples(loader: Loader, step: int) -> list[int]:

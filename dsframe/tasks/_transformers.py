@@ -395,6 +395,11 @@ def tokenizer(path: str | None, model: Json | str) -> tuple[Any, str] | None:
         )
     except Exception as error:  # as above
         raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_reason(tokenizer_folder, error)}") from error
+    if drawn := getattr(getattr(getattr(loaded, "backend_tokenizer", None), "model", None), "dropout", None):
+        raise TaskError(
+            f"task.tokenizer: {tokenizer_folder} draws tokens by chance (BPE dropout {drawn:g}): each start would train on "
+            'others; write "dropout": null into its tokenizer.json'
+        )
     config = _read_json(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
     digest = hashlib.sha256(repr([config.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     for file in files:

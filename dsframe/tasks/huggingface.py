@@ -204,8 +204,8 @@ class CausalLanguageModelTask(Task):
 
 
 def _say(task: Task, line: str) -> None:
-    """Prints a line on rank 0."""
-    if task.context.rank == 0:
+    """Prints a line on rank 0, unless the run is quiet."""
+    if task.context.rank == 0 and not task.context.quiet:
         print(f"dsframe: {line}", file=sys.stderr, flush=True)
 
 

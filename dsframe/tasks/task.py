@@ -82,6 +82,7 @@ class TaskContext:
     """Dtype of the weights in training; those read from files need not be wider."""
     rank: int = 0
     world_size: int = 1
+    quiet: bool = False
     step: int = 0
     """The current optimizer step, counted from 1; 0 before the first."""
     evaluating: bool = False

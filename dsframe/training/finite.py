@@ -55,6 +55,5 @@ class FiniteCheck(Listener):
         """**Collective.** Raises TrainingError, which names what is not finite."""
         cause = diagnose_nonfinite(self._engine, training.loader, self._first, training.step)
         raise TrainingError(
-            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or repair the data; "
-            f'{IF_NO_ITEMS}; or leave such updates out: "on_nonfinite": "skip"'
+            f'step {training.step}: {cause}; {IF_NO_ITEMS}; or leave such updates out: "on_nonfinite": "skip"'
         )

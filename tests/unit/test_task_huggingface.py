@@ -1,5 +1,6 @@
 """Hugging Face models as tasks: their names, their loss, their tokenizers; local folders, and never the network."""
 
+import gzip
 import importlib.util
 import json
 import math
@@ -18,6 +19,7 @@ from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
+from dsframe.data.text import read_corpus
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.host.restored import restored
 from dsframe.run import execute
@@ -175,6 +177,15 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path):
         language(tokenizer=str(tmp_path), corpus=str(tmp_path / "short")).train_data()
 
 
+def test_a_tokenizer_that_draws_is_refused(tmp_path):
+    text_tokenizer(tmp_path)
+    drawn = read_json(tmp_path / "tokenizer.json")
+    drawn["model"]["dropout"] = 0.1
+    write_json(tmp_path / "tokenizer.json", drawn)
+    with pytest.raises(TaskError, match=r"draws tokens by chance \(BPE dropout 0.1\)"):
+        language(tokenizer=str(tmp_path))
+
+
 def test_a_corpus_is_text(tmp_path):
     save_tokenizer(tmp_path)
     letters = "ab " * 200
@@ -186,6 +197,12 @@ def test_a_corpus_is_text(tmp_path):
         for file in (plain, marked)
     )
     assert one.equal(other)
+    one, other = (bytes(read_corpus(str(file)).tolist()) for file in (plain, marked))
+    assert one == other.replace(b"\r\n", b"\n"), "bytes as tokens"
+    for packed in (gzip.compress(letters.encode()), letters.encode("utf-16")):
+        marked.write_bytes(packed)
+        with pytest.raises(DataError, match=r"marked\.txt: has NUL bytes, so it is not text; unpack it"):
+            read_corpus(str(marked))
     marked.write_bytes(letters.encode() + "é".encode("latin-1"))
     with pytest.raises(DataError, match=r"marked\.txt: not UTF-8"):
         language(tokenizer=str(tmp_path), corpus=str(marked)).train_data()
@@ -274,18 +291,18 @@ def test_folders_that_hold_no_model_are_refused(tmp_path):
         language(model=str(folder))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_weights_of_a_folder_that_the_model_has_not_are_said_once(rank, tmp_path, capsys):
+@pytest.mark.parametrize(("rank", "quiet"), [(0, False), (0, True), (1, False)])
+def test_weights_of_a_folder_that_the_model_has_not_are_said_once(rank, quiet, tmp_path, capsys):
     """As transformers prints: two layers are read as one where the configuration says so."""
     model = save(language(model={**LLAMA, "num_hidden_layers": 2}), tmp_path / "two")
     write_json(tmp_path / "two" / "config.json", {**model.config.to_dict(), "num_hidden_layers": 1})
     task = language(model=str(tmp_path / "two"))
-    task.context = TaskContext(rank=rank)
+    task.context = TaskContext(rank=rank, quiet=quiet)
     task.model()
     said = "has weights that this model does not have: model.layers.1.input_layernorm.weight, "
     printed = capsys.readouterr().err
-    assert printed.count(said) == (rank == 0)
-    assert (" and 6 more" in printed) == (rank == 0)
+    assert printed.count(said) == (rank == 0 and not quiet)
+    assert (" and 6 more" in printed) == (rank == 0 and not quiet)
 
 
 @pytest.mark.parametrize("tied", [False, True])

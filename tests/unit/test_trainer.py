@@ -230,6 +230,13 @@ def test_fifty_skipped_updates_in_a_row_end_the_training(tmp_path):
         dsframe.fit(Line(*range(12)), file(tmp_path / "scaled", steps=60) | fixed)
 
 
+@pytest.mark.parametrize("broken", [0, 2])
+def test_no_learning_rate_is_blamed_for_a_loss_before_the_first_update(broken, tmp_path):
+    began = r"no update was made before, so look at the weights that the training begins with"
+    with pytest.raises(TrainingError, match="lower the learning rate" if broken else began):
+        dsframe.fit(Line(broken), file(tmp_path))
+
+
 def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
     given = file(tmp_path, on_nonfinite="skip")
