@@ -48,13 +48,13 @@ def class_names(data_dir: str | None) -> list[str]:
 def _transform(images: Any, *, augment: bool, floored: bool = False) -> Any:
     """Returns a transform of an RGB Pillow image to normalised float32 ``[3, size, size]``. Arguments: as for :func:`load`.
 
-    With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise
-    the shorter side is resized to 8/7 of ``size`` and the centre cropped.
+    With ``augment``, ImageNet's usual augmentation: a random part, resized, and mirrored half of the time. Otherwise the
+    image is resized as ``images`` say and the centre cropped.
     """
     made, size = torchvision().transforms, images.size
     random = [made.RandomResizedCrop(size), made.RandomHorizontalFlip()]
     centre = partial(_centre, size=size) if floored else made.CenterCrop(size)
-    part = random if augment else [made.Resize(round(size * 8 / 7)), centre]
+    part = random if augment else [made.Resize(images.resized or round(size * 8 / 7), images.resample), centre]
     return made.Compose([*part, made.ToTensor(), made.Normalize(images.mean, images.std)])
 
 

@@ -43,6 +43,10 @@ class Images:
     """Class names by number, if the files have names."""
     floored: bool = False
     """True if the centre crop rounds its first pixel down, as transformers does; torchvision rounds to the nearest."""
+    resized: int | tuple[int, int] | None = None
+    """Pixels of an image whose centre is evaluated: of the shorter side, or height and width. Default: 8/7 of ``size``."""
+    resample: int = 2
+    """Pillow's number of the filter that evaluations resize with: 2 is bilinear, 3 bicubic."""
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Returns meta tensors of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""

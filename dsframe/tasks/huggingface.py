@@ -255,6 +255,27 @@ def _normalisation(look: Json) -> Sequence[tuple[float, ...]]:
     return [(value,) * 3 if isinstance(value, (int, float)) else tuple(value or ()) for value in values]
 
 
+_PLAIN = ("ViT", "DeiT", "CLIP", "Beit", "Siglip", "Bit", "MobileNetV1", "MobileNetV2", "Pvt")
+"""Image processors of transformers that resize to ``size`` and nothing else."""
+
+
+def _resized(look: Json, size: int) -> int | tuple[int, int] | None:
+    """Returns the pixels to which a preprocessor_config.json resizes images, before their centre of ``size`` is taken: of the
+    shorter side, or height and width; None if it does it in another way."""
+    name, given = str(look.get("image_processor_type")).partition("ImageProcessor")[0], look.get("size")
+    if not isinstance(given, Mapping) or not look.get("do_resize", True):
+        return None
+    shortest, both = given.get("shortest_edge"), (given.get("height"), given.get("width"))
+    if name == "ConvNext" and shortest == size:
+        part = look.get("crop_pct")
+        return (size, size) if size >= 384 else int(size / (part if isinstance(part, float) else 224 / 256))
+    if not look.get("do_center_crop"):
+        return (size, size) if name in _PLAIN and both == (size, size) else None
+    resized = both if shortest is None else (shortest,)
+    fits = name in _PLAIN and all(isinstance(side, int) and side >= size for side in resized)
+    return (shortest or both) if fits and look.get("crop_size") == {"height": size, "width": size} else None
+
+
 _ELSEWHERE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_pad", "do_thumbnail")
 """Steps of some image processors in transformers that training here does not do: channels in the order blue, green,
 red; a second division; values from -1 on; borders."""
@@ -270,6 +291,10 @@ class ImageClassificationTask(ImagesTask):
         self._preprocessor = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if settings.dataset == "image-folder" and settings.image_size is None:  # files have no fixed size
             self.images = replace(self.images, size=_image_size(self._preprocessor) or self.images.size)
+        resized, resample = _resized(self._preprocessor, self.images.size), self._preprocessor.get("resample")
+        self.images = replace(
+            self.images, resized=resized, resample=resample if resized and resample in range(6) else 2
+        )
         facts = {
             "num_labels": self.images.classes,
             "num_channels": self.images.channels,
@@ -311,6 +336,8 @@ class ImageClassificationTask(ImagesTask):
             self._preprocessor.get("do_rescale", True)
             and abs(self._preprocessor.get("rescale_factor", 1 / 255) * 255 - 1) < 0.01
         )
+        if self.settings.dataset == "image-folder" and self.images.resized is None:
+            other += ["size"] * (_image_size(self._preprocessor) == self.images.size)
         return other if scaled else [*other, "rescale_factor"]
 
     @property
@@ -357,8 +384,9 @@ class ImageClassificationTask(ImagesTask):
             "image_std": list(facts.std),
         }
         if self.settings.dataset == "image-folder":  # as in evaluations by dsframe.data.folder
-            look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
-            look |= {"do_center_crop": True, "crop_size": sides}
+            resized = facts.resized or round(facts.size * 8 / 7)
+            both = dict(zip(sides, resized, strict=True)) if isinstance(resized, tuple) else {"shortest_edge": resized}
+            look |= {"size": both, "resample": facts.resample, "do_center_crop": True, "crop_size": sides}
         return {
             "config": self.pretrained_config.to_json_string(),
             "tokenizer": None,

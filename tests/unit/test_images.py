@@ -25,7 +25,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from tests.files import ds_config
 
-FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), resized=None, resample=2)
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
 
 
