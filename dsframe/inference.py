@@ -29,6 +29,7 @@ from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema, extra_state
 from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
+from dsframe.run_dir.record import without_nonfinite
 from dsframe.tasks.data_sets import seeded
 from dsframe.text import Json, Say
 from dsframe.training import predictions
@@ -259,7 +260,7 @@ def _write_jsonl(out: Path, rows: Iterator[Json], say: Say) -> None:
     try:
         with partial.open("w", encoding="utf-8") as file:
             for number, row in enumerate(rows):
-                written = predictions.without_nonfinite(row)
+                written = without_nonfinite(row)
                 replaced += [number] * (written != row)
                 file.write(json.dumps(written, allow_nan=False) + "\n")
             file.flush()

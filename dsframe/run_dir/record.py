@@ -155,7 +155,7 @@ class Record:
 
     def write(self, record: Json) -> None:
         """Writes one line of ``metrics.jsonl``."""
-        clean = _clean(record)
+        clean = without_nonfinite(record)
         self._add(clean)
         self._loggers.write(clean)
 
@@ -228,15 +228,15 @@ def _set_aside(directory: Path) -> Path | None:
 def _write(path: Path, content: Json, mode: int = 0o666) -> None:
     """Writes JSON. Raises OSError."""
     with replacing(path, mode) as file:
-        file.write((json.dumps(_clean(content), indent=2) + "\n").encode())
+        file.write((json.dumps(without_nonfinite(content), indent=2) + "\n").encode())
 
 
-def _clean(value: Any) -> Any:
+def without_nonfinite(value: Any) -> Any:
     """Returns ``value`` with null for non-finite numbers, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: _clean(item) for key, item in value.items()}
+        return {key: without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
+        return [without_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -24,7 +24,7 @@ from dsframe.engines import TABLE
 from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
-from dsframe.run_dir.record import read_metrics
+from dsframe.run_dir.record import read_metrics, without_nonfinite
 from dsframe.tools.commands import Argv, add_average, add_overrides, command
 from dsframe.train import crash, leave, leave_at_once
 
@@ -123,7 +123,8 @@ def _run(name: str, options: argparse.Namespace, world: World) -> None:
             return
         metrics = inference.evaluate(run, world, path, averages=options.average)
     if world.is_main:
-        line = json.dumps({"checkpoint": str(path), "step": store.step_of(path), "metrics": metrics})
+        found = {"checkpoint": str(path), "step": store.step_of(path), "metrics": metrics}
+        line = json.dumps(without_nonfinite(found), allow_nan=False)
         print(line, flush=True)
         if options.out:
             options.out.write_text(line + "\n", encoding="utf-8")

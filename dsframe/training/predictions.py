@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +29,6 @@ def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[s
         raise TaskError(f"{whose} returned nothing to write; return tensors or lists by name, a row for each sample")
     parts = _parts(predicted, whose) or {}
     return _records({name: _rows(value, samples, f"{whose}: {name!r}") for name, value in parts.items()})
-
-
-def without_nonfinite(value: Any) -> Any:
-    """Returns JSON values with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [without_nonfinite(part) for part in value]
-    return {name: without_nonfinite(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def padded(task: Task, inputs: Any, outputs: Any, targets: Any) -> bool:

@@ -301,6 +301,9 @@ class Masked(Plane):
     def predictions(self, outputs, targets):
         return {"score": outputs if len(outputs) == 8 else outputs - math.inf, "x": ["NaN"] * len(outputs)}
 
+    def metrics(self, outputs, targets):
+        return {"none": dsframe.Sum(torch.zeros(()), 0)}
+
 
 def test_what_json_does_not_have_is_null_and_said(trained, tmp_path, capsys):
     write(trained[0], tmp_path / "a.jsonl", task=Masked())
@@ -310,6 +313,9 @@ def test_what_json_does_not_have_is_null_and_said(trained, tmp_path, capsys):
     assert rows[0]["x"] == "NaN"
     said = f"note: {SAMPLES - 32} rows have NaN or infinity, the first is row 32; JSON has neither, so null is written"
     assert capsys.readouterr().err.count(said) == 1
+    words = ["evaluate", str(trained[0]), "--set", f"dsframe.task.name={__name__}:Masked"]
+    evaluate._run(words[0], evaluate._options(words[0], words[1:]), World())
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["metrics"]["none"] is None
 
 
 def test_predictions_that_fail_leave_no_file(trained, tmp_path):
