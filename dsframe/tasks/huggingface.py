@@ -265,7 +265,8 @@ def _resized(look: Json, size: int) -> int | tuple[int, int] | None:
     name, given = str(look.get("image_processor_type")).partition("ImageProcessor")[0], look.get("size")
     if not isinstance(given, Mapping) or not look.get("do_resize", True):
         return None
-    shortest, both = given.get("shortest_edge"), (given.get("height"), given.get("width"))
+    shortest: Any = given.get("shortest_edge")
+    both: Any = given.get("height"), given.get("width")
     if name == "ConvNext" and shortest == size:
         part = look.get("crop_pct")
         return (size, size) if size >= 384 else int(size / (part if isinstance(part, float) else 224 / 256))
@@ -273,7 +274,8 @@ def _resized(look: Json, size: int) -> int | tuple[int, int] | None:
         return (size, size) if name in _PLAIN and both == (size, size) else None
     resized = both if shortest is None else (shortest,)
     fits = name in _PLAIN and all(isinstance(side, int) and side >= size for side in resized)
-    return (shortest or both) if fits and look.get("crop_size") == {"height": size, "width": size} else None
+    crops = look.get("crop_size") == {"height": size, "width": size}
+    return (both if shortest is None else shortest) if fits and crops else None
 
 
 _ELSEWHERE = ("do_flip_channel_order", "include_top", "rescale_offset", "do_pad", "do_thumbnail")
@@ -291,10 +293,9 @@ class ImageClassificationTask(ImagesTask):
         self._preprocessor = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if settings.dataset == "image-folder" and settings.image_size is None:  # files have no fixed size
             self.images = replace(self.images, size=_image_size(self._preprocessor) or self.images.size)
-        resized, resample = _resized(self._preprocessor, self.images.size), self._preprocessor.get("resample")
-        self.images = replace(
-            self.images, resized=resized, resample=resample if resized and resample in range(6) else 2
-        )
+        if resized := _resized(self._preprocessor, self.images.size):
+            resample: Any = self._preprocessor.get("resample")
+            self.images = replace(self.images, resized=resized, resample=resample if resample in (*range(6),) else 2)
         facts = {
             "num_labels": self.images.classes,
             "num_channels": self.images.channels,
