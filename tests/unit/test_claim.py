@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 
+import psutil
 import pytest
 
 from dsframe import run
@@ -85,12 +86,22 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path):
 def test_one_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     said = []
     with held(tmp_path) as (holder, kill), RunLock() as own:
-        monkeypatch.setattr(lock.time, "sleep", lambda seconds: kill())
+        naps = iter([lambda: None, kill])
+        monkeypatch.setattr(lock.time, "sleep", lambda seconds: next(naps)())
         own.take(tmp_path, World(), said.append)
         assert own.held
     (line,) = said
     assert f"process {holder} on" in line
     assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_lock_that_is_refused_is_not_left_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", -1.0)
+    with held(tmp_path):
+        opened = psutil.Process().num_fds()
+        with pytest.raises(WorldError):
+            RunLock().take(tmp_path, World(), print)
+        assert psutil.Process().num_fds() == opened
 
 
 def test_a_job_that_slurm_started_again_goes_on(tmp_path, monkeypatch):

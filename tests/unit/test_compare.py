@@ -3,6 +3,7 @@
 import pytest
 
 from dsframe.cli import main
+from dsframe.tools.compare import verdicts
 from tests.files import write_json
 from tests.unit.test_report_page import write_run
 
@@ -41,3 +42,13 @@ def test_only_runs_in_16_bits_may_differ_by_their_rounding(more, verdict, here, 
         write_json(here / name / "config.json", {"train_batch_size": 8, **more})
     main(["compare", "a", "b"])
     assert f"b: {verdict} training as a" in capsys.readouterr().out
+
+
+def test_the_first_steps_that_both_have_decide():
+    others = [{1: 1.0, 2: 1.000004, 20: 2.0}, {1: 1.1, 2: 1.2}, {5: 1.0}, {20: 1.0}]
+    assert verdicts("abcde", [{1: 1.0, 2: 1.0, 20: 1.0}, *others], 1e-5) == [
+        "b: the same training as a: up to step 2 the losses differ by 4.0e-06, as rounding does (up to 1e-05)",
+        "c: not the same training as a: at step 1 the losses differ by 1.0e-01, which is more than rounding (up to 1e-05)",
+        "d: no step was logged by both runs",
+        "e: the same training as a: up to step 20 the losses differ by 0.0e+00, as rounding does (up to 1e-05)",
+    ]

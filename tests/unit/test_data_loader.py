@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
@@ -222,10 +223,18 @@ class Movable:
 
 
 def test_what_moves_itself_is_moved():
-    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
-    ((inputs, targets),) = Ahead(torch.device("meta"))(iter([((Movable(torch.zeros(2)), packed), torch.zeros(2))]))
+    packed, module, finished = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)]), nn.Linear(1, 1), []
+
+    def finish(batch):
+        finished.append(batch)
+        return batch
+
+    batches = iter([((Movable(torch.zeros(2)), packed, module), torch.zeros(2))])
+    ((inputs, targets),) = Ahead(torch.device("meta"), finish)(batches)
     assert inputs[0].values.device.type == targets.device.type == inputs[1].data.device.type == "meta"
     assert inputs[1].batch_sizes.device.type == "cpu", "torch wants them on the host"
+    assert module.weight.device.type == "cpu", "it is the user's"
+    assert len(finished) == 1
 
 
 def test_a_batch_with_holes_is_made_dense_before_it_is_pinned():

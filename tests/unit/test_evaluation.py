@@ -51,9 +51,9 @@ class ReadyTask(dsframe.Task):
         return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
 
 
-def make(task=None, **switches):
+def make(task=None, **settings):
     task = task or ReadyTask()
-    engine = engine_of("single", task, 0.0, model=switches)
+    engine = engine_of("single", task, 0.0, **settings)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
     return engine, Evaluation(engine, {"": loader}, lambda: None, print)
 
@@ -75,7 +75,7 @@ def test_training_does_not_see_the_trial():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own compiler calls it
 def test_the_trial_is_not_compiled():
-    engine, evaluation = make(compile=True)
+    engine, evaluation = make(model={"compile": True})
     graphs = []
 
     def backend(graph, inputs):
@@ -344,6 +344,13 @@ def test_only_what_a_task_computes_may_be_undefined(metrics, how):
     assert whole_set._computed(task, [])["how"] == how
 
 
+def test_slices_of_sequences_are_not_the_whole_set():
+    engine = MagicMock()
+    engine.plan.batch.sequence_parallel_size = 2
+    with pytest.raises(TaskError, match="a rank has slices of sequences"):
+        whole_set.compute(engine, [])
+
+
 def test_every_ranks_batches_come_to_rank_0():
     kept = [[b"a", b"bc", b"d"], [b"e"]]
     heard = Room(2).run(lambda ranks: whole_set.gathered(ranks, kept[ranks.plan.world.rank]))
@@ -379,6 +386,51 @@ def test_a_number_of_this_ranks_samples_is_refused(how, refused):
         assert refused or line == "0.5"
 
 
+class Picky(ReadyTask):
+    """Has no loss of so many rows. The look at a batch's size takes 2 and 3 of 5, the last batch has 2 of 12."""
+
+    model = Random.model
+
+    def __init__(self, refused):
+        self.refused = refused
+
+    def metrics(self, outputs, targets):
+        return {}
+
+    def loss(self, outputs, targets):
+        if len(targets) == self.refused:
+            raise ValueError(self.refused)
+        return super().loss(outputs, targets)
+
+
+@pytest.mark.parametrize(("refused", "names"), [(3, {"loss"}), (2, set())])
+def test_a_loss_is_of_all_batches_or_left_out(refused, names):
+    _, evaluation = make(Picky(refused))
+    assert evaluation.run().keys() == names
+
+
+class Drawing(ReadyTask):
+    """Draws a number for each row, and has a loss of its own for evaluations."""
+
+    def metrics(self, outputs, targets):
+        drawn = Sum(torch.rand(len(targets), 2).sum(), 1)
+        return {f"of {self.context.eval_set}": drawn, "loss": Sum(torch.tensor(7.0), 1)}
+
+
+def test_each_set_is_evaluated_by_itself():
+    """Its numbers are its own; all of them are asked whether to stop, with the batches done, and are shown."""
+    task, asked, seen = Drawing(), [], []
+    loaders = {name: EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5) for name in "ab"}
+    evaluation = Evaluation(
+        engine_of("single", task, 0.0), loaders, lambda: None, print, lambda *batch: seen.append(batch)
+    )
+    results = evaluation.run(lambda done: asked.append(done))
+    assert (asked, len(seen)) == ([1, 2, 4, 5], 6)
+    assert results.keys() == {"a/of a", "a/loss", "b/of b", "b/loss"}
+    assert results["a/of a"] != results["b/of b"]
+    assert results["a/loss"] == 7
+
+
 class Classes(ReadyTask):
     """Metrics of the classes of a batch, and what all three of them come to. The trial sees the first and last of 12 samples."""
 
@@ -394,8 +446,9 @@ class Classes(ReadyTask):
         return {f"class {target:.0f}": Sum((targets == target).sum(), 1) for target in targets.unique()}
 
     def metrics_of_all(self, batches):
-        counts = {int(target): 1 for _, targets in batches for target in targets}
-        return {"of all": sum(counts[target] for target in range(3))} if self.how == "metrics_of_all" else {}
+        targets = torch.cat([targets for _, targets in batches]).tolist()
+        counts = {target: targets.count(target) for target in targets}
+        return {"all": sum(counts[target] for target in range(3))} if self.how == "metrics_of_all" else {}
 
     def finalize(self, sums):
         return {"sum": sum(sums[f"class {target}"].total for target in range(3))} if self.how == "finalize" else {}
@@ -403,9 +456,13 @@ class Classes(ReadyTask):
 
 @pytest.mark.parametrize(("how", "error"), [("finalize", KeyError), ("metrics_of_all", TaskError)])
 def test_the_trial_may_be_without_a_class(how, error):
-    _, evaluation = make(Classes(how, samples=12))
+    _, evaluation = make(
+        Classes(how, samples=12), checkpoints={"keep_best": "all:max" if how == "metrics_of_all" else "sum:max"}
+    )
     evaluation.try_out()
-    assert (evaluation.run() or {}).keys() & {"sum", "of all"}
+    results = evaluation.run()
+    assert results.get("all", 12) == 12
+    assert results.keys() & {"sum", "all"}
     _, evaluation = make(Classes(how, samples=5))
     with pytest.raises(error):  # these are all samples, so that no evaluation can succeed
         evaluation.try_out()
@@ -531,7 +588,7 @@ def dropping(rows):
 
 
 def joined(rows):
-    return tuple(part.flatten()[None] for part in default_collate(rows))
+    return default_collate(rows)[0].flatten()[None], torch.zeros(1)
 
 
 def time_first(rows):

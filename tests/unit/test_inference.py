@@ -27,8 +27,8 @@ from dsframe.host import generators
 from dsframe.inference import load_model
 from dsframe.run import execute, prepared
 from dsframe.tools import evaluate
-from dsframe.training.predictions import rows_of, take_inputs_alone
-from tests.files import ds_config, read_rows
+from dsframe.training.predictions import Untargeted, padded, rows_of, take_inputs_alone
+from tests.files import ds_config, read_rows, write_json
 from tests.lines import Line
 
 SAMPLES = 37
@@ -74,6 +74,7 @@ def expected(run, *, averages=None):
 
 def test_predict_writes_each_sample_once_in_order(trained, tmp_path):
     out = tmp_path / "rows.jsonl"
+    (tmp_path / f".{out.name}.00003.partial").touch()  # of a run that was killed
     write(trained[0], out)
     wanted = expected(trained[0])
     rows = read_rows(out)
@@ -125,6 +126,8 @@ def test_predictions_are_of_all_samples_whatever_an_evaluation_counts(tmp_path):
     execute(dsframe.load(file(tmp_path / "run", eval_samples=5)))
     assert write(tmp_path / "run", tmp_path / "a.jsonl") == SAMPLES
     assert len(outputs_in(tmp_path / "a.jsonl")) == SAMPLES
+    with pytest.raises(CheckpointError, match="has no averages"):
+        load_model(tmp_path / "run", averages=True)
 
 
 class InputsAlone(Plane):
@@ -159,9 +162,12 @@ def test_a_collate_need_not_give_targets_for_predictions():
     inputs, targets = source.batch(torch.arange(2), 0)
     assert inputs["input_ids"].tolist() == [[1, 2], [3, 0]]
     assert targets.tolist() == [0, 0]
-    labelled = DatasetSource([{**row, "labels": 1} for row in rows], 0, Pad())
-    take_inputs_alone(labelled)
-    assert isinstance(labelled.collate, Pad)
+    for row in ({**rows[0], "labels": 1}, [[1, 2], 1]):
+        labelled = DatasetSource([row], 0, Pad())
+        take_inputs_alone(labelled)
+        assert isinstance(labelled.collate, Pad)
+    for batch in ((1, 2), {"input": 1, "labels": 2}):
+        assert Untargeted(lambda rows, batch=batch: batch)(rows) == batch
 
 
 class Ragged(dsframe.Task):
@@ -180,7 +186,8 @@ class Ragged(dsframe.Task):
 
     def train_data(self):
         return [
-            {"input_ids": torch.arange(size), "labels": torch.zeros(size, dtype=torch.int64)} for size in (2, 5) * 8
+            {"input_ids": torch.arange(size), "labels": torch.zeros(size, dtype=torch.int64)}
+            for size in (2, 5) * 4 + (5,) * 8  # the last batch has no padding
         ]
 
     eval_data = train_data
@@ -198,6 +205,12 @@ class Positions(nn.Module):
 
     def forward(self, input_ids, attention_mask):
         return self.table(input_ids)
+
+
+def test_padding_is_what_a_mask_leaves_out():
+    mask = {"attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    assert padded(dsframe.Task(), mask, torch.zeros(2, 2), torch.zeros(2))
+    assert not padded(dsframe.Task(), None, torch.zeros(2), torch.tensor([0, -100])), "a sample that does not count"
 
 
 @pytest.mark.parametrize("task", [Ragged, Cut])
@@ -249,10 +262,12 @@ BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4)
         (np.array(["a", None], object), [{"output": "a"}, {"output": None}]),
         (torch.eye(2).to_sparse(), [{"output": [1.0, 0.0]}, {"output": [0.0, 1.0]}]),
         (jagged([torch.ones(1), torch.zeros(2)]), [{"output": [1.0]}, {"output": [0.0, 0.0]}]),
+        ({"past_key_values": torch.ones(2)}, [{"past_key_values": 1.0}] * 2),
+        ([torch.ones(1)], [{"output": [1.0]}]),
     ],
 )
 def test_a_prediction_has_a_row_for_each_sample(outputs, rows):
-    assert rows_of(dsframe.Task(), outputs, None, 2) == rows
+    assert rows_of(dsframe.Task(), outputs, None, len(rows)) == rows
 
 
 class Odd(Plane):
@@ -265,6 +280,7 @@ class Odd(Plane):
     [
         (3, "returned int"),
         ({"a": 3}, "'a': int for a batch of 2 samples"),
+        ({"a": {"b": 3.0}}, "'a', b: float for a batch of 2 samples"),
         ({"a": torch.tensor(3.0)}, r"'a': shape \[\] for a batch of 2 samples"),
         ({"a": torch.ones(2), "b": torch.ones(3)}, r"'b': shape \[3\] for a batch of 2 samples; return a row for each"),
         ({"a": ["x", "y", "z"]}, "'a': a list of 3 for a batch of 2 samples"),
@@ -286,6 +302,25 @@ class Odd(Plane):
 def test_predictions_without_a_row_for_each_sample_are_refused(given, message):
     with pytest.raises(TaskError, match=message):
         rows_of(Odd(), given, None, 2)
+
+
+def test_an_engine_is_short_for_its_key():
+    assert evaluate._options("evaluate", ["run", "--engine", "ddp"]).overrides == ["dsframe.engine=ddp"]
+
+
+def test_an_evaluation_runs_no_hooks_and_takes_what_the_processes_divide(tmp_path):
+    write_json(tmp_path / "x.json", file(tmp_path, hooks=["nowhere:Hooks"]))
+    config = evaluate._fitting(tmp_path / "x.json", [], World(size=3, local_size=3))
+    assert not config.settings.hooks
+    assert config.batch(3, replicas=True).train_batch_size == 24
+
+
+def test_what_no_file_names_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"run": {"script_task": "__main__:Mine"}}\n')
+    with pytest.raises(TaskError, match=r"--set dsframe\.task\.name=SCRIPT:Mine"):
+        evaluate._refuse_script(tmp_path)
+    with pytest.raises(TaskError, match="InputsAlone has several sets"):
+        evaluate._to_predict(InputsAlone({"a": [], "b": []}))
 
 
 class Short(Plane):
@@ -327,13 +362,12 @@ def test_predictions_that_fail_leave_no_file(trained, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_load_model_names_another_model(trained):
-    class Other(Plane):
-        def model(self):
-            return nn.Linear(3, 2)
-
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), Plane().model()[:2]])
+def test_load_model_names_another_model(model, trained, monkeypatch):
+    task = Plane()
+    monkeypatch.setattr(task, "model", lambda: model)
     with pytest.raises(CheckpointError, match="belongs to another model"):
-        load_model(trained[0], Other())
+        load_model(trained[0], task)
 
 
 def test_a_checkpoint_alone_and_its_task_are_enough(trained, tmp_path):

@@ -83,7 +83,7 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
     [
         ("-np 4", [f"deepspeed --num_gpus=4 --master_port=4321 --module{PROGRAM[2:]}"]),
         ("-np 1", [f"python {PROGRAM}"]),
-        ("-np 4 --engine horovod", [f"horovodrun -np 4 python {PROGRAM} --engine horovod"]),
+        ("-np 4 --engine horovod --interface eth1", [f"horovodrun -np 4 python {PROGRAM} --engine horovod"]),
         (
             "-np 4 -- --engine ddp",
             [f"torchrun --nproc-per-node=4 --master-addr=127.0.0.1 --master-port=4321 {PROGRAM} --engine ddp"],
@@ -106,6 +106,12 @@ def test_each_launchers_command(options, lines, capsys, monkeypatch):
     found = shown(capsys, monkeypatch, f"--config zero3.json {options}")
     assert [line.replace("OMP_NUM_THREADS=3 ", "") for line in found] == lines
     assert all("OMP_NUM_THREADS=3 " in line for line in found)
+
+
+def test_a_quiet_launch_has_the_variables_of_a_loud_one():
+    launch = launchers.quietly(launchers.Launch(("deepspeed", "x.py"), {"CUDA_VISIBLE_DEVICES": "1"}))
+    assert launch.command == ("deepspeed", "--quiet", "x.py")
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def counted_by_scripts(folder, variables):
@@ -176,8 +182,17 @@ def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path
 
 def test_threads_are_those_of_the_fullest_host(capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    (line,) = shown(capsys, monkeypatch, "--config zero3.json -H node1:2,node2:4 --launcher mpirun", threads="")
-    assert line.startswith("OMP_NUM_THREADS=2 ")
+    for written, threads in (("", 2), (" --set dsframe.threads_per_rank=5", 5)):
+        typed = f"--config zero3.json -H node1:2,node2:4 --launcher mpirun{written}"
+        (line,) = shown(capsys, monkeypatch, typed, threads="")
+        assert line.startswith(f"OMP_NUM_THREADS={threads} ")
+
+
+def test_this_machine_has_a_short_name_and_may_have_no_gpu_to_hide(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node1.cluster")
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    assert Host("node1", 1).is_here
+    assert not devices.hidden({"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize(("names", "nodes"), [("node[1-2]", 2), ("localhost", 1)])
@@ -198,6 +213,7 @@ def test_slurm_chooses_srun(names, nodes, capsys, monkeypatch):
         ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun starts the processes of one host"),
         ("-H node1:2,node2:1 -np 4", {}, "4 processes, but the hosts have 3 slots"),
         ("-np 2 --launcher python", {}, "plain python starts one process here, not 2"),
+        ("-H node1:1 --launcher python", {}, "plain python starts one process here, not 1; name a launcher"),
         (
             "-np 2",
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
@@ -282,7 +298,8 @@ def lost(step):
             [says(0, BEGAN)] * 4, 1, [False] * 2, "the launcher ended with 0, but no process said", id="exit code 0 of a crash"
         ),
         pytest.param(
-            [says(1, BEGAN, lost(7), saved=5), says(0, DONE)], 0, [False, True], "after step 7: a process was killed", id="a kill"
+            [says(1, BEGAN, lost(7), saved=5), says(1, lost(5)), says(0, DONE)],
+            0, [False, True, True], "after step 7: a process was killed", id="a kill, and one at the start"
         ),
         pytest.param(
             [says(1, lost(0), saved=5), says(0, DONE)], 0, [False, False], "", id="killed before it began: old checkpoints"
@@ -296,6 +313,7 @@ def lost(step):
             1, [False] * 4, "all 3 restarts are used", id="other errors, other steps",
         ),
         pytest.param([says(1, lost(4))] * 4, 7, [False] * 3, "failed 3 times in a row after step 4", id="kills at one step"),
+        pytest.param([says(1, failed(0, "port", WorldError.exit_code))] * 2 + [says(0, DONE)], 0, [False] * 3, "", id="a port"),
         pytest.param([says(9, BEGAN, saved=5), says(0, DONE)], 0, [False, True], "failed after step 5: ", id="all killed"),
         pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
         pytest.param([says(1, BEGAN, failed(0, "odd", 5))], 5, [False], "would not change that", id="the task's own, at once"),

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dsframe.config import load
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import generators
 from dsframe.host.numerics import CUBLAS, chosen
+from dsframe.host.restored import at_end, restored
 from tests.files import ds_config
 from tests.lines import Line
 
@@ -24,6 +26,18 @@ def switches():
         torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cuda.mem_efficient_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32, os.environ.get(CUBLAS),
     )  # fmt: skip
+
+
+def test_a_run_inside_of_another_restores_its_own(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    hook, ended = sys.excepthook, []
+    with restored():
+        os.environ.update(KEPT="2", NEW="1")
+        sys.excepthook = print
+        with restored():
+            at_end(ended.append, "inner")
+        assert ended == ["inner"]
+    assert (os.environ["KEPT"], "NEW" in os.environ, sys.excepthook) == ("1", False, hook)
 
 
 def test_deterministic_algorithms_hold_inside(monkeypatch):

@@ -10,9 +10,12 @@ from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.config.resolve.memory import moments
+from dsframe.errors import TaskError
+from dsframe.model import switches
 from dsframe.tools.plan import choose
 from dsframe.tools.plan.device import Device, gpu, this_machine
 from dsframe.tools.plan.footprint import predict
+from dsframe.tools.plan.meta import model_of
 from dsframe.tools.plan.model import Affine, Model, trace, traced
 from tests.files import ds_config, write_json, zero
 
@@ -81,26 +84,55 @@ def test_frozen_groups_have_neither_gradients_nor_moments(task, layer):
     assert (whole.frozen, whole.parameters) == (0, sum(sizes.values()))
 
 
-def test_what_a_block_keeps_is_what_torch_keeps():
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_block_keeps_is_what_torch_keeps(again):
     """Activations counted without memory, and by torch's own hooks on real tensors."""
-    task = tasks.build(load(ds_config(1, task={"name": "language", "layers": 2})).settings.task, 0)
+    config = load(ds_config(1, task={"name": "language", "layers": 2}, model={"activation_checkpointing": again}))
+    task = tasks.build(config.settings.task, 0)
     known = trace(task, torch.float32)
     network = task.model()
+    switches.apply(network, config, torch.device("cpu"))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     kept = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage, storage.nbytes()
+            kept.setdefault(storage.data_ptr(), (storage, [*tensor.shape[-1:]] == [task.hidden_size]))
         return tensor
 
     rows = 3
     tokens = torch.zeros(rows, 128, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         task.loss(network(tokens), tokens)
-    real = sum(size for _, size in kept.values())
-    assert known.saved.at(rows) == pytest.approx(real, rel=0.03)
+    counted = known.recomputed if again else known
+    for sizes, wide in ((counted.saved, False), (counted.saved_wide, True)):
+        real = sum(storage.nbytes() for storage, is_wide in kept.values() if is_wide >= wide)
+        assert sizes.at(rows) == pytest.approx(real, rel=0.03)
+
+
+def test_autocast_keeps_copies_of_weights_in_16_bits():
+    sections = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    config = load(ds_config(1, sections=sections, task={"name": "language", "layers": 2}))
+    task = tasks.build(config.settings.task, 0)
+    mixed, short = traced(config, task), trace(task, torch.bfloat16)
+    for one, other in ((mixed, short), (mixed.recomputed, short.recomputed)):
+        assert (one.bytes_each, one.saved.fixed - other.saved.fixed) == (4, 2 * one.parameters)
+
+
+def test_the_base_of_an_adapter_is_frozen():
+    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    task = {"name": "causal-language-model", "model": llama | {"num_hidden_layers": 1}, "context": 64}
+    config = load(ds_config(1, task=task, adapter={"type": "lora", "r": 2, "target_modules": ["q_proj"]}))
+    known = traced(config, tasks.build(config.settings.task, 0))
+    assert known.parameters == 2 * 2 * 32 < known.frozen
+
+
+def test_several_models_have_no_plan():
+    task = tasks.Task()
+    task.models = lambda: {"one": torch.nn.Identity}
+    with pytest.raises(TaskError, match="Task has several models"):
+        model_of(task, torch.float32)
 
 
 def language(*, tied=True, **file):
@@ -207,6 +239,11 @@ def test_a_plan_of_no_task_says_what_it_planned(tmp_path, capsys):
 MODEL = Model(1000, 4, 100, largest=50, block=200, buffer_bytes=8, saved=Affine(0, 100), saved_wide=Affine(0, 20),
               scratch=Affine(0, 10), inputs=Affine(0, 4))  # fmt: skip
 ONE_BY_ONE = {"train_micro_batch_size_per_gpu": 1}
+ON_DRIVE = {"device": "nvme", "nvme_path": "/x"}
+MODULES = {"overlap_comm": True, "reduce_bucket_size": 100}
+MODULES |= {"stage3_max_live_parameters": 10, "stage3_prefetch_bucket_size": 10}
+SPLIT = {"tensor_parallel": {"autotp_size": 2}}
+COMPILED = {"dsframe": {"model": {"compile": "blocks"}}}
 OFFLOADED = {"reduce_bucket_size": 100, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -223,8 +260,22 @@ OFFLOADED = {"reduce_bucket_size": 100, "offload_optimizer": {"device": "cpu"}}
         ("deepspeed", zero(2) | {"communication_data_type": "fp16"}, "buffers", 48 + 4000 + 2000),
         ("deepspeed", zero(2, reduce_bucket_size=100), "buffers", 48 + 400 + (1000 - 4 * 104)),  # a shard at the update
         ("deepspeed", zero(2, **OFFLOADED), "buffers", 48 + 400 + 400),
+        (
+            "deepspeed",
+            zero(2, offload_optimizer=ON_DRIVE),
+            "host",
+            (12 + 4 + 4) * 250,
+        ),  # stage 2 takes the CPU for NVMe
+        ("deepspeed", zero(3, **MODULES), "buffers", 48 + 400 + (1000 - 4 * 104) + 2 * 4 * 50),
+        ("deepspeed", zero(3, **MODULES) | COMPILED, "buffers", 48 + 400 + (1000 - 4 * 104) + 2 * 4 * 200),
+        (
+            "deepspeed",
+            zero(3, **MODULES) | SPLIT,
+            "buffers",
+            2 * 500 * 4,
+        ),  # layers are split when all are on the device
         ("deepspeed", zero(3, offload_param={"device": "cpu"}), "host", 1000 + 100),
-        ("deepspeed", zero(3, offload_param={"device": "nvme", "nvme_path": "/x"}), "host", 0),
+        ("deepspeed", zero(3, offload_param=ON_DRIVE), "host", 0),
         ("deepspeed", ONE_BY_ONE | {"pipeline": {"stages": 2}}, "activations", 2 * (100 / 2 + 4)),
     ],
 )
@@ -236,7 +287,8 @@ def test_the_memory_of_a_rank_by_hand(engine, file, what, size):
 
 def test_the_host_of_a_gpu_may_be_too_small():
     config = load(ds_config(16, ADAM, sections=zero(2, **OFFLOADED)))
-    assert predict(config, "deepspeed", MODEL, Device("GPU", 1e12, 2500.0), 4).fullness == 2
+    found = predict(config, "deepspeed", MODEL, Device("GPU", 1e12, 2500.0), 4)
+    assert (found.fullness, found.fits, found.tight) == (2, False, False)
 
 
 def test_what_fits_tightly_comes_after_what_fits_and_files_do_not_split_the_model():
@@ -246,9 +298,19 @@ def test_what_fits_tightly_comes_after_what_fits_and_files_do_not_split_the_mode
     roomy, tight = ([strategy.name for strategy in each.strategies] for each in plans)
     assert roomy[:6] == ["DDP", "Horovod", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert roomy[6:] == [f"ZeRO-{what} on the CPU" for what in ("2, optimizer", "3, optimizer", "3, all")]
+    missing = [found for found in (each.prediction for each in plans[1].strategies) if not found.fits]
+    assert [found.fullness for found in missing] == sorted(found.fullness for found in missing)
+    assert missing[0].fullness < missing[-1].fullness
     assert tight[:3] == ["FSDP", "ZeRO-2, optimizer on the CPU", "DDP"]
     assert not any(strategy.file.keys() & {"tensor_parallel", "pipeline"} for strategy in plans[0].strategies[3:])
     assert [choose._divisors(number) for number in (24, 1024)] == [[1, 2, 4, 8, 24], [1, 2, 4, 8, 16, 1024]]
+
+
+def test_a_strategy_keeps_the_global_batch_and_the_files_other_keys():
+    config = load(ds_config(18, ADAM, sections={"pipeline": {"stages": 2}}, model={"compile": "blocks"}))
+    refused = choose.plan(config, Model(1000, 4), GPU, 4).refused
+    assert "18 samples a step cannot be divided among 4 processes" in refused["DDP"]
+    assert choose._recomputing(config)["dsframe"]["model"] == {"compile": "blocks", "activation_checkpointing": True}
 
 
 def test_memory_is_shared_among_the_processes_of_a_machine(monkeypatch):

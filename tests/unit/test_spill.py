@@ -2,12 +2,15 @@
 
 import copy
 import os
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
+from dsframe.model import spill
 from dsframe.model.spill import Spill, is_disk
 
 
@@ -50,6 +53,7 @@ def test_the_model_is_the_same_to_the_bit(tmp_path):
     assert len(files._mapped) >= len(found)  # every one lies in a file
     assert list(tmp_path.iterdir()) == []  # without a name
     files.close()
+    assert not any(files._holds(parameter.data) for parameter in built.parameters())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -65,12 +69,14 @@ def test_the_newest_stay_in_memory(window, share, kept, tmp_path):
 
 def test_what_is_gone_counts_no_more(tmp_path):
     """Python gives ids of freed parameters to new ones."""
-    files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 10)
-    for _ in range(8):
-        parameter = nn.Parameter(torch.ones(16, 16))
-        files.add(parameter)
-        assert not files._holds(parameter.data), "the newest"
-        del parameter
+    files = Spill(tmp_path, least_bytes=1 << 10, window_bytes=1 << 10)
+    gone, again, last = (nn.Parameter(torch.ones(16, 16)) for _ in range(3))
+    files.add(gone)
+    files._newest[id(again)] = files._newest.pop(id(gone))
+    files.add(again)
+    assert not files._holds(again.data), "the newest"
+    files.add(last)
+    assert files._holds(again.data)
 
 
 def test_what_another_tensor_looks_at_stays_in_memory(tmp_path):
@@ -109,6 +115,16 @@ def test_a_folder_of_an_unknown_file_system_is_no_disk(tmp_path, monkeypatch):
     assert not is_disk(tmp_path)
 
 
+def test_a_model_is_built_where_a_disk_is(tmp_path, monkeypatch):
+    assert is_disk(tmp_path / "a" / "b") == is_disk(tmp_path)
+    places = (Path(tempfile.gettempdir()), tmp_path)
+    for disks, chosen in ((places, places[0]), (places[1:], tmp_path), ((), None)):
+        monkeypatch.setattr(spill, "is_disk", disks.__contains__)
+        assert [spill.on_disk(tmp_path, ranks).folder for ranks in (1, 4)] == [chosen] * 2
+    monkeypatch.setattr(spill, "is_disk", bool)
+    assert [spill.on_disk(tmp_path, ranks)._share for ranks in (1, 4)] == [0.0, 0.25]
+
+
 def test_pages_are_given_back(tmp_path):
     if not is_disk(tmp_path):
         pytest.skip("the temporary folder lies in memory")
@@ -145,6 +161,23 @@ def test_a_part_of_a_larger_tensor_stays_one(tmp_path):
     Spill(tmp_path, least_bytes=1).move(first)
     both += 1
     assert bool((first == 1).all())
+
+
+def test_what_lies_on_a_device_stays_there(tmp_path):
+    parameter = nn.Parameter(torch.empty(64, device="meta"))
+    Spill(tmp_path, least_bytes=1).move(parameter, torch.bfloat16)
+    assert (parameter.device.type, parameter.dtype) == ("meta", torch.float32)
+
+
+def test_a_cast_weight_lies_in_a_file_whatever_its_layout(tmp_path):
+    files, opened = Spill(tmp_path, least_bytes=1), psutil.Process().num_fds()
+    parameter = nn.Parameter(torch.randn(8, 16).T)
+    expected = parameter.detach().bfloat16()
+    files.move(parameter, torch.bfloat16)
+    assert files._holds(parameter.data)
+    assert torch.equal(parameter.data, expected)
+    assert psutil.Process().num_fds() == opened
+    assert files.converted(expected, torch.bfloat16) is expected
 
 
 def test_what_is_fetched_lies_in_memory(tmp_path):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dsframe.config import load
+from dsframe.config.rules.model import compiler
 from dsframe.engines import fsdp_units
 from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import switches
@@ -415,6 +416,77 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone():
         torch.testing.assert_close(found[name], gradient)
 
 
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_gets_batches_in_channels_last(kind):
+    """A single image stays what it is: it has no such layout."""
+    model, given = kind(2, 2, 3), []
+    switches.channels_last(model, model)
+    model.register_forward_hook(lambda _, inputs, output: given.extend(inputs))
+    for images in (torch.randn(2, 2, 4, 4), torch.randn(2, 4, 4)):
+        model(images)
+    assert given[0].is_contiguous(memory_format=torch.channels_last)
+    assert given[1].shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_a_pool_s_gradient_has_the_layout_of_its_output(layout):
+    pool, seen = nn.AvgPool2d(2), []
+    switches.channels_last(pool, nn.Conv2d(2, 2, 3))
+    pooled = pool(torch.randn(2, 2, 4, 4, requires_grad=True).to(memory_format=layout))
+    pooled.register_hook(lambda gradient: seen.append(gradient.is_contiguous(memory_format=layout)))
+    pooled.flatten(1).square().sum().backward()
+    assert seen == [True]
+
+
+def block(name, width):
+    """A module of a class with this name, with 2 x width numbers."""
+    module = type(name, (nn.Module,), {})()
+    module.part = nn.Linear(width, 2, bias=False)
+    return module
+
+
+def test_blocks_are_the_repeated_class_with_most_numbers():
+    many, few = ([block(name, width) for _ in range(count)] for name, width, count in (("M", 3, 3), ("F", 4, 2)))
+    model = nn.Sequential(block("Once", 10), *many, *few)
+    assert switches.repeated(model) == "M"
+    few[0].part.weight.ds_numel = 100  # of which ZeRO-3 has left nothing here
+    assert switches.repeated(model) == "F"
+
+
+def test_a_pattern_names_the_outermost():
+    parts = {"head_1": nn.ReLU(), "head_2": nn.ReLU(), "a": nn.Sequential(nn.Sequential(nn.ReLU()))}
+    model = nn.ModuleDict(parts)
+    assert switches.picked(model, ["head_*"], "") == ["head_1", "head_2"]
+    assert switches.picked(model, ["a.0", "a.0.0"], "") == ["a.0"]
+
+
+def test_every_second_block_is_counted_in_the_whole_model():
+    whole = language_model()
+    part = nn.ModuleDict({name: whole.get_submodule(name) for name in "34"})
+    file = ds_config(4, task={"name": "a.b:C"}, model={"activation_checkpointing": {"every": 2}})
+    switches.apply(part, load(file), CPU, whole)
+    assert switches.units(part) == [part["4"]]
+
+
+def test_embeddings_that_are_sparse_are_made_dense():
+    model = nn.ModuleList(kind(3, 2, sparse=True) for kind in (nn.Embedding, nn.EmbeddingBag))
+    with pytest.warns(UserWarning, match="sparse=True"):
+        switches.dense(model)
+    assert not any(part.sparse for part in model)
+
+
+def test_a_part_that_is_compiled_by_itself_is_a_unit(monkeypatch):
+    """The whole model is none. Blocks are those that the file names."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(switches, "compiler", lambda: "g++")
+    model = nn.Sequential(nn.Linear(2, 2))
+    for module in model.modules():
+        switches.compile_(module, CPU)
+    assert switches.units(model) == [model[0]]
+    named = switched(language_model(), compile="blocks", activation_checkpointing=["*.norm_1"])
+    assert {type(unit) for unit in switches.units(named)} == {nn.LayerNorm}
+
+
 def test_weights_of_another_layout_are_made_plain():
     model = switched(layers.assemble(cnn(3, 16, 10), seed=0).to(memory_format=torch.channels_last))
     assert all(parameter.is_contiguous() for parameter in model.parameters())
@@ -425,6 +497,8 @@ def test_without_a_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"dsframe.model.compile: .* needs a C\+\+ compiler.*; install g\+\+"):
         switched(language_model(), compile=True)
+    monkeypatch.setenv("CXX", "/bin/sh")
+    assert compiler() == "/bin/sh"
 
 
 @pytest.mark.parametrize(

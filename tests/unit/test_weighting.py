@@ -104,6 +104,12 @@ def test_sums_of_slices_are_refused():
     refuse(Summed(), batch(2, 1))
 
 
+def test_a_weight_is_for_means(monkeypatch):
+    monkeypatch.setattr(Summed, "loss_weight", Padded.loss_weight)
+    with pytest.raises(TaskError, match=r"Summed has loss_weight, which is for means"):
+        refuse(Summed(), batch(1, 1))
+
+
 @pytest.mark.parametrize(("weight", "found"), [(torch.ones(3), r"shape \[3\]"), (None, "NoneType")])
 def test_a_weight_is_one_number(weight, found, monkeypatch):
     monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
@@ -129,9 +135,9 @@ def test_nothing_but_padding_spoils_no_evaluation(weight, monkeypatch):
     assert (float(found.total), float(found.count)) == (0.0, 0.0)
 
 
-def test_batches_of_several_sizes_that_count_the_same_are_said_once(capsys):
-    """Of a collate; a batch of which tensors have several lengths shows no number of rows."""
-    task = Plain()
+@pytest.mark.parametrize("task", [Plain(), Summed()])
+def test_batches_of_several_sizes_that_count_the_same_are_said_once(task, capsys):
+    """Of a mean with a collate; a batch of which tensors have several lengths shows no number of rows."""
     task.collate = torch.utils.data.default_collate
     world = SimpleNamespace(rank=0, size=1, is_main=True)
     weights = LossWeights(SimpleNamespace(plan=SimpleNamespace(task=task, batch=batch(1, 1), world=world)))
@@ -140,8 +146,9 @@ def test_batches_of_several_sizes_that_count_the_same_are_said_once(capsys):
         (one,) = weights.settle(iter([(torch.zeros(inputs, 3), torch.zeros(targets))]))
         assert one.weight == 1.0
         lines.append(capsys.readouterr().err)
-    assert [bool(line) for line in lines] == [False, False, False, True, False]
-    assert "makes micro-batches of 2 and of 3 rows, which count the same" in lines[3]
+    expected = "makes micro-batches of 2 and of 3 rows, which count the same"
+    assert [expected in line for line in lines] == [False, False, False, task.loss_is == "mean", False]
+    assert not any(lines[:3])
 
 
 def test_a_long_step_gives_signs_of_life():

@@ -61,9 +61,8 @@ def _optimizer(context: RuleContext) -> None:
         return
     if context.optimizer in ("adam", "adamw"):
         _adam(context)
-    untested = context.optimizer == "lamb" or context.optimizer not in DEEPSPEED_OPTIMIZERS
-    refused = context.optimizer in ("adafactor", "lamb") and context.by_deepspeed  # by the table of rules
-    if untested and context.stage and not refused and not context.file.zero_allow_untested_optimizer:
+    untested = context.optimizer not in (*DEEPSPEED_OPTIMIZERS, "adafactor")  # which the table of rules refuses
+    if untested and context.by_deepspeed and context.stage and not context.file.zero_allow_untested_optimizer:
         message = f"{name} is untested with ZeRO: DeepSpeed raises"
         context.conflict(_TYPE, message, 'add "zero_allow_untested_optimizer": true')
 
