@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
 import dsframe
 from dsframe.errors import DataError
@@ -118,6 +118,13 @@ def test_held_out_data_are_read_too_and_pure_ones_say_nothing():
     assert lines(Rows(), Rows(), workers=2) == []
 
 
+def test_held_out_data_have_a_collate_of_their_own():
+    task, sizes = Given(), []
+    task.eval_collate = lambda rows: sizes.append(len(rows)) or default_collate(rows)
+    assert lines(Rows(), Rows(), task=task) == []
+    assert set(sizes) == {1}
+
+
 class Buffered(Rows):
     """Writes each row into the same memory, as what reads into a buffer does."""
 
@@ -167,10 +174,12 @@ def shuffled(task, epoch, samples):
     return torch.tensor(task.rows)
 
 
+ORDER = torch.arange(8)
 IMPURE = [
     lambda task, epoch, samples: torch.randperm(samples),
     lambda task, epoch, samples: torch.from_numpy(task.rng.permutation(samples)),
     lambda task, epoch, samples: torch.tensor(random.sample(range(samples), samples)),
+    lambda task, epoch, samples: ORDER.copy_(torch.randperm(samples)),
     shuffled,
 ]
 PURE = [
@@ -246,11 +255,23 @@ class Sought(Rows):
         return ROWS[index], int(self.file.read(1)[0])
 
 
+class Logged(Sought):
+    """Writes to such a file."""
+
+    def __getitem__(self, index):
+        print(index, file=self.file, flush=True)
+        return ROWS[index], index
+
+
 def test_workers_that_look_in_one_file_at_once_are_named(tmp_path):
     (tmp_path / "rows").write_bytes(bytes(range(8)))
     with (tmp_path / "rows").open("rb") as opened:
         (line,) = lines(Sought(opened), workers=2)
-        assert lines(Sought(opened), workers=1) == lines(Sought(opened)) == []
+        for workers in (1, 0):
+            opened.seek(7)
+            assert lines(Sought(opened), workers=workers) == []
+    with (tmp_path / "log").open("w+") as log:
+        assert lines(Logged(log), workers=2) == []
     assert line.startswith(f"the training data read {tmp_path / 'rows'}, which was open before the workers started")
 
 

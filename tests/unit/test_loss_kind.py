@@ -103,6 +103,14 @@ def test_the_kind_of_a_loss(name):
     assert kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
 
 
+def test_gradients_are_looked_at_though_some_outputs_have_none():
+    def scaled(outputs, targets):
+        loss = mean(outputs[0], targets)
+        return loss / loss.item()
+
+    assert kind_of(Line(scaled), (torch.randn(8, 4), torch.arange(8)), torch.randn(8, 4)).startswith("neither")
+
+
 def file(accumulation, steps=6):
     return ds_config(
         8,
@@ -122,6 +130,12 @@ def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys):
         dsframe.fit(Line(total), file(2))
     assert dsframe.fit(Line(total), file(1)).steps == 6
     assert 'with more ranks or accumulation the task needs loss_is = "sum"' in capsys.readouterr().err
+
+
+def test_dropout_of_a_row_is_its_own(capsys):
+    dropping = Line(mean, model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout()))
+    dsframe.fit(dropping, file(1, steps=2))
+    assert "different outputs in different batches" not in capsys.readouterr().err
 
 
 def test_a_sum_is_of_the_global_batch():

@@ -13,7 +13,8 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.inference import Weights
 from dsframe.model import ema
-from dsframe.model.state import EngineState, ParameterState, narrowed, put_scalars
+from dsframe.model.persistent import put
+from dsframe.model.state import EngineState, ParameterState, narrowed, put_scalars, split
 from tests.engines.snapshot import Snapshot
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": ()}
@@ -118,10 +119,50 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_other_optimizers_count_in_plain_numbers():
-    held = {}
-    put_scalars(Counting(), held, {"step": 3.0, "scale": 0.5}, {}, torch.device("cpu"))
-    assert held == {"step": 3, "scale": 0.5}
-    assert isinstance(held["step"], int)
+    held, cpu = {}, torch.device("cpu")
+    put_scalars(Counting(), held, {"step": 3.0, "scale": 0.5, "warm": True}, {}, cpu)
+    assert held == {"step": 3, "scale": 0.5, "warm": True}
+    assert (type(held["step"]), type(held["warm"])) == (int, bool)
+    muon = Counting()
+    muon.aux_optimizer = torch.optim.AdamW([torch.zeros(1)])
+    put_scalars(muon, held, {"step": 3.0}, {}, cpu)
+    assert isinstance(held["step"], torch.Tensor), "of the Adam inside"
+
+
+def test_counters_of_deepspeeds_optimizers_are_numbers_and_of_users_as_they_are(monkeypatch):
+    held, kept = {"step": torch.tensor(3.0)}, []
+    for module in ("deepspeed.ops", "mine"):
+        monkeypatch.setattr(Counting, "__module__", module)
+        kept.append(split(held, (2,), Counting()))
+    assert kept == [({}, {"step": 3.0}), ({}, {"step": [3.0]})]
+
+
+def test_another_model_or_counters_of_a_shared_tensor_that_differ_are_refused():
+    views, frozen, optimizer = trained(flat=True)
+    apart = trained(flat=False)
+    apart[2].state[apart[0][1].master]["step"] += 1
+    with pytest.raises(CheckpointError, match="but its neighbours"):
+        state_replica.write(views, frozen, optimizer, saved(*apart))
+    with pytest.raises(CheckpointError, match="another model"):
+        state_replica.write(views[:2], frozen, optimizer, saved(views, frozen, optimizer))
+
+
+def test_a_buffer_of_another_size_keeps_its_dtype():
+    buffer = torch.zeros(1, dtype=torch.float64)
+    put(torch.ones(2), buffer)
+    assert (buffer.tolist(), buffer.dtype) == ([1.0, 1.0], torch.float64)
+
+
+def test_a_view_writes_where_it_is_told_and_reads_in_fp32():
+    view, other = ParameterView("a", (2,), torch.zeros(2, dtype=torch.bfloat16)), torch.zeros(2)
+    view.put(torch.ones(2), other)
+    assert (view.master.tolist(), other.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+    assert view.whole(view.cut(view.master)).dtype == torch.float32
+    optimizer = Counting()
+    optimizer.param_groups[0]["params"] = [view.master]
+    state = EngineState(1, None, {}, {}, [ParameterState("a", torch.ones(2), {}, {"step": 3.0})])
+    state_replica.write([view], [], optimizer, Snapshot(state))
+    assert optimizer.state[view.master] == {"step": 3}
 
 
 def test_no_range_is_taken_of_state_of_another_shape():

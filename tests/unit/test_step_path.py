@@ -33,7 +33,8 @@ def make(engine, task, clipping, **settings):
 
 
 def one_step(engine):
-    engine.train_step(MicroBatch.of([(torch.ones(4, 3), torch.ones(4))]))
+    result = engine.train_step(MicroBatch.of([(torch.ones(4, 3), torch.ones(4))]))
+    assert not result.loss.requires_grad, "it would keep the step's graph"
 
 
 def test_a_model_that_comes_again_brings_no_gradients(monkeypatch):

@@ -1,6 +1,7 @@
 """The loop in one process, in seconds: after a resume, a skipped update, an evaluation; whose random numbers come next."""
 
 import signal
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -180,17 +181,40 @@ def test_training_drops_out_and_evaluations_do_not(tmp_path):
     assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Line()))
 
 
+class Zeroed(Undropped):
+    def after_step(self, name, weight):
+        weight.zero_()
+
+
+def hooked_by(hook):
+    model = nn.Linear(1, 1)
+    model.weight.register_hook(hook)
+    return model
+
+
 def test_weights_of_16_bits_follow_their_masters(tmp_path):
     summary = dsframe.fit(Undropped(), file(tmp_path) | {"bf16": {"enabled": True}})
     assert summary.metrics["loss"] == pytest.approx(evaluated(tmp_path, Undropped()), rel=0.05)
     assert curve(tmp_path, "loss")[0] > 2 * summary.metrics["loss"]
+    assert dsframe.fit(Zeroed(), file(tmp_path / "zero") | {"bf16": {"enabled": True}}).metrics["loss"] == 1
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+
+
+def test_hooks_on_gradients_see_no_loss_scale(tmp_path):
+    seen = [], []
+    for gradients, more in zip(seen, ({}, FP16), strict=True):
+        hooked = Undropped()
+        hooked.model = partial(hooked_by, lambda gradient, kept=gradients: kept.append(float(gradient)))
+        dsframe.fit(hooked, file(tmp_path / str(len(more)), steps=1) | more)
+    assert seen[1] == pytest.approx(seen[0], rel=0.01)
 
 
 def test_a_resume_continues_the_loss_scale(tmp_path):
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
-    dsframe.fit(Undropped(), file(tmp_path / "whole") | fp16)
-    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, overrides=["dsframe.steps=3"])
-    dsframe.fit(Undropped(), file(tmp_path / "parts") | fp16, resume="auto")
+    dsframe.fit(Undropped(), file(tmp_path / "whole") | FP16)
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | FP16, overrides=["dsframe.steps=3"])
+    dsframe.fit(Undropped(), file(tmp_path / "parts") | FP16, resume="auto")
     scales = [read_manifest(locate(tmp_path / name)[0])["loss_scale"] for name in ("whole", "parts")]
     assert scales[0] == scales[1]
     assert scales[0]["scale"] > 2**4
