@@ -96,9 +96,12 @@ def clipped():
     return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
 
 
+FROZEN = {"match": ["3.*"], "freeze": True}
+
+
 def grouped():
     """ZeRO-1 under a tight clip, where the last stage alone has a group of its own: as many norms are not there in the first."""
-    settings = {"task": GPT, "parameter_groups": [{"match": ["4.*"], "lr_scale": 3.0}]}
+    settings = {"task": GPT, "parameter_groups": [{"match": ["4.*"], "lr_scale": 3.0}, FROZEN]}
     file = FILE | {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
     staged = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
     return {
