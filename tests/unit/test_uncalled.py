@@ -45,6 +45,21 @@ class Listener(dsframe.Hooks):
     def on_step(self, run): ...
 
 
+class Both(dsframe.Task, dsframe.Hooks):
+    def on_step(self, run): ...
+
+
+class Hooked(dsframe.Task):
+    def on_train_end(self): ...
+
+    def on_step(self, run): ...
+
+    def loss(self, outputs, targets):
+        return self.on_log()
+
+    def on_log(self): ...
+
+
 @pytest.mark.parametrize(
     ("user", "said"),
     [
@@ -54,6 +69,7 @@ class Listener(dsframe.Hooks):
         ),
         (Lower, {"collate_fn": "collate", "trian_data": "train_data", "models_": "models"}),
         (Mixed, {}),
+        (Both, {}),
         (Listener, {"on_train_end": "on_end"}),
     ],
 )
@@ -63,3 +79,10 @@ def test_methods_that_nobody_calls(user, said):
         for name, meant in said.items()
     }
     assert set(lines(user)) == expected
+
+
+def test_methods_of_hooks_in_a_task():
+    assert [line.partition(" belongs")[0] for line in lines(Hooked)] == [
+        "warning: Hooked.on_step is not called by dsframe: on_step",
+        "warning: Hooked.on_train_end is not called by dsframe: on_end",
+    ]
