@@ -116,13 +116,10 @@ def user_traceback(error: Exception) -> str | None:
 
 
 def _text(error: Exception, by: _Call, calls: Sequence[_Call]) -> str:
-    theirs = [call for call in calls if call.users]
+    theirs = [(call.file, call.line, call.frame.f_code.co_name, call.source) for call in calls if call.users]
     whose = "the task's model" if _is_model_call(by) else "the task's code"
     lines = [f"{whose} raised {_describe(error)}"]
-    for call in theirs:
-        lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
-        if call.source:
-            lines.append(f"    {call.source}")
+    lines += [text.rstrip() for text in traceback.StackSummary.from_list(theirs).format()]  # it counts repeated calls
     file = Path(by.file).relative_to(Path(source_files.OURS).parent)
     lines.append(f"called by {file}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
     values = by.frame.f_locals

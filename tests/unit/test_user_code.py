@@ -42,6 +42,8 @@ class Broken(dsframe.Task):
     def loss(self, outputs, targets):
         if self.where == "loss":
             return torch.cat([outputs, torch.ones(3, 7)]).mean()
+        if self.where == "deep":
+            return self.loss(outputs, targets)
         return (outputs - targets).square().mean()
 
     def train_data(self):
@@ -106,6 +108,7 @@ CASES = {
     "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
     "evaluated": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "they are one Tensor of shape [4, 2]"),
     "detector": ("object has no attribute 'values'", "in loss\n", "define metrics(outputs, targets)"),
+    "deep": ("the task's code raised RecursionError", "in loss\n", "more times]"),
     "disk": ("the task's code raised OSError: [Errno 5] Input/output error", "in train_data", "called by dsframe/"),
 }  # fmt: skip
 
@@ -120,6 +123,7 @@ def test_who_raised_is_told(where, here):
         assert words in told
     assert "in test_who_raised_is_told" not in told
     assert "torch/nn/modules" not in told
+    assert told.count("\n") < 20
     assert user_code.is_transient(raised.value) == (where == "disk")
 
 
