@@ -1,12 +1,11 @@
-"""The format's tensors, random generators, and what ranks tell each other."""
+"""The format's tensors, and random generators."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-import threading
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,12 +24,10 @@ from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.tensor_file import write_tensors
 from dsframe.checkpoint.writer import Writer
-from dsframe.cluster import exchange
-from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, same
 from dsframe.config import load
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
-from dsframe.errors import CheckpointError, ConfigError, WorldError
+from dsframe.errors import CheckpointError, ConfigError
 from dsframe.host import generators
 from dsframe.model.persistent import aliases, compare, persistent_buffers
 from dsframe.model.state import (
@@ -48,6 +45,7 @@ from dsframe.model.state import (
 from dsframe.tools import export
 from dsframe.tools import export as export_command
 from tests.files import ds_config, read_json
+from tests.threads import Room
 
 
 def states(sizes):
@@ -310,57 +308,6 @@ def test_every_random_generator_goes_on_where_it_was():
     assert numbers() == first
 
 
-@dataclass
-class Room:
-    """Ranks as threads."""
-
-    size: int
-
-    def __post_init__(self):
-        self.barrier = threading.Barrier(self.size)
-        self.values = [torch.zeros(0)] * self.size
-
-    def run(self, action):
-        results = [None] * self.size
-
-        def one(rank):
-            def sum_over_ranks(values):
-                self.values[rank] = values
-                self.barrier.wait(10)
-                total = torch.stack(self.values).sum(0)
-                self.barrier.wait(10)
-                return total
-
-            world = SimpleNamespace(rank=rank, size=self.size, local_size=self.size, is_main=rank == 0)
-            plan = SimpleNamespace(world=world, device=torch.device("cpu"))
-            results[rank] = action(SimpleNamespace(plan=plan, sum_over_ranks=sum_over_ranks))
-
-        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
-@pytest.mark.parametrize("texts", [["", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
-def test_all_ranks_hear_all(texts):
-    heard = Room(len(texts)).run(lambda ranks: all_gather_text(ranks, texts[ranks.plan.world.rank]))
-    assert heard == [texts] * len(texts)
-
-
-def test_all_ranks_get_all_tensors():
-    """Of other shapes and dtypes, to the bit; one without elements takes the dtype of the others."""
-    own = [torch.tensor([[1, -2], [3, 2**40]]), torch.tensor([]), torch.tensor(7)]
-    heard = Room(3).run(lambda ranks: all_gather_tensor(ranks, own[ranks.plan.world.rank]))
-    for found in heard:
-        assert [one.dtype for one in found] == [torch.int64] * 3
-        assert [one.tolist() for one in found] == [one.tolist() for one in own]
-    columns = [torch.arange(3.0 * rows).view(rows, 3)[:, 0] for rows in (1, 2)]  # of one element with a stride of 3
-    heard = Room(2).run(lambda ranks: all_gather_tensor(ranks, columns[ranks.plan.world.rank]))
-    assert all(one.equal(other) for every in heard for one, other in zip(every, columns, strict=True))
-
-
 def test_another_model_is_named():
     own, saved = {"a": (2, 3), "b": (4,), "new": (1,)}, {"a": (3, 2), "b": (4,), "old": (1,)}
     with pytest.raises(CheckpointError) as raised:
@@ -443,25 +390,3 @@ def test_numbers_of_torchs_optimizers_stay_numbers():
         optimizer.step()
         bare, full = split(optimizer.state[weight], ()), split(optimizer.state[wide], (2,))
         assert [list(of) for of in bare] == [list(of) for of in full], kind.__name__
-
-
-def test_one_rank_whose_digest_is_the_mean_of_the_others_agrees_that_they_differ(
-    monkeypatch,
-):
-    monkeypatch.setattr(exchange, "xxh3_128_hexdigest", lambda content: f"{int(content):08x}" * 4)
-    assert Room(3).run(lambda ranks: same(ranks, str((2, 1, 3)[ranks.plan.world.rank]))) == [False] * 3
-    assert Room(3).run(lambda ranks: same(ranks, "7")) == [True] * 3
-
-
-def test_ranks_that_are_elsewhere_are_no_lengths():
-    """Another exchange's numbers were taken for the length of a text, and gigabytes were allocated."""
-
-    def exchange(ranks):
-        if ranks.plan.world.rank == 1:
-            ranks.sum_over_ranks(torch.tensor([4e9, 3e9], dtype=torch.float64))  # words of a digest
-            return ""
-        with pytest.raises(WorldError, match="exchange different things"):
-            all_gather_text(ranks, "text")
-        return "refused"
-
-    assert Room(2).run(exchange) == ["refused", ""]
