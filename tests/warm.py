@@ -88,7 +88,7 @@ def import_everything():
 
     import dsframe
     from dsframe.data import _torchvision
-    from dsframe.errors import TaskError
+    from dsframe.errors import DsframeError, TaskError
 
     with contextlib.suppress(TaskError):
         _torchvision.torchvision()  # before transformers, which imports it
@@ -97,7 +97,7 @@ def import_everything():
             importlib.import_module(name)
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(ImportError, DsframeError):  # the latter: an engine whose library is missing
                 importlib.import_module(module.name)
     importlib.import_module("dsframe.config").load({"train_batch_size": 1})  # compiles its schema
     sys.modules.pop("dsframe.train", None)  # somebody's import: as a program it is to begin anew

@@ -253,8 +253,9 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
 def extend_limits(limit: timedelta) -> None:
     """Sets the timeout of all groups of this process; those created by libraries have the backend's default."""
     if dist.is_initialized():
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # torch 2.15 has the first
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            set_timeout(limit, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -84,12 +84,16 @@ def test_the_watchdog_is_first(seconds, opened):
     assert opened[0]["timeout"] == limit
 
 
-def test_groups_of_libraries_have_the_same_limit(monkeypatch):
+@pytest.mark.parametrize("public", [False, True])
+def test_groups_of_libraries_have_the_same_limit(public, monkeypatch):
+    """Where torch has a public function, its own one warns of it."""
     given = []
     monkeypatch.setattr(process_group.dist, "is_initialized", lambda: True)
     distributed = process_group.dist.distributed_c10d
     monkeypatch.setattr(distributed, "_world", mock.Mock(pg_map={"world": 1, "another": 2}))
-    monkeypatch.setattr(distributed, "_set_pg_timeout", lambda limit, group: given.append((limit, group)))
+    monkeypatch.delattr(process_group.dist, "set_timeout", raising=False)
+    where, name = (process_group.dist, "set_timeout") if public else (distributed, "_set_pg_timeout")
+    monkeypatch.setattr(where, name, lambda limit, group: given.append((limit, group)), raising=not public)
     process_group.extend_limits(timedelta(hours=1))
     assert given == [(timedelta(hours=1), "world"), (timedelta(hours=1), "another")]
 
