@@ -253,9 +253,8 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
 def extend_limits(limit: timedelta) -> None:
     """Sets the timeout of all groups of this process; those created by libraries have the backend's default."""
     if dist.is_initialized():
-        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # torch 2.15 has the first
         for group in list(dist.distributed_c10d._world.pg_map):
-            set_timeout(limit, group)
+            (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit, group)  # since 2.15
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -32,18 +32,18 @@ _MEANT = {other: name for name, others in _NAMES.items() for other in others.spl
 
 def lines(user: type) -> Iterator[str]:
     """Yields a warning for each uncalled method of a task or of hooks whose name resembles one that is called."""
-    base: type = Task if issubclass(user, Task) else Hooks
-    known, of_hooks = set(dir(base)), {name for name in vars(Hooks) if name.startswith("on_")}
+    bases = [base for base in (Task, Hooks) if issubclass(user, base)]
+    known = {name for base in bases for name in dir(base)}
+    of_hooks = {name for name in vars(Hooks) if name.startswith("on_")}
     theirs = [kind for kind in user.__mro__ if not kind.__module__.startswith("dsframe.")]  # including mixins
-    classes = [kind for kind in theirs if issubclass(kind, base)]
+    classes = [kind for kind in theirs if issubclass(kind, (Task, Hooks))]
     held = {name: value for kind in classes for name, value in vars(kind).items() if not name.startswith("_")}
     functions = [value for kind in theirs for value in vars(kind).values() if isinstance(value, FunctionType)]
     used = {name for function in functions for code in codes_in(function.__code__) for name in code.co_names}
     for name in sorted(held.keys() - known - used):
-        method, names = isinstance(held[name], FunctionType), {other for other in known | of_hooks if other[0] != "_"}
-        meant = _MEANT.get(name, name if name in of_hooks else None) or (closest(name, [*names]) if method else None)
-        text = f"warning: {user.__name__}.{name} is not called by dsframe"
-        if meant in known:
-            yield f'{text}; did you mean "{meant}"?'
-        elif meant in of_hooks and not issubclass(user, Hooks):
-            yield f'{text}: {meant} belongs to a class of hooks (dsframe.Hooks), named by "hooks" in the section "dsframe"'
+        method, names = isinstance(held[name], FunctionType), [other for other in known | of_hooks if other[0] != "_"]
+        meant = _MEANT.get(name, name if name in of_hooks else None) or (closest(name, names) if method else None)
+        question = f'; did you mean "{meant}"?'
+        remedy = f': {meant} belongs to a class of hooks (dsframe.Hooks), named by "hooks" in the section "dsframe"'
+        if meant in known | of_hooks:
+            yield f"warning: {user.__name__}.{name} is not called by dsframe{question if meant in known else remedy}"
