@@ -106,6 +106,20 @@ def _after(action, event):
     return wait_first
 
 
+def test_an_evaluation_that_cannot_be_added_is_said_and_training_goes_on(tmp_path, monkeypatch):
+    said = []
+    saving = saver(Room(1).run(Training)[0], tmp_path, asynchronous=False, said=said)
+    save_step(saving._engine, saving)
+    saving.settle()
+    saving.rate(1, {"loss": 0.5})
+    assert store.read_manifest(Store(tmp_path).path(1))["evaluation"] == {"loss": 0.5}
+    assert len(said) == 1
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    saving.rate(1, {"loss": 0.25})
+    assert store.read_manifest(Store(tmp_path).path(1))["evaluation"] == {"loss": 0.5}
+    assert "the evaluation after step 1 cannot be added to its checkpoint: " in said[1]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_a_thread_cannot_write_all_ranks_hear_of(tmp_path, failing, monkeypatch):
     flush, full = Writer.flush, threading.Event()
