@@ -15,6 +15,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -262,7 +263,7 @@ class Saver:
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
         if self._begun_step == step:  # otherwise the folder belongs to another run
-            self._store.abandon(step)
+            shutil.rmtree(self._store.partial(step), ignore_errors=True)
         try:
             newest = self._store.newest_first()
             before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"

@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -143,10 +142,6 @@ class Store:
         write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
         partial.replace(path / MANIFEST)
         sync_folder(path)
-
-    def abandon(self, step: int) -> None:
-        """Removes the files of a failed save."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, retention: Retention) -> list[int]:
         """Removes checkpoints that need not be kept and returns their steps. Keeps the newest one and damaged ones;

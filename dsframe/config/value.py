@@ -78,7 +78,8 @@ class Config:
         Checked again only if values or rules depend on new facts. Raises ConfigError if the facts contradict the file.
         """
         all_facts = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
-        if self.is_unresolved or all_facts.engine != self.facts.engine or self.facts.world_size is not None:
+        is_unresolved = self.findings.resolved or self.findings.pending  # an "auto", or epochs in place of steps
+        if is_unresolved or all_facts.engine != self.facts.engine or self.facts.world_size is not None:
             return self.examine(all_facts).accepted
         findings = self.findings.empty_copy()
         findings.problems.extend(self.problems)
@@ -140,13 +141,9 @@ class Config:
         raw.pop("dsframe", None)
         sizes = self.batch(world_size)
         return raw | {
-            TRAIN: sizes.deepspeed_train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps
+            TRAIN: sizes.micro_batch_size * sizes.accumulation_steps * sizes.deepspeed_ranks,
+            MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps
         }  # fmt: skip
-
-    @property
-    def is_unresolved(self) -> bool:
-        """True if later facts may change values: the file has an "auto", or epochs in place of steps."""
-        return bool(self.findings.resolved or self.findings.pending)
 
     @property
     def digest(self) -> str:

@@ -89,11 +89,12 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     used = [feature for feature in config.features if feature.name not in entry.supports]
     replicated = [feature.path for feature in used if feature.name in entry.replicates]
     ignored = [feature.path for feature in used if feature.name in entry.ignores]
+    known = {name for each in TABLE.values() for name in each.supports | each.replicates | each.ignores}
     refused = [
         config.error(
             tuple(feature.path.split(".")),
             f"{feature.description} {_reason(name, feature.name)}",
-            'choose another "engine", or take it out' if _has_engine(feature.name) else "remove it",
+            'choose another "engine", or take it out' if feature.name in known else "remove it",
             code="engine-cannot",
         )
         for feature in used
@@ -110,10 +111,6 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     if ignored:
         notes.append(f"{name} ignores {', '.join(ignored)}: the same training; metrics.jsonl has the run's metrics")
     return refused, notes
-
-
-def _has_engine(feature: str) -> bool:
-    return any(feature in entry.supports | entry.replicates | entry.ignores for entry in TABLE.values())
 
 
 def problems_with_several_models(config: Config, name: str) -> list[Problem]:

@@ -48,7 +48,7 @@ class Unused:
 
     def _hook(self, named: Iterable[tuple[str, Any]]) -> None:
         for name, weight in named:
-            if name in self._trained and name not in self._hooked and _is_whole(weight):
+            if name in self._trained and name not in self._hooked and type(weight.data) is Tensor:
                 self._hooked.add(name)
                 self._hooks.append(weight.register_hook(partial(self._come, name)))
 
@@ -85,7 +85,3 @@ class Unused:
             return missing
         arrived = all_gather_json(self._ranks, sorted(missing & self._arrived))
         return missing - {name for names in arrived for name in names}
-
-
-def _is_whole(weight: Any) -> bool:
-    return type(weight.data) is Tensor

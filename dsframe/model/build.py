@@ -29,7 +29,7 @@ from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host import generators
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import batch_norm, formats, gradient_hooks, groups, max_norm, overrides, switches
+from dsframe.model import batch_norm, derivatives, formats, gradient_hooks, groups, max_norm, overrides, switches
 from dsframe.model.built import FROZEN, ON_RANKS, Adapter, BuiltModel, Dependence
 from dsframe.model.built_memory import BuiltMemory
 from dsframe.model.parts import parts_of
@@ -242,6 +242,10 @@ def dependences(
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and 0 < module.p < 1 for module in training)
     if drops and not per_sample:
         depends.append(Dependence(f"dropout draws other masks on each rank, {ON_RANKS}", on_processes=True))
+    if line := derivatives.line_of(task, model, derivatives.counts_ranks):
+        depends.append(
+            Dependence(f"code asks for the number of processes ({line}); with another number its result may differ")
+        )
     if sparse := ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided):
         depends.append(Dependence(f"sparse buffer {sparse} is in no checkpoint: model() makes it again at each start"))
     return tuple(depends)

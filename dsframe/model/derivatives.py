@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 from torch.autograd import Function
 
-from dsframe.model.user_state import codes_in
+from dsframe.host.source_files import is_users
+from dsframe.model.user_state import codes_in, words_of
 from dsframe.tasks.task import Task
 
 _LIBRARIES = ("torch.", "dsframe.", "builtins", "collections", "abc", "typing", "enum")
+_COLLECTIVE = re.compile("(all_|reduce|broadcast|gather|scatter|send|isend|barrier)")
 _TRANSFORMS = frozenset({"functional_call", "hessian", "jacfwd", "jacobian", "jacrev", "jvp", "vhp", "vjp", "vmap"})
 
 
-def line_of(task: Task, model: nn.Module) -> str:
-    """Returns file and line of a method of the task or model, or of a function that it calls, that takes derivatives;
-    "" if none. Inspects names in compiled code, so the code may never run."""
+def line_of(task: Task, model: nn.Module, does: Callable[[CodeType, dict[str, Any]], bool] | None = None) -> str:
+    """Returns file and line of a method of the task or model, or of a function that it calls, that takes derivatives, or
+    ``does`` this; "" if none. Inspects names in compiled code, so the code may never run."""
     ahead = [value for value in vars(task).values() if isinstance(value, FunctionType)]
     for cls in dict.fromkeys(cls for owner in (task, *model.modules()) for cls in type(owner).__mro__):
         if not f"{cls.__module__}.".startswith(_LIBRARIES):
@@ -31,7 +34,7 @@ def line_of(task: Task, model: nn.Module) -> str:
             continue
         seen.add(function)
         for code in codes_in(function.__code__):
-            if _differentiates(code, function.__globals__):
+            if (does or _differentiates)(code, function.__globals__):
                 return f"{code.co_filename}:{code.co_firstlineno}"
             called = [function.__globals__.get(name) for name in code.co_names]
             ahead += [
@@ -52,6 +55,19 @@ def _methods(cls: type) -> Iterator[FunctionType]:
         method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(method := inspect.unwrap(method) if callable(method) else method, FunctionType):
             yield method
+
+
+def counts_ranks(code: CodeType, _: Any) -> bool:
+    """Returns True if the user's code asks for the number of processes, and not for a collective of its own."""
+    words = words_of(code)
+    asks = not words.isdisjoint(("get_world_size", "WORLD_SIZE")) and not any(map(_COLLECTIVE.match, words))
+    return asks and is_users(code.co_filename) and code.co_name != "__init__"
+
+
+def asks_for_gradients(code: CodeType, _: Any) -> bool:
+    """Returns True if the user's code asks whether gradients are on."""
+    asks = {"is_grad_enabled", "grad_fn", *(["requires_grad"] if code.co_name in ("forward", "loss") else [])}
+    return is_users(code.co_filename) and not asks.isdisjoint(code.co_names)
 
 
 def _differentiates(code: CodeType, variables: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from dsframe.config.read.suggest import similar_pattern
 from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model.built import FROZEN, ParameterGroups
-from dsframe.tasks.task import Task, gives
+from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -56,13 +56,6 @@ class _RequestedGroups:
             return TaskError(f"{self._whose}[{index}]: {message}; {remedy}")
         where = ("dsframe", "parameter_groups", index)
         return ConfigError([self._config.error(where, message, remedy, code="model")])
-
-
-def are_asked(config: Config, task: Task) -> bool:
-    """Returns True if :func:`settle_groups` may find groups."""
-    settings = config.settings
-    task_has_groups = gives(task, "parameter_groups")
-    return bool(settings.parameter_groups) or settings.no_decay != "none" or task_has_groups
 
 
 def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:

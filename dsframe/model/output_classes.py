@@ -68,7 +68,9 @@ class _Shown:
         if self._refuses and not isinstance(value, Tensor) and torch.is_grad_enabled():
             _refuse_hidden(module, value)
         places = _places(value)
-        left = [tensor for attributes in self._attributes for tensor in _with_gradients(attributes)]
+        held = [part for of in self._attributes for name, part in of.items() if name not in _OF_MODULES]
+        tensors = tensors_of([part for part in held if isinstance(part, _TRANSPARENT)])
+        left = [tensor for tensor in tensors if tensor.grad_fn is not None]
         self._places = places if places or left or not isinstance(value, _TRANSPARENT) else None
         return None if self._places is None else (value, [_part(node, name) for node, name in places], left)
 
@@ -139,11 +141,6 @@ def _users_parts(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Modul
     for child in module.children():
         if child not in others:
             yield from _users_parts(child, others)
-
-
-def _with_gradients(attributes: Mapping[str, Any]) -> list[Tensor]:
-    held = [value for name, value in attributes.items() if name not in _OF_MODULES and isinstance(value, _TRANSPARENT)]
-    return [leaf for leaf in tensors_of(held) if leaf.grad_fn is not None]
 
 
 _OF_MODULES = vars(nn.Module()).keys()

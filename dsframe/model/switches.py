@@ -11,7 +11,7 @@ import fnmatch
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,13 +106,8 @@ def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str
         if not matching:
             raise _config_error(key, f"the model has no module of class {entry}", f"there are {_class_counts(classes)}")
         chosen |= matching
-    return [name for name, _ in named if name in chosen and not any(above in chosen for above in _parent_names(name))]
-
-
-def _parent_names(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+    inside = tuple(f"{name}." for name in chosen)
+    return [name for name, _ in named if name in chosen and not name.startswith(inside)]
 
 
 def _modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -92,7 +92,7 @@ class WeightWatch(CallWatch):
         if not self._watching:
             return
         self._refuse_added(f"in step {step}")
-        self._check_writes(self._written, "in the forward pass or the loss")
+        self._check_writes(self._written, "in the forward pass or the loss of each micro-batch")
         self._after = self._marks()
 
     def before_update(self, *_: Any) -> None:
@@ -131,7 +131,7 @@ class WeightWatch(CallWatch):
             yield
             return
         before, self._writes = self._writes, {}
-        with self, register_module_forward_pre_hook(self._called):
+        with self.explaining() if always else nullcontext(), self, register_module_forward_pre_hook(self._called):
             yield
         if always:
             self._refuse_changed("in a hook")

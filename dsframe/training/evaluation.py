@@ -96,7 +96,9 @@ class Evaluation:
         results: dict[str, float] = {}
         done = 0
         for name, loader in self._loaders.items():
-            set_totals = self._evaluate_set(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
+            set_totals = self._evaluate_set(
+                name, loader, self._measure_and_show, partial(lambda done, batches: stops(done + batches), done)
+            )
             if set_totals is None:
                 return None
             results |= self._results(name, set_totals)
@@ -367,10 +369,6 @@ def _rows_of(batch: EvaluationBatch) -> int:
     shapes, samples = [leaf.shape for leaf in tensors_of(batch.batch) if not leaf.is_nested], len(batch.samples)
     sizes = {shape[0] for shape in shapes if shape}
     return samples if len(sizes) != 1 or sizes == {1} or any(samples in shape for shape in shapes) else sizes.pop()
-
-
-def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:
-    return stops(done + batches)
 
 
 def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.errors import TaskError
 from dsframe.tasks.task import Task, loss_and_terms
+from dsframe.values import tensors_of
 
 UNEVEN = "neither, by its gradients"
 TOLERANCE = 3e-5
@@ -39,7 +40,7 @@ def agreed(kinds: Collection[str]) -> str:
     return seen.pop() if len(seen) == 1 else "neither" if seen else ""
 
 
-def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:
+def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float = TOLERANCE) -> str:
     """Returns the kind, from the losses of a batch and of its two halves, or "" if they do not determine it. ``items``:
     the number of items that a mean would be over, for each. ``tolerance``: relative."""
     if not sum(items[1:]):
@@ -67,10 +68,8 @@ def rows_in(part: slice | Tensor, leaf: Tensor) -> Tensor:
 
 def rows_of(outputs: Any, targets: Any) -> int:
     """Returns the even number of rows to test; 0 if tensors differ in their number of rows."""
-    of_outputs, of_targets = (
-        [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
-    )
-    tensors = of_outputs + [leaf for leaf in of_targets if leaf.ndim]
+    of_outputs = tensors_of(outputs)
+    tensors = of_outputs + [leaf for leaf in tensors_of(targets) if leaf.ndim]
     if not of_outputs or any(not leaf.ndim for leaf in of_outputs) or len({len(leaf) for leaf in tensors}) != 1:
         return 0
     each = max(leaf[0].numel() for leaf in tensors)
@@ -78,35 +77,52 @@ def rows_of(outputs: Any, targets: Any) -> int:
 
 
 def kind_of(task: Task, outputs: Any, targets: Any) -> str:
-    """Returns the kind of the loss, or "" if it is unknown: one row, tensors without rows, or a loss of 0."""
+    """Returns the kind of the loss, or "" if it is unknown: one row, tensors without rows, or a loss of 0. Gradients are
+    on if the loss uses no weights: it may ask for them."""
     rows = rows_of(outputs, targets)
     if not rows:
         task.loss(*tree_map_only(Tensor, torch.clone, (outputs, targets)))  # may draw random numbers, or change a state
         return ""
-    numbers = torch.arange(rows)
-    whole = loss_and_items(task, (outputs, targets), slice(0, rows), cuts := _Cuts())
-    kinds = set()
-    for first in halvings(rows):
-        halves = [loss_and_items(task, (outputs, targets), part) for part in (numbers[first], numbers[~first])]
-        losses, items = zip(whole, *halves, strict=True)
-        kinds.add(kind_of_parts(losses, items, TOLERANCE))
-    kind, half = agreed(kinds), halvings(rows)[0]
-    parts = (slice(0, rows), numbers[half], numbers[~half]) if cuts.detaches else ()
-    try:  # on every rank, whatever its result: a loss may communicate
-        seen = [_gradients(task, outputs, targets, part) for part in parts]
+    every, numbers, halves = slice(0, rows), torch.arange(rows), halvings(rows)
+    compute = partial(computed, task, (outputs, targets), cuts=(cuts := _Cuts()))
+    with torch.no_grad():
+        compute(every)
+    kinds, first = set(), list[tuple[Tensor, float, list[Tensor]]]()
+    with torch.set_grad_enabled(not cuts.uses_weights):
+        whole = compute(every)
+        for half in halves:
+            parts = [whole, compute(numbers[half]), compute(numbers[~half])]
+            losses, items, _ = zip(*parts, strict=True)
+            kinds.add(kind_of_parts([float(loss.detach()) for loss in losses], items))
+            first = first or parts
+    kind = agreed(kinds)
+    try:  # on every rank, whatever its result: a backward pass may communicate
+        gradients = [(torch.autograd.grad(loss, rows, materialize_grads=True), items) for loss, items, rows in first]
+        uneven = cuts.detaches and not _have_gradients_of(kind, halves[0], *gradients)
     except Exception:  # a loss without gradients here
         return kind
-    return UNEVEN if seen and kind in ("mean", "sum") and not _have_gradients_of(kind, half, *seen) else kind
+    return UNEVEN if uneven and kind in ("mean", "sum") else kind
+
+
+def computed(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[Tensor, float, list[Tensor]]:
+    """Returns the loss of the rows ``part`` of outputs and targets, its number of items, and these rows of outputs."""
+    with torch.no_grad():
+        some = tree_map_only(Tensor, partial(rows_in, part), batch)
+    rows = [leaf.requires_grad_() for leaf in tensors_of(some[0]) if leaf.is_floating_point()]
+    with cuts or nullcontext():
+        loss = task.loss(*tree_map_only(Tensor, torch.clone, some))  # not leaves: it may write to them
+    return loss_and_terms(loss)[0], float(task.loss_weight(some[1])), rows
 
 
 class _Cuts(TorchFunctionMode):
-    """Records calls that detach values. With gradients on, raises TaskError if a function uses weights."""
+    """Records calls that detach values or use weights. With gradients on, raises TaskError for the latter."""
 
-    detaches = False
+    detaches = uses_weights = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.detaches |= getattr(func, "__name__", "") in _CUTS or func == _DATA
-        if torch.is_grad_enabled() and any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
+        self.uses_weights |= any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs)))
+        if torch.is_grad_enabled() and self.uses_weights:
             raise TaskError("the loss uses weights")
         return func(*args, **kwargs or {})
 
@@ -121,18 +137,3 @@ def _have_gradients_of(kind: str, half: Tensor, *of_parts: tuple[tuple[Tensor, .
             if count and every.isfinite().all() and not torch.allclose(every[part], rows * factor, rtol=0, atol=near):
                 return False
     return True
-
-
-def _gradients(task: Task, outputs: Any, targets: Any, part: slice | Tensor) -> tuple[tuple[Tensor, ...], float]:
-    some, of = tree_map_only(Tensor, partial(rows_in, part), (outputs, targets))
-    leaves = [leaf.requires_grad_() for leaf in tree_leaves(some) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    with torch.enable_grad(), _Cuts():
-        loss = loss_and_terms(task.loss(some, of))[0]
-    return torch.autograd.grad(loss, leaves, materialize_grads=True), float(task.loss_weight(of))
-
-
-def loss_and_items(task: Task, batch: Any, part: slice | Tensor, cuts: Any = None) -> tuple[float, float]:
-    some, of = tree_map_only(Tensor, partial(rows_in, part), batch)
-    with cuts or nullcontext():
-        loss = task.loss(some, of)
-    return float(loss_and_terms(loss)[0]), float(task.loss_weight(of))

@@ -304,7 +304,7 @@ class LossTrial:
                 for _ in range(2):
                     kept.put_back()
                     part = slice(0, halves.rows_of(outputs, targets) or None)
-                    again.append(halves.loss_and_items(restore.twin(task), (outputs, targets), part)[0])
+                    again.append(float(halves.computed(restore.twin(task), (outputs, targets), part)[0]))
                 self._moves = abs(again[1] - again[0]) > halves.TOLERANCE * abs(again[0])
                 kept.put_back()
                 kind = halves.kind_of(copied, outputs, targets)

@@ -62,7 +62,7 @@ class ModuleState:
         self._after: tuple[Values, Values] | None = None
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = restore.twin(engine.plan.task)
-        self._at_loss: tuple[Values, ...] = ()
+        self._at_loss: tuple[Values | restore.Buffers, ...] = ()
         self._in_backward = set[str]()
         """Names of values of model or program that the first micro-batch's loss or backward pass has changed."""
         self.of_task = set[str]()
@@ -85,7 +85,7 @@ class ModuleState:
 
     def forward_ended(self) -> None:
         """Called after the forward pass of the first micro-batch."""
-        self._at_loss = self._values()
+        self._at_loss = (*self._values(), restore.Buffers(self._modules().named_modules(), most_elements=ELEMENTS))
         changed = _changed_keys(self._structure, _structure(self._modules()))
         self._modes = {name for name in changed if name.endswith(".training")}
 
@@ -151,12 +151,12 @@ class ModuleState:
     def _values(self) -> tuple[Values, Values]:
         return user_values.attributes(self._modules(), buffers=True), user_values.outside(self._engine)
 
-    def judge(self, differ: Collection[str], *, resumed: bool) -> str:
-        """**Collective.** Returns a message, or "". ``differ``: the buffers and extra states that differ between ranks.
+    def judge(self, differing: Collection[str], *, resumed: bool) -> str:
+        """**Collective.** Returns a message, or "". ``differing``: the buffers and extra states that differ between ranks.
         Raises TaskError if the model has a state that ranks, or a ``resumed`` run, would not share."""
         lines = []
         # A resumed run, or one with another number of ranks, starts with values that are equal on all ranks.
-        self._alike = {name: packed for name, packed in self._extra_after.items() if name not in differ}
+        self._alike = {name: packed for name, packed in self._extra_after.items() if name not in differing}
         kinds = {
             "model": self._changed - self._alike.keys(),
             "task": self.of_task,
@@ -177,6 +177,8 @@ class ModuleState:
                         f"model's loss depends on {names}, which each forward pass changes, so the training depends on "
                         "gradient_accumulation_steps (batch_dependent = True in the task says that it is meant)"
                     )
+                elif _UNKNOWN in depends:
+                    lines.append(f"model's backward pass changes {names}; its gradients may depend on them")
             elif kind := next((kind for kind in (_LOSS, _BUFFERS, _EVALUATION) if kind in depends), ""):
                 of_program = "globals, classes or closures from one step"
                 where = of_program if whose == "program" else f"attributes from one {call}"
@@ -228,7 +230,7 @@ class ModuleState:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
         in_evaluation = self._compared(whose, names, in_training=False)[0]  # collective, whatever the first result was
-        if kind == _NO and not self._in_backward.isdisjoint(names):
+        if kind in (_NO, _BUFFERS if whose == "buffers" else _NO) and not self._in_backward.isdisjoint(names):
             return _UNKNOWN  # gradients may depend on it
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 

@@ -89,7 +89,10 @@ def kind_of(
     losses, why = trial.take()
     if losses is None or (training and trial.draws):
         return "", f'loss was not examined ({why}): where it is a sum over samples, write loss_is = "sum"'
-    kind = _kind_of_losses(engine, losses, wholes=1) if losses.kind != "neither" else ""
+    kind, watch = _kind_of_losses(engine, losses, wholes=1) if losses.kind != "neither" else "", engine.built.watch
+    if not training and kind != "neither" and watch and not (watch.has_writes or mixes_rows(engine)):
+        in_training, _ = kind_of(engine, loader, step, share, training=True)  # a model may compute its loss there alone
+        kind = in_training if in_training in ("mean", "sum") else kind
     return kind, PADDED if kind == "neither" and len(trial.lengths) > 1 else ""
 
 
@@ -139,6 +142,8 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
+    if engine.built.calls is not None and (line := _line_of_asking(engine)):
+        return f"code asks whether gradients are on ({line}); what it computes only then was not examined"
     return ROWS_DEPEND if "neither" in kinds else NEITHER if NEITHER in kinds else ""
 
 
@@ -148,6 +153,11 @@ def mixes_rows(engine: Engine) -> bool:
     if watch is None or plan.task.batch_dependent or plan.config.settings.model.compile or not _has_user_loss(engine):
         return True
     return any(isinstance(module, _BatchNorm) for module in watch.model.modules())
+
+
+def _line_of_asking(engine: Engine) -> str:
+    watch = engine.built.watch
+    return derivatives.line_of(engine.plan.task, watch.model, derivatives.asks_for_gradients) if watch else ""
 
 
 def _differ(losses: Sequence[float], tolerance: float) -> bool:
@@ -195,7 +205,6 @@ class _Trial:
         try:
             with (
                 generators.kept(plan.device),  # reading may draw
-                watch.trial(),
                 plan.task.context.evaluation(),  # without engine.evaluating: shards stay sharded
                 training_mode(models, watch) if self._training else nullcontext(),
                 warnings.catch_warnings(),  # torch.utils.checkpoint expects gradients
@@ -204,7 +213,7 @@ class _Trial:
                 for part, batch in zip(self._parts, self._batches(), strict=True):
                     self.lengths.add(tuple(_shape_of_row(leaf.shape, len(part)) for leaf in tensors_of(batch)))
                     before, others = generators.capture(plan.device), user_values.Generators(engine)
-                    with restore.unmoved(engine, watch.model), draws.of(0, torch.tensor(part)):
+                    with restore.unmoved(engine, watch.model), watch.trial(), draws.of(0, torch.tensor(part)):
                         losses.add(batch, samples=len(part))
                         moved = before != generators.capture(plan.device) or others.changed()
                         self.draws |= draws.left_out or moved
@@ -291,7 +300,10 @@ class Losses:
         self.kind = ""
         """The kind of the first batch's loss, from halves of the same outputs."""
         watch = engine.built.watch
-        self._differentiates = watch is not None and bool(derivatives.line_of(self._task, watch.model))
+        self._differentiates = watch is not None and bool(
+            derivatives.line_of(self._task, watch.model)
+            or (engine.built.calls is None and _line_of_asking(engine))  # else shards wait for a backward pass
+        )
         self.of: dict[str, list[float]] = {}
         self.items: list[float] = []
 
@@ -301,7 +313,8 @@ class Losses:
         of_several = engine.built.losses
         weighted = gives(task, "loss_weight")
         self.items.append(float(task.loss_weight(batch[1])) if weighted else samples)
-        with self._gradients():
+        asked, task.eval_gradients = task.eval_gradients, task.eval_gradients or self._differentiates
+        try:
             if of_several is None:
                 engine.eval_step(batch, self._measure)
                 return
@@ -309,16 +322,8 @@ class Losses:
             for name, loss in of_several(*batch).items():
                 self.of.setdefault(name, []).append(float(loss))
             vars(task).update(state)
-
-    @contextmanager
-    def _gradients(self) -> Iterator[None]:
-        """Enables gradients in evaluation if model or loss take derivatives."""
-        asked = self._task.eval_gradients
-        self._task.eval_gradients = asked or self._differentiates
-        try:
-            yield
         finally:
-            self._task.eval_gradients = asked
+            task.eval_gradients = asked
 
     def _measure(self, outputs: Any, targets: Any) -> Sums:
         held, copied = restore.HeldBuffers(self._engine), restore.twin(self._task)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import dsframe
@@ -297,6 +297,19 @@ class Clamped(_First):
     layer = _Clamped
 
 
+class _Grown(nn.Linear):
+    def forward(self, input):  # torch's name
+        with torch.no_grad():
+            self.weight += 0.01
+        return super().forward(input)
+
+
+class Grown(_First):
+    """A weight has other numbers after each forward pass."""
+
+    layer = _Grown
+
+
 class Layered(Rows):
     """The same in the first layer of a list."""
 
@@ -321,6 +334,18 @@ class Clipped(Rows):
 
     def __init__(self):
         self.hooks = [_Clipping(self)]
+
+
+class _Copying(_Clipping):
+    def on_step(self, run):
+        self.copy = copy.deepcopy(self.task.net)
+
+
+class Copied(Rows):
+    """A hook keeps a copy of the model."""
+
+    def __init__(self):
+        self.hooks = [_Copying(self)]
 
 
 class _Converting(Hooks):
@@ -2216,6 +2241,99 @@ class CountsBackward(Rows):
 
     def model(self):
         return CountsBackward.Model(self.where)
+
+
+class _Slower(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, layer):
+        ctx.layer = layer
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.layer.scale.mul_(0.9)
+        return gradient * ctx.layer.scale, None
+
+
+class _Slowed(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, input):  # torch's name
+        return _Slower.apply(super().forward(input), self)
+
+
+class Slowed(_First):
+    """Each backward pass changes a buffer that gradients depend on."""
+
+    layer = _Slowed
+
+
+class AskingForGradients(Rows):
+    """A model that centres its rows, or counts, where gradients are on."""
+
+    class Net(nn.Module):
+        def __init__(self, what):
+            super().__init__()
+            self.body, self.head, self.what, self.calls = nn.Linear(8, 16), nn.Linear(16, 3), what, 0
+
+        def forward(self, rows):
+            hidden = self.body(rows).tanh()
+            if torch.is_grad_enabled() and self.what == "batch":
+                hidden = hidden - hidden.mean(0)
+            if torch.is_grad_enabled() and self.what == "count":
+                self.calls += 1
+                hidden = hidden * min(1.0, self.calls / 8)
+            return self.head(hidden)
+
+    def __init__(self, what):
+        self.what = what
+
+    def model(self):
+        return AskingForGradients.Net(self.what)
+
+
+class OfRanks(Rows):
+    """A loss times the number of processes."""
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * self.count()
+
+    def count(self):
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class LossInTraining(Rows):
+    """A model that returns its loss, a sum, in training, and scores in an evaluation, as torchvision's detectors do."""
+
+    class Net(nn.Linear):
+        def forward(self, rows, labels):
+            scores = super().forward(rows)
+            return F.cross_entropy(scores, labels, reduction="sum") if self.training else scores
+
+    class Data(Dataset):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, index):
+            row, label = self.rows[index]
+            return (row, label), label
+
+    def __init__(self, **says):
+        vars(self).update(says)
+
+    def model(self):
+        return LossInTraining.Net(8, 3)
+
+    def loss(self, outputs, targets):
+        return outputs if outputs.ndim == 0 else F.cross_entropy(outputs, targets, reduction="sum")
+
+    def train_data(self):
+        return LossInTraining.Data(super().train_data())
 
 
 class Centred(Rows):

@@ -68,6 +68,8 @@ CASES = {
     "a layer that is not registered": ("Unregistered", {}, {"fsdp": "not the model's"}),
     "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "grown in forward": ("Grown", {}, {"zero2": "overwrites"}),
+    "a copy in a hook": ("Copied", {}, {"fsdp": "copy.deepcopy of a module whose weights"}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "converted in a hook": ("Converted", {}, dict.fromkeys(("ddp", "fsdp"), "was converted from torch.float32")),
@@ -246,6 +248,7 @@ RIGHT = {
     "scalars": ("zero2", "zero3", "ddp", "fsdp", "stages", "stages of ZeRO-1"),
     "scalars of all kinds": ("fsdp", "zero3"),
     "clamped in forward": ("ddp",),
+    "grown in forward": ("ddp",),
     "clamped in a stage": ("stages",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
@@ -661,6 +664,42 @@ def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):
 def test_a_sum_that_begins_later_is_said(setup, tmp_path):
     finished = kept.train(tmp_path, file(("LateSum", {}), setup), SETUPS[setup][0]).check()
     assert finished.stderr.count("this task's loss is a mean over rows at first, and a sum in step 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "setup", "said"),
+    [
+        (("OfRanks", {}), "ddp", "this model's code asks for the number of processes"),
+        (("Slowed", {}), "single", "this model's backward pass changes 0.scale"),
+        (("Grown", {}), "single", "0.weight was written in the forward pass or the loss of each micro-batch"),
+        (("AskingForGradients", {"what": "batch"}), "ddp", "gives a row different outputs in different batches"),
+        (("AskingForGradients", {"what": "batch"}), "fsdp", "code asks whether gradients are on"),
+        (("AskingForGradients", {"what": "count"}), "single", "its loss depends on them (calls)"),
+    ],
+)
+def test_what_looks_do_not_move_is_said(case, setup, said, tmp_path):
+    document = file(case, setup) | {"gradient_accumulation_steps": 2 if setup == "single" else 1}
+    finished = kept.train(tmp_path, document, SETUPS[setup][0]).check()
+    assert finished.stderr.count(said) == 1
+
+
+def test_a_model_with_collectives_may_ask_for_the_number_of_processes(tmp_path):
+    finished = kept.train(tmp_path, file(("Again", {"what": "communicates"}), "ddp"), 2).check()
+    assert "asks for the number of processes" not in finished.stderr
+
+
+def test_a_loss_that_a_model_computes_in_training_alone_is_of_its_kind_there(tmp_path):
+    finished = kept.train(tmp_path, file(("LossInTraining", {}), "zero3"), 2)
+    assert finished.returncode == 5
+    assert "LossInTraining.loss gives a sum over the rows of a micro-batch" in finished.stderr
+    found = []
+    for setup, micro_batches in (("single", 1), ("single", 2), ("fsdp", 1)):
+        folder = tmp_path / f"{setup} {micro_batches}"
+        folder.mkdir()
+        document = file(("LossInTraining", {"loss_is": "sum"}), setup)
+        kept.train(folder, document | {"gradient_accumulation_steps": micro_batches}, SETUPS[setup][0]).check()
+        found.append(list(losses(folder / "run").values()))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp"])

@@ -91,6 +91,8 @@ KINDS = {
     "its own scale": (lambda o, t: mean(o, t) / mean(o, t).item(), "neither"),
     "balanced by data": (lambda o, t: mean(o, t) + o.abs().mean() * (mean(o, t) / o.abs().mean()).data, "neither"),
     "balanced without gradients": (without_gradients, "neither"),
+    "sum with gradients on": (lambda o, t: (total if torch.is_grad_enabled() else mean)(o, t), "sum"),
+    "batch of outputs with gradients": (lambda o, t: (mean if o.grad_fn is None else by_batch)(o, t), "neither"),
 }
 
 
@@ -98,9 +100,11 @@ KINDS = {
 def test_the_kind_of_a_loss(name):
     numbers = torch.Generator().manual_seed(1)
     rows = [torch.randn(9, 4, generator=numbers) for _ in range(2)]
+    rows[0].requires_grad_()
     loss, kind = KINDS[name]
-    assert kind_of(Line(loss), *rows).partition(",")[0] == kind  # "neither, by its gradients"
-    assert kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
+    with torch.no_grad():  # as the engines call it
+        assert kind_of(Line(loss), *rows).partition(",")[0] == kind  # "neither, by its gradients"
+        assert kind_of(Line(loss), rows[0][:1], rows[1][:1]) == ""
 
 
 def test_gradients_are_looked_at_though_some_outputs_have_none():

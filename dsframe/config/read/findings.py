@@ -130,10 +130,6 @@ class Findings:
             offset = spans[path].start
         return (0, 0) if offset is None else self.document.position(offset)
 
-    def mentions(self, path: str) -> bool:
-        """True if a problem at the dotted ``path`` is reported already."""
-        return any(problem.path == path for problem in self.problems)
-
     def fails(self, path: str | Path) -> bool:
         """True if an error at or below ``path`` is reported already."""
         text = dotted(self.written(keys(path)))

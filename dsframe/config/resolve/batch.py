@@ -46,11 +46,6 @@ class Batch:
         """
         return rank // self.sharing % self.data_parallel_size
 
-    @property
-    def deepspeed_train_batch_size(self) -> int:
-        """``train_batch_size`` in DeepSpeed's counting."""
-        return self.micro_batch_size * self.accumulation_steps * self.deepspeed_ranks
-
 
 def nearest(number: int, unit: int) -> str:
     """Returns the multiples of ``unit`` below and above ``number``, for a message."""
