@@ -173,10 +173,11 @@ class ReplicaEngine(ModelEngine):
         if self.built.gradient_hooks:
             precision.clip(self._pieces(), 0.0, scale)
             scale = 1.0
-            for name, hooks in self.built.gradient_hooks.items():
-                view = self.view(name)
-                gradient: Any = view.master.grad
-                view.put(gradient_hooks.call(hooks, view.whole(gradient)), gradient)
+            with self.built.watch.inside() if self.built.watch else nullcontext():
+                for name, hooks in self.built.gradient_hooks.items():
+                    view = self.view(name)
+                    gradient: Any = view.master.grad
+                    view.put(gradient_hooks.call(hooks, view.whole(gradient)), gradient)
         clipping = self.plan.config.deepspeed.gradient_clipping
         return precision.clip(self._pieces(), clipping, scale, self._norm, always=always)
 

@@ -180,12 +180,9 @@ class CallWatch(TorchFunctionMode):
                     "moved the weight, so the tensor stays as it was: use the weight itself, or clone() the tensor in model() if "
                     "it shall stay so"
                 )
-        if (
-            args
-            and isinstance(args[0], Tensor)
-            and (name.startswith("=") or (name.endswith("_") and name[-2:] != "__"))
-        ):
-            self._check_write(args[0])
+        in_place = name.startswith("=") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
+        for target in tensors_of([args[:1] if in_place else None, kwargs.get("out")]):
+            self._check_write(target)
 
     def _check_read(self, parameter: nn.Parameter) -> None:
         known, original = self._built.get(id(parameter), ("", None))

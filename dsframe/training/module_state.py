@@ -63,7 +63,7 @@ class ModuleState:
         self._changed, self._outside = set[str](), set[str]()
         self._task_before = self._task_after = restore.twin(engine.plan.task)
         self._at_loss: tuple[Values | restore.Buffers, ...] = ()
-        self._in_backward = set[str]()
+        self._in_backward, self._in_update = set[str](), set[str]()
         """Names of values of model or program that the first micro-batch's loss or backward pass has changed."""
         self.of_task = set[str]()
         """Attributes of the task that its loss has changed on this rank."""
@@ -99,6 +99,7 @@ class ModuleState:
         self.backward_ended()
         watch, task = self._engine.built.watch, self._engine.plan.task
         self.of_task = self.of_task.union(*restore.changes(self._task_before, task))
+        self._in_update = self.of_task & words_of(inspect.unwrap(type(task).after_step).__code__)
         self._task_after = restore.twin(task)
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)
@@ -197,6 +198,8 @@ class ModuleState:
                 what, that = "values" if whose == "program" else "attributes", "loss depends"
                 if not changed[whose].isdisjoint(self._in_backward):
                     call, that = "backward pass", "gradients depend"
+                if not changed[whose].isdisjoint(self._in_update):
+                    call, that = "after_step", "updates depend"
                 lines.append(
                     f"{whose} changes {what} in its {call} ({names}); whether its {that} on them was not examined"
                 )
@@ -229,9 +232,11 @@ class ModuleState:
         if not self.sees_loss:
             return _UNKNOWN
         kind, carried = self._compared(whose, names, in_training=True)
+        watch, unseen = self._engine.built.watch, self._in_backward | self._in_update
         in_evaluation = self._compared(whose, names, in_training=False)[0]  # collective, whatever the first result was
-        if kind in (_NO, _BUFFERS if whose == "buffers" else _NO) and not self._in_backward.isdisjoint(names):
-            return _UNKNOWN  # gradients may depend on it
+        is_unseen = not unseen.isdisjoint(names) or (watch is not None and watch.has_writes)
+        if kind in (_NO, _BUFFERS if whose == "buffers" else _NO) and is_unseen:
+            return _UNKNOWN  # gradients may depend on it, updates, or what a pass in training mode writes
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 
     def _compared(self, whose: str, names: Collection[str], *, in_training: bool) -> tuple[str, bool]:
@@ -252,7 +257,7 @@ class ModuleState:
         left: Values | None = None
         changed: list[set[str]] = []
         try:
-            with restore.unmoved(engine, watch.model), watch.trial(), engine.plan.task.context.evaluation(), mode:
+            with restore.unmoved(engine, watch.model), engine.plan.task.context.evaluation(), mode:
                 for after in (False, True, False):
                     generators.restore(kept, device)
                     after_step = after and whose == "buffers" and self._buffers_after
@@ -270,7 +275,8 @@ class ModuleState:
                         attributes.pop(name, None)
                         if name in values:
                             attributes[name] = values[name]
-                    losses.add(self._batch, samples=1)
+                    with watch.trial():
+                        losses.add(self._batch, samples=1)
                     contents.append(buffers.contents())
                     left = left or self._values()[whose == "program"]
                     changed.append(left.changed())

@@ -336,6 +336,44 @@ class Clipped(Rows):
         self.hooks = [_Clipping(self)]
 
 
+class _Written(nn.Linear):
+    how = ""
+
+    def forward(self, input):  # torch's name
+        with torch.no_grad():
+            if self.how == "foreach":
+                torch._foreach_clamp_max_([self.weight, self.bias], 0.1)
+            elif self.how == "out":
+                torch.clamp(self.weight, -0.1, 0.1, out=self.weight)
+            else:
+                self.weight.data[self.weight > 0.1] = 0.1
+        return super().forward(input)
+
+
+class Written(_First):
+    """Writes to weights in forward, by functions that have no underscore at the end, or take lists."""
+
+    layer = _Written
+
+    def __init__(self, how):
+        self.how = how
+
+    def model(self):
+        net = super().model()
+        net[0].how = self.how
+        return net
+
+
+class Decayed(Rows):
+    """A hook of a gradient reads its weight, which an engine may have replaced."""
+
+    def model(self):
+        net = super().model()
+        weight = net[0].weight
+        weight.register_hook(lambda gradient: gradient + 0.1 * weight.detach())
+        return net
+
+
 class _Copying(_Clipping):
     def on_step(self, run):
         self.copy = copy.deepcopy(self.task.net)
@@ -2268,6 +2306,39 @@ class Slowed(_First):
     """Each backward pass changes a buffer that gradients depend on."""
 
     layer = _Slowed
+
+
+class CountsUpdates(Rows):
+    """Counts in after_step."""
+
+    updates = 0
+
+    def after_step(self, name, weight):
+        self.updates += name == "0.weight"
+        weight.mul_(1 - 0.01 * self.updates)
+
+
+class CountsAndWrites(Rows):
+    """A frozen copy follows its layer, faster at first: by a count."""
+
+    class Net(nn.Module):
+        def __init__(self, alike):
+            super().__init__()
+            self.layer, self.head, self.calls = nn.Linear(8, 16), nn.Linear(16, 3), 0
+            self.teacher = (copy.deepcopy(self.layer) if alike else nn.Linear(8, 16)).requires_grad_(False)
+
+        def forward(self, rows):
+            if self.training:
+                self.calls += 1
+                with torch.no_grad():
+                    self.teacher.weight.lerp_(self.layer.weight, 1 / self.calls)
+            return self.head((self.layer(rows) + self.teacher(rows)).tanh())
+
+    def __init__(self, alike):
+        self.alike = alike
+
+    def model(self):
+        return CountsAndWrites.Net(self.alike)
 
 
 class AskingForGradients(Rows):

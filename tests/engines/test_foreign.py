@@ -69,6 +69,8 @@ CASES = {
     "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "grown in forward": ("Grown", {}, {"zero2": "overwrites"}),
+    **{f"written by {how}": ("Written", {"how": how}, dict.fromkeys(SHARDED, WRITTEN)) for how in ("foreach", "out", "index")},
+    "a gradient's hook reads": ("Decayed", {}, {"fsdp": "by a reference from before the training"}),
     "a copy in a hook": ("Copied", {}, {"fsdp": "copy.deepcopy of a module whose weights"}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
@@ -249,6 +251,8 @@ RIGHT = {
     "scalars of all kinds": ("fsdp", "zero3"),
     "clamped in forward": ("ddp",),
     "grown in forward": ("ddp",),
+    "written by foreach": ("ddp",),
+    "a gradient's hook reads": ("ddp",),
     "clamped in a stage": ("stages",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
@@ -670,12 +674,20 @@ def test_a_sum_that_begins_later_is_said(setup, tmp_path):
     ("case", "setup", "said"),
     [
         (("OfRanks", {}), "ddp", "this model's code asks for the number of processes"),
+        (("CountsUpdates", {}), "single", "in its after_step (updates); whether its updates depend on them"),
+        (
+            ("CountsAndWrites", {"alike": False}),
+            "single",
+            "in its forward pass (calls); whether its loss depends on them",
+        ),
+        (("CountsAndWrites", {"alike": True}), "single", "and its loss depends on them (calls)"),
         (("Slowed", {}), "single", "this model's backward pass changes 0.scale"),
         (("Grown", {}), "single", "0.weight was written in the forward pass or the loss of each micro-batch"),
         (("AskingForGradients", {"what": "batch"}), "ddp", "gives a row different outputs in different batches"),
         (("AskingForGradients", {"what": "batch"}), "fsdp", "code asks whether gradients are on"),
         (("AskingForGradients", {"what": "count"}), "single", "its loss depends on them (calls)"),
     ],
+    ids=lambda value: "-".join(map(str, [value[0], *value[1].values()])) if isinstance(value, tuple) else "",
 )
 def test_what_looks_do_not_move_is_said(case, setup, said, tmp_path):
     document = file(case, setup) | {"gradient_accumulation_steps": 2 if setup == "single" else 1}

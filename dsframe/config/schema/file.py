@@ -44,7 +44,8 @@ class Shape:
     @property
     def phrase(self) -> str:
         """What is expected, as text."""
-        alternatives = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
+        literals = [value for value in self.literals if not str(value).startswith(("None", "torch."))]
+        alternatives = [f'"{value}"' if isinstance(value, str) else str(value).lower() for value in literals]
         spelled = {_KINDS[type(value)] for value in self.literals}
         alternatives += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
         if self.item and self.item.kinds and "a list" in alternatives:
@@ -67,11 +68,6 @@ _PHRASES = {
     "dict": "an object {...}",
 }  # fmt: skip
 _PLURALS = {"float": "numbers", "int": "whole numbers", "str": "texts", "dict": "objects"}
-
-
-def show_literal(value: Any) -> str:
-    """Returns a value as JSON."""
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
 @cache
