@@ -90,15 +90,16 @@ def kind_of(task: Task, outputs: Any, targets: Any) -> str:
     kinds, first = set(), list[tuple[Tensor, float, list[Tensor]]]()
     with torch.set_grad_enabled(not cuts.uses_weights):
         whole = compute(every)
+        value = float(whole[0].detach())
         for half in halves:
-            parts = [whole, compute(numbers[half]), compute(numbers[~half])]
-            losses, items, _ = zip(*parts, strict=True)
-            kinds.add(kind_of_parts([float(loss.detach()) for loss in losses], items))
-            first = first or parts
+            parts = [compute(numbers[half]), compute(numbers[~half])]
+            losses = [value, *(float(loss.detach()) for loss, _, _ in parts)]
+            kinds.add(kind_of_parts(losses, [items for _, items, _ in (whole, *parts)]))
+            first = first or [whole, *parts] if cuts.detaches else []
     kind = agreed(kinds)
     try:  # on every rank, whatever its result: a backward pass may communicate
         gradients = [(torch.autograd.grad(loss, rows, materialize_grads=True), items) for loss, items, rows in first]
-        uneven = cuts.detaches and not _have_gradients_of(kind, halves[0], *gradients)
+        uneven = bool(gradients) and not _have_gradients_of(kind, halves[0], *gradients)
     except Exception:  # a loss without gradients here
         return kind
     return UNEVEN if uneven and kind in ("mean", "sum") else kind

@@ -364,10 +364,10 @@ def test_a_model_that_evaluates_otherwise_is_looked_at_as_it_trains(tmp_path, ca
 
 
 class Once(Scaled):
-    """Computes nothing without gradients."""
+    """Computes nothing without gradients, by a name that a look at its code does not see."""
 
     def forward(self, rows):
-        assert torch.is_grad_enabled()
+        assert getattr(torch, "is_" + "grad_enabled")()
         return super().forward(rows)
 
 
