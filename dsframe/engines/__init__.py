@@ -89,12 +89,13 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     used = [feature for feature in config.features if feature.name not in entry.supports]
     replicated = [feature.path for feature in used if feature.name in entry.replicates]
     ignored = [feature.path for feature in used if feature.name in entry.ignores]
-    known = {name for each in TABLE.values() for name in each.supports | each.replicates | each.ignores}
     refused = [
         config.error(
             tuple(feature.path.split(".")),
             f"{feature.description} {_reason(name, feature.name)}",
-            'choose another "engine", or take it out' if feature.name in known else "remove it",
+            'choose another "engine", or take it out'
+            if any(feature.name in each.supports | each.replicates | each.ignores for each in TABLE.values())
+            else "remove it",
             code="engine-cannot",
         )
         for feature in used

@@ -89,8 +89,7 @@ def kind_of(task: Task, outputs: Any, targets: Any) -> str:
         compute(every)
     kinds, first = set(), list[tuple[Tensor, float, list[Tensor]]]()
     with torch.set_grad_enabled(not cuts.uses_weights):
-        whole = compute(every)
-        value = float(whole[0].detach())
+        value = float((whole := compute(every))[0].detach())
         for half in halves:
             parts = [compute(numbers[half]), compute(numbers[~half])]
             losses = [value, *(float(loss.detach()) for loss, _, _ in parts)]

@@ -2401,7 +2401,7 @@ class LossInTraining(Rows):
         return LossInTraining.Net(8, 3)
 
     def loss(self, outputs, targets):
-        return outputs if outputs.ndim == 0 else F.cross_entropy(outputs, targets, reduction="sum")
+        return outputs if outputs.ndim == 0 else F.cross_entropy(outputs, targets, reduction=self.loss_is)
 
     def train_data(self):
         return LossInTraining.Data(super().train_data())

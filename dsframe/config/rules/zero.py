@@ -25,8 +25,7 @@ def _stage(context: RuleContext) -> None:
     written, stage = context.raw[ZERO], context.stage
     if stage == 3:
         return
-    is_named = any(problem.path == f"{ZERO}.stage" for problem in context.findings.problems)
-    reported = is_named or context.fails(ZERO)
+    reported = context.fails(ZERO) or any(problem.path == f"{ZERO}.stage" for problem in context.findings.problems)
     if "stage" not in written and written and not reported:
         context.no_effect(ZERO, '"stage" is absent: it is 0, and ZeRO is off', 'write "stage": 1, 2 or 3')
         return
