@@ -69,7 +69,7 @@ CASES = {
     "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "grown in forward": ("Grown", {}, {"zero2": "overwrites"}),
-    **{f"written by {how}": ("Written", {"how": how}, dict.fromkeys(SHARDED, WRITTEN)) for how in ("foreach", "out", "index")},
+    **{f"written by {how}": ("Written", {"how": how}, {"fsdp": WRITTEN}) for how in ("foreach", "out", "index")},
     "a gradient's hook reads": ("Decayed", {}, {"fsdp": "by a reference from before the training"}),
     "a copy in a hook": ("Copied", {}, {"fsdp": "copy.deepcopy of a module whose weights"}),
     "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
