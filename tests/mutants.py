@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from tests.processes import REPOSITORY
 
 LIST = Path(__file__).with_name("mutants.json")
+PRELOADED = ("torch.distributed.fsdp", "torch._dynamo", "hypothesis", "pydantic", "safetensors.torch", "deepspeed")
+"""Imported once, before the forks: what most tests import."""
 SECONDS = 300.0
 """Time of one mutant's tests; a bug that makes them wait longer is noticed too."""
 
@@ -56,34 +61,78 @@ def mutants():
     return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in json.loads(LIST.read_text(encoding="utf-8"))]
 
 
-def killed(mutant):
-    """Runs the tests on a copy of the code with the bug in it."""
-    with tempfile.TemporaryDirectory(prefix="dsframe-mutant-") as folder:
-        return _fails(mutant, Path(folder))
-
-
-def _fails(mutant, tree):
+def start(mutant):
+    """Forks a process that runs the tests on a copy of the code with the bug in it; ends with pytest's code."""
+    tree = Path(tempfile.mkdtemp(prefix="dsframe-mutant-"))
     for path in REPOSITORY.iterdir():
         if path.name in ("dsframe", "tests"):  # pytest puts the folder of the tests first, behind every link
             shutil.copytree(path, tree / path.name)  # compiled files too: they are of files with the same times
         elif path.name != ".git":
             (tree / path.name).symlink_to(path)
     mutant.put_into(tree)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *mutant.tests]
-    environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return True
-    if done.returncode not in (0, 1):  # no tests, or wrong usage
-        raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout.decode()[-2000:]}")
-    return done.returncode == 1
+    if not (process := os.fork()):
+        os.setsid()
+        os.chdir(tree)
+        for number in (1, 2):
+            os.dup2(os.open(tree / "out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("dsframe", "tests")]:
+            del sys.modules[name]
+        sys.path.insert(0, str(tree))
+        references = REPOSITORY / "examples" / "reference_engines"
+        os.environ.update(PYTHONPATH=f"{tree}:{references}", PYTHONDONTWRITEBYTECODE="1")
+        options = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not long",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
+        os._exit(pytest.main([*options, *mutant.tests]))
+    return Running(mutant, tree, process)
 
 
-def timed(mutant):
-    """Whether the tests noticed it, and their seconds."""
-    began = time.monotonic()
-    return killed(mutant), time.monotonic() - began
+@dataclass
+class Running:
+    """The tests of a mutant."""
+
+    mutant: Mutant
+    tree: Path
+    process: int
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def killed(self):
+        """Whether a test has failed; None while they run."""
+        if self.seconds > SECONDS:
+            os.killpg(self.process, signal.SIGKILL)
+        ended, status = os.waitpid(self.process, 0 if self.seconds > SECONDS else os.WNOHANG)
+        if not ended:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        if code not in (0, 1, -signal.SIGKILL):  # no tests, or wrong usage
+            raise SystemExit(f"{self.mutant.name}: pytest ended with {code}\n{(self.tree / 'out').read_text()[-2000:]}")
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)  # what its tests have left
+        shutil.rmtree(self.tree, ignore_errors=True)
+        return code != 0
+
+
+def run(chosen, jobs):
+    """Yields each mutant, whether it was killed, and the seconds of its tests, ``jobs`` at a time."""
+    ahead, running = list(chosen), []
+    while ahead or running:
+        running += [start(ahead.pop(0)) for _ in range(min(jobs - len(running), len(ahead)))]
+        for each in list(running):
+            if (dead := each.killed()) is not None:
+                running.remove(each)
+                yield each.mutant, dead, each.seconds
+        time.sleep(0.05)
 
 
 def main():
@@ -93,12 +142,14 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
     options = parser.parse_args()
     chosen = [mutant for mutant in mutants() if not options.names or mutant.name in options.names]
+    for name in PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
     folders = collections.defaultdict(list)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, (dead, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
-            state = "killed  " if dead else "SURVIVED"
-            print(f"{state} {seconds:4.0f} s  {mutant.file:32} {mutant.name}", flush=True)
-            folders[str(Path(mutant.file).parent)].append((dead, seconds))
+    for mutant, dead, seconds in run(chosen, options.jobs):
+        state = "killed  " if dead else "SURVIVED"
+        print(f"{state} {seconds:4.0f} s  {mutant.file:32} {mutant.name}", flush=True)
+        folders[str(Path(mutant.file).parent)].append((dead, seconds))
     for folder, results in sorted(folders.items()):
         print(f"| {folder} | {sum(dead for dead, _ in results)} of {len(results)} | {sum(s for _, s in results):.0f} |")
     survived = sum(not dead for results in folders.values() for dead, _ in results)
