@@ -27,7 +27,7 @@ from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests import text_files
 from tests.files import ds_config, read_json, write_json
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 LLAMA = {**text_files.LLAMA, "intermediate_size": 64, "vocab_size": 256, "tie_word_embeddings": True}
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}

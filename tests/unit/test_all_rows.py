@@ -8,7 +8,7 @@ import torch
 from dsframe import Task
 from dsframe.errors import TaskError
 from dsframe.tasks.global_batch import all_rows
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 WHOLE = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

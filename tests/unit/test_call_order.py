@@ -11,7 +11,7 @@ from dsframe import Task
 from dsframe.engines import call_order
 from dsframe.engines.call_order import CallOrder
 from dsframe.errors import TaskError
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 HERE = threading.local()
 

@@ -17,7 +17,7 @@ from dsframe.checkpoint.writer import Writer
 from dsframe.errors import CheckpointError
 from dsframe.model.state import EngineState, ParameterState
 from tests.processes import run_program
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
 

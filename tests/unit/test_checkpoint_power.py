@@ -17,8 +17,8 @@ import torch
 from dsframe.checkpoint import layout, store
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import Store
+from tests.threads import Room
 from tests.unit.test_checkpoint_background import Training, save_step, saver
-from tests.unit.test_checkpoint_files import Room
 
 
 @dataclass

@@ -14,8 +14,8 @@ from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from dsframe.host import generators
 from dsframe.tasks.task import Task
+from tests.threads import Room
 from tests.unit.test_checkpoint_background import Training, save_step, saver
-from tests.unit.test_checkpoint_files import Room
 
 PARTS = ("model.safetensors", "optimizer.safetensors")
 

@@ -21,7 +21,7 @@ from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, _finalized_alike, finalized
 from dsframe.training.shared_buffers import _row_spans, differing, take_over
 from tests.files import ds_config
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 from tests.unit.test_step_path import make as engine_of
 
 

@@ -21,7 +21,7 @@ from dsframe.errors import DataError
 from dsframe.tools.compare import losses
 from tests.files import ds_config
 from tests.lines import Line
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 
 def loader(data, **options):

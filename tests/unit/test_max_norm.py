@@ -8,7 +8,7 @@ from torch import nn
 
 from dsframe.engines.state_replica import ParameterView
 from dsframe.model.max_norm import share_limits, written
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 ROWS = [torch.tensor([[0, 1], [1, 1]]), torch.tensor([[3, 1], [4, 0]])]
 """Looked up by each rank. Nobody looks up row 2; row 4 is short already."""

@@ -12,7 +12,7 @@ from dsframe.errors import TaskError
 from dsframe.model import metric_objects
 from tests.files import ds_config
 from tests.lines import Line
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -32,7 +32,7 @@ from tests.files import ds_config, read_json, write_json
 from tests.lines import Line
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 VIT = {
     "model_type": "vit",

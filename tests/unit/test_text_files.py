@@ -17,7 +17,7 @@ from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
 from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from dsframe.training import finite, step_log
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.evaluations import Evaluations
 from tests.files import ds_config
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 
 class Line(dsframe.Task):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dsframe.engines.unused import Unused
-from tests.unit.test_checkpoint_files import Room
+from tests.threads import Room
 
 STEPS = [("a", "b"), ("c", "a"), ("a", "a"), ("ab", "ab"), ("a", "a"), ("a", "a"), ("a", "a"), ("abc", "")]
 """What the losses of ranks 0 and 1 use, in eight steps."""
