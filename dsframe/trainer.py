@@ -145,16 +145,16 @@ class Trainer:
         training.last_step = training.schedule.total_steps
         if start.loss is not None:
             training.loss = start.loss
-        early = self.engine.plan.stop
-        if early and early.reached:
+        if (early := self.engine.plan.stop) and early.reached:
             training.last_step = start.step
         reporter = outcome.reporter()
         reporter.step = start.step
-        trains = training.first_step <= training.last_step
-        if self.evaluation and trains:
+        self.engine.plan.task.context.step = training.first_step  # a loss may divide by it
+        if self.evaluation and training.first_step <= training.last_step:
             with watch.explaining() if (watch := self.engine.built.watch) else nullcontext():
                 self.evaluation.try_out()
             phases.done("trial of evaluation")
+        self.engine.plan.task.context.step = start.step
         self._progress.begin(start.step)
         self._watchdog.begin(start.step)
         reporter.say(began=True)

@@ -87,6 +87,34 @@ class Copying(dsframe.Hooks):
         run.model()
 
 
+class Fading(Line):
+    """Its loss is divided by the step, which is not 0 in the trial of the evaluation either."""
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) / self.context.step
+
+
+class Killing(dsframe.Hooks):
+    def on_evaluation_batch(self, run, outputs, targets):
+        raise ZeroDivisionError
+
+
+def test_an_evaluation_after_a_resume_is_of_the_step_it_was_left_out_after(tmp_path):
+    whole, parts = (
+        file(tmp_path / run, steps=4, eval_every_steps=2, checkpoints={"every_steps": 2}) for run in ("whole", "parts")
+    )
+    dsframe.fit(Fading(), whole)
+    killed = Fading()
+    killed.hooks = [Killing()]
+    with pytest.raises(ZeroDivisionError):
+        dsframe.fit(killed, parts)
+    dsframe.fit(Fading(), parts, resume="auto")
+    assert curve(tmp_path / "parts", "evaluation") == curve(tmp_path / "whole", "evaluation") != []
+
+
 def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path):
     dsframe.fit(Drawing(), file(tmp_path / "plain"))
     dsframe.fit(Drawing(), file(tmp_path / "often", eval_every_steps=1))
