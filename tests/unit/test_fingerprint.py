@@ -3,7 +3,6 @@
 import copy
 import shutil
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from dsframe.data.datasets import as_source
 from dsframe.data.fingerprint import assert_same_samples, digest
 from dsframe.data.source import ImageSource
 from dsframe.data.text import TextSource
+from dsframe.data.vision import Images
 from dsframe.errors import DataError
 from dsframe.tools.compare import losses
 from tests.files import ds_config
@@ -190,7 +190,7 @@ def in_memory(kind, row, directory):
         for number in range(9):
             path = directory / "train" / "a" / f"{number}{'b' * (number == row)}.png"
             image.new("RGB", (8, 8)).save(path)
-        facts = SimpleNamespace(size=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+        facts = Images("pictures", 3, 8, 1, (0.0,) * 3, (1.0,) * 3, 0, False)
         return folder.load(str(directory), facts, train=True, augment=False)
     return TensorDataset(rows, rows)
 

@@ -4,7 +4,6 @@ import io
 import os
 import shutil
 import unicodedata
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from dsframe.config import load
 from dsframe.config.schema.settings import VisionTask
 from dsframe.data import as_source, folder
 from dsframe.data.documents import find_files
+from dsframe.data.vision import Images
 from dsframe.errors import CheckpointError, DataError
 from dsframe.run import execute
 from dsframe.tasks import build
@@ -25,7 +25,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from tests.files import ds_config
 
-FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), resized=None, resample=2)
+FACTS = Images("pictures", 3, 32, 1, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 0, False)
 RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
 
 
