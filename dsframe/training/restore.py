@@ -26,7 +26,7 @@ _HELD = 1 << 25
 def twin(task: Task) -> Task:
     """Returns a copy of ``task`` whose tensors, numbers and lists may change."""
     other = copy.copy(task)
-    vars(other).update({name: copied(value) for name, value in vars(task).items()})
+    vars(other).update({name: copied(value) for name, value in vars(task).items() if name != "context"})
     return other
 
 

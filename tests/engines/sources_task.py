@@ -5,7 +5,6 @@ import os
 import time
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 
@@ -34,7 +33,7 @@ class Sources(Task):
         return nn.Linear(2, 1)
 
     def loss(self, outputs, targets):
-        if torch.is_grad_enabled():
+        if not self.context.evaluating:
             with Path(f"seen-{os.environ.get('RANK', '0')}").open("a") as out:
                 out.write(",".join(map(str, targets.tolist())) + "\n")
         return nn.functional.mse_loss(outputs, targets[:, None] / 1000)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import dsframe
 from dsframe.data.sampler import Sampler
@@ -154,7 +153,7 @@ def test_gradients_alone_end_the_run_before_they_are_saved(tmp_path, monkeypatch
 
     def loss(self, outputs, targets):
         number = outputs.square().mean()
-        trains = torch.is_grad_enabled()  # not the look at the kind of loss
+        trains = not self.context.evaluating  # not the look at the kind of loss
         return number + (outputs * 0.0).sqrt().sum() if trains and next(calls) == 3 else number
 
     monkeypatch.setattr(OneBrokenSample, "loss", loss)

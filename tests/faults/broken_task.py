@@ -31,7 +31,7 @@ class BrokenTask(Task):
         return TensorDataset(torch.ones(512, 4), torch.ones(512, 1))
 
     def loss(self, outputs, targets):
-        if not torch.is_grad_enabled():  # a look at the kind of loss
+        if self.context.evaluating:  # a look at the kind of loss
             return nn.functional.mse_loss(outputs, targets)
         self.calls += 1
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others

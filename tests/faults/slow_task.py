@@ -25,7 +25,7 @@ class SlowTask(Task):
         return TensorDataset(points, points.sum(1, keepdim=True))
 
     def loss(self, outputs, targets):
-        if torch.is_grad_enabled():
+        if not self.context.evaluating:
             time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
         return nn.functional.mse_loss(outputs, targets)
 

@@ -136,6 +136,20 @@ def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys):
     assert 'with more ranks or accumulation the task needs loss_is = "sum"' in capsys.readouterr().err
 
 
+def test_a_task_may_ask_whether_it_trains():
+    """The looks at its loss are evaluations, also those that compute gradients."""
+    trains = []
+
+    class Asking(Line):
+        def loss(self, outputs, targets):
+            trains.append(not self.context.evaluating)
+            assert torch.is_grad_enabled() or self.context.evaluating
+            return mean(outputs, targets)
+
+    dsframe.fit(Asking(mean), file(2, steps=2))
+    assert (sum(trains), len(trains) > 8) == (4, True)
+
+
 def test_dropout_of_a_row_is_its_own(capsys):
     dropping = Line(mean, model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout()))
     dsframe.fit(dropping, file(1, steps=2))

@@ -283,7 +283,7 @@ class Adding(Remembers):
         return self.net
 
     def loss(self, outputs, targets):
-        if not self.added and torch.is_grad_enabled():
+        if not self.added and not self.context.evaluating:
             self.added = True
             CHANGES["hooks of act"](self)
         return super().loss(outputs, targets)

@@ -233,6 +233,8 @@ class Counting(dsframe.Task):
         return net()
 
     def loss(self, outputs, targets):
+        if not self.context.evaluating:  # as in a look at the first samples
+            print("samples", *targets[:, 0].long().tolist())
         return nn.functional.mse_loss(outputs, targets)
 
     def train_data(self):
@@ -243,16 +245,11 @@ if __name__ == "__main__":
     dsframe.main(Counting())
 """
 NETS = """
-from torch import is_grad_enabled, nn
+from torch import nn
 
 class net(nn.Linear):
     def __init__(self):
         super().__init__(1, 1)
-
-    def forward(self, inputs):
-        if is_grad_enabled():  # not a look at the first samples
-            print("samples", *(inputs[:, 0] * 64).long().tolist())
-        return super().forward(inputs)
 """
 FILE = ds_config(8, "AdamW", 0.01)
 

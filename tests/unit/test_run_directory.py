@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import dsframe
 from dsframe.cluster.world import World
@@ -24,8 +23,8 @@ class Wanders(Line):
         self.does, self.calls = does, 0
 
     def loss(self, outputs, targets):
-        self.calls += torch.is_grad_enabled()
-        if self.calls == 3 and torch.is_grad_enabled():
+        self.calls += not self.context.evaluating  # as in the looks at the loss
+        if self.calls == 3 and not self.context.evaluating:
             self.does()
         return super().loss(outputs, targets)
 
