@@ -136,18 +136,17 @@ def test_a_sum_that_nobody_named_is_an_error_where_it_matters(capsys):
     assert 'with more ranks or accumulation the task needs loss_is = "sum"' in capsys.readouterr().err
 
 
-def test_a_task_may_ask_whether_it_trains():
+def test_a_task_may_ask_whether_it_trains(capfd):
     """The looks at its loss are evaluations, also those that compute gradients."""
-    trains = []
 
     class Asking(Line):
         def loss(self, outputs, targets):
-            trains.append(not self.context.evaluating)
-            assert torch.is_grad_enabled() or self.context.evaluating
+            print("looked" if self.context.evaluating else "trained")
             return mean(outputs, targets)
 
     dsframe.fit(Asking(mean), file(2, steps=2))
-    assert (sum(trains), len(trains) > 8) == (4, True)
+    said = capfd.readouterr().out.split()
+    assert (said.count("trained"), said.count("looked") > 8) == (4, True)
 
 
 def test_dropout_of_a_row_is_its_own(capsys):
