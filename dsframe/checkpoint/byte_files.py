@@ -78,7 +78,6 @@ class RangeWriter:
             with naming(self._folder / name):
                 os.fsync(descriptor)
             sign_of_life()
-        self.close()
 
     def close(self) -> None:
         """Closes the files."""
@@ -94,9 +93,9 @@ class RangeWriter:
             # unless it writes synchronously (Linux, fs/nfs/write.c, nfs_can_extend_write). No other node writes to a
             # whole page.
             end, page = begin + len(piece), mmap.PAGESIZE
-            first, last = min(-(-begin // page) * page, end), max(end // page * page, begin)
-            cuts = [begin, first, last, end] if first <= last else [begin, end]
-            for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+            first = min(-(-begin // page) * page, end)
+            last = max(end // page * page, first)
+            for number, (low, high) in enumerate(itertools.pairwise([begin, first, last, end])):
                 edge = 0 if number == 1 else os.O_DSYNC
                 if low < high:
                     write_at(self._descriptor(name, edge), piece[low - begin : high - begin], low)
@@ -106,7 +105,7 @@ class RangeWriter:
 
     def _descriptor(self, name: str, flags: int = 0) -> int:
         if (name, flags) not in self._descriptors:
-            opened = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+            opened = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | flags, 0o666)
             self._descriptors[name, flags] = opened
         return self._descriptors[name, flags]
 

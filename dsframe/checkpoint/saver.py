@@ -119,7 +119,6 @@ class Saver:
 
     def _begin(self, step: int) -> None:
         self.claim()
-        self._begun_step = None
         self._store.begin(step)
         self._begun_step = step
 

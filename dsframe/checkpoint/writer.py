@@ -128,7 +128,6 @@ class Writer:
         for name, begin, content in self._kept:
             self._files.put(name, begin, bytes_of(content))
             sign_of_life()
-        self._kept = []
         self._files.finish(sign_of_life)
 
     def close(self) -> None:

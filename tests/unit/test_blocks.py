@@ -19,6 +19,8 @@ def test_the_best_evaluation():
     assert blocks.best_of(EVALUATIONS, "accuracy:min") == ("accuracy", 0.7, 10)
     assert blocks.best_of(EVALUATIONS[:2], None) is None, "of a single one nothing is the best"
     assert blocks.best_of(EVALUATIONS, "odd:max") is None
+    named = [{"step": step, "evaluation": {"val/loss": 1.0 / step}} for step in (1, 2)]
+    assert blocks.best_of(named, None) == ("val/loss", 0.5, 2)
 
 
 def test_a_model_is_a_table_of_its_parts_and_equal_ones_share_a_line():
@@ -28,6 +30,7 @@ def test_a_model_is_a_table_of_its_parts_and_equal_ones_share_a_line():
         "head    Linear      1,500      frozen",
     ]
     assert blocks.model_table(parts[:2]) == [], "of one kind there is nothing to list"
+    assert blocks.model_table([*parts[:2], *(Part("a", f"{n}", n, n) for n in range(11))])[-1] == "and 2 more"
     for trained, shown in ((9, "9"), (3, "3 trained")):
         assert blocks.model_table([*parts[:2], Part("tail", "Adapted", 9, trained)])[1].endswith(f" {shown}")
 
@@ -36,9 +39,12 @@ def test_the_end_names_the_fullest_rank_and_the_last_checkpoint(tmp_path):
     summary = Summary(30, 61.0, 8.0, "samples", 4, 0.5, 0.25, {"loss": 0.5}, (2**20, 3 * 2**20), 0)
     last = tmp_path / "checkpoints" / "step-00000030"
     last.mkdir(parents=True)
+    (last.parent / "best").write_text("step-00000020\n")
     rows = dict(blocks.ending(summary, tmp_path, ("loss", 0.5, 20)))
     assert rows["training"] == "30 steps in 1:01, 8 samples/s, peak 3 MiB a rank"
     assert rows["checkpoint"] == str(last)
+    assert rows["best saved"] == str(last.with_name("step-00000020"))
+    assert blocks.lines([("best", ""), ("loss", "1")], colour=False) == ["  loss        1"]
 
 
 def test_the_schedule_names_the_rate_that_deepspeed_takes_by_itself():

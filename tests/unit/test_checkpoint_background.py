@@ -3,9 +3,11 @@
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -74,15 +76,26 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(tmp_path, asynchronous, 
     def run(ranks):
         training = Training(ranks)
         saving = saver(training, tmp_path, asynchronous, said if ranks.plan.world.rank == 0 else None)
+        saving._built = {"seen": torch.Size([1] * ranks.plan.world.rank)}
         for _ in range(3):
             save_step(training, saving)
             training.weights["a"].fill_(-1.0)  # training goes on while it is written
             go.set()
+        main = ranks.plan.world.is_main
+        saving.rate(3, {"loss": 0.5})
+        assert (3 in saving._ratings) == main, "when it is written"
         saving.settle()
         assert [saving.due(step, 4) for step in (3, 4)] == [False, True]
+        saving._every = None
+        assert [saving.due(step, 5) for step in (4, 5)] == [False, True]
+        saving._at_end = False
+        assert not saving.due(5, 5)
 
+    opened = psutil.Process().num_fds()
     Room(2).run(run)
+    assert psutil.Process().num_fds() == opened
     assert [path.name for path in Store(tmp_path).newest_first()] == ["step-00000003", "step-00000002"]
+    assert store.read_manifest(Store(tmp_path).path(3))["evaluation"] == {"loss": 0.5}
     for path in Store(tmp_path).newest_first():
         assert store.verify(path) == []
         checkpoint = Checkpoint(path)
@@ -91,6 +104,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(tmp_path, asynchronous, 
             assert torch.equal(one.weight, torch.full(SIZES[name], float(checkpoint.step)))
             assert torch.equal(one.moments["m"], one.weight)
         assert float(checkpoint.buffers()["seen"]) == checkpoint.step == checkpoint.manifest["learning_rate"] + 1
+        assert checkpoint.resized == {"seen"}, "on rank 1"
         checkpoint.close()
         assert not [*path.glob(".*"), *path.glob("*.index.json")], "there is one file of weights"
     stalls = [line for line in said if "training stood still" in line]
@@ -118,6 +132,33 @@ def test_an_evaluation_that_cannot_be_added_is_said_and_training_goes_on(tmp_pat
     saving.rate(1, {"loss": 0.25})
     assert store.read_manifest(Store(tmp_path).path(1))["evaluation"] == {"loss": 0.5}
     assert "the evaluation after step 1 cannot be added to its checkpoint: " in said[1]
+    saving._retention = Retention(best="loss:min")
+    for number in (float("inf"), float("nan")):
+        saving._look_for_metric({"loss": number})
+    assert said[2:] == ["warning: keep_best: loss is infinite here, so this checkpoint cannot be the best"]
+
+
+def test_what_fails_after_the_tensors_is_told(tmp_path, monkeypatch):
+    saving = saver(Room(1).run(Training)[0], tmp_path, asynchronous=True)
+    saving._make_model_files = lambda *_: 1 / 0
+    save_step(saving._engine, saving)
+    saving._writing[1].finish()
+    assert saving.failed
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        saving.settle()
+    monkeypatch.setattr(Store, "prune", lambda *_: Path("gone").rmdir())
+    assert saving._prune().startswith("; an old checkpoint cannot be removed: "), "and nothing ends"
+
+
+@pytest.mark.parametrize(("step", "failed", "waits"), [(1, False, False), (9, True, False), (9, False, True)])
+def test_a_rank_that_ends_waits_briefly_for_a_save(step, failed, waits, tmp_path, monkeypatch):
+    monkeypatch.setattr("dsframe.checkpoint.saver._LAST_SECONDS", 0.3)
+    saving = saver(Room(1).run(Training)[0], tmp_path, asynchronous=True)
+    Store(tmp_path).path(1).mkdir()
+    saving._writing = step, SimpleNamespace(failed=failed)
+    began = time.monotonic()
+    saving.wait_briefly()
+    assert (time.monotonic() - began > 0.2) == waits
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -280,8 +281,14 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path):
     state = EngineState(1, None, {}, {}, states(SIZES))
 
     def take(rank):
-        writer = Writer(rank, state, tmp_path / "gone")
-        return writer.take(replace(state, parameters=stream()), lambda: None)
+        rank.plan.world.local_size = 0
+        writer, alive = Writer(rank, state, tmp_path / "gone"), []
+        assert writer._files._several_hosts
+        failure = writer.take(replace(state, parameters=stream()), lambda: alive.append(1))
+        assert len(alive) > len(SIZES)
+        writer._files.put = Mock(side_effect=[None, None, None, OSError(28, "full"), *itertools.repeat(None, 99)])
+        assert writer.take(state, lambda: None) == "full", "though the rest could be written"
+        return failure
 
     (failure,) = Room(1).run(take)
     assert "gone" in failure

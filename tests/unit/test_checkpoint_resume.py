@@ -124,7 +124,7 @@ def test_what_no_rank_may_read_is_not_renamed(folder, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(byte_files, "checksum_of", fails)
-    assert_refused(begin(folder), "Input/output error")
+    assert_refused(begin(folder), "Input/output error", "nothing was renamed")
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 

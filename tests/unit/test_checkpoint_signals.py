@@ -5,7 +5,10 @@ import time
 
 import pytest
 
+from dsframe.guard.signals import StopRequest
+from dsframe.host.processes import STOP_SIGNALS
 from tests.processes import ready_programs
+from tests.threads import Room
 
 ECHO_SECONDS = 0.5
 PROGRAM = """
@@ -107,3 +110,33 @@ def test_goodbyes_are_not_cut_short(start):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 0
+
+
+def test_ranks_ask_each_other_every_two_seconds_and_evaluations_do_not_count():
+    def asks(ranks):
+        request = StopRequest(ranks, 10)
+        request._since -= 0.2 + 0.4 * ranks.plan.world.rank
+        assert not request.agreed(14)  # 0.1 s a step
+        kept = request._asked_at, request._next
+        with request.between_batches():
+            assert (request._asked_at, request._next) == (0, 1)
+            time.sleep(0.1)
+        assert (request._asked_at, request._next) == kept
+        assert time.perf_counter() - request._since < 0.1
+        return kept
+
+    ((asked, following), other) = Room(2).run(asks)
+    assert (asked, following) == other
+    assert asked == 14
+    assert 14 + 17 < following <= 14 + 20
+
+
+def test_what_was_there_is_there_again():
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with StopRequest(None, 0) as request:
+        request._saving = True
+        with request.saving():
+            pass
+        assert request._saving
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1

@@ -2,10 +2,13 @@
 
 import errno
 import itertools
+import mmap
 import os
 import random
 from dataclasses import asdict
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from dsframe.checkpoint import byte_files, store
@@ -33,12 +36,15 @@ def folder(tmp_path):
 
 
 def test_a_saved_checkpoint_is_whole_and_the_newest(folder):
+    opened = psutil.Process().num_fds()
     first, second = save(folder, 7), save(folder, 12)
+    assert psutil.Process().num_fds() == opened
     assert folder.newest_first() == [second, first]
     assert second.name == "step-00000012"
     assert (folder.directory / "latest").read_text() == "step-00000012\n"
     assert store.verify(second) == []
     assert store.read_manifest(second)["loss"] == 0.1 + 0.2
+    assert store.finite({"loss": float("inf")}) == {"loss": None}
     assert sorted(path.name for path in folder.directory.iterdir()) == ["latest", "step-00000007", "step-00000012"]
 
 
@@ -59,6 +65,13 @@ def test_every_flipped_bit_and_truncation_is_found(folder):
 
 def test_a_missing_file_is_named(folder):
     path = save(folder, 1)
+    for name in ("a.bin", "b.bin"):
+        (path / name).write_bytes(bytes((path / name).stat().st_size))
+    seen = []
+    shares = [store.damage(path, None, (rank, 2), lambda: seen.append(1)) for rank in range(2)]
+    assert [list(share) for share in shares] == [["a.bin"], ["b.bin"]]
+    assert len(seen) == 4
+    (path / "a.bin").write_bytes(b"a" * 99)
     (path / "b.bin").unlink()
     assert store.verify(path) == ["b.bin: No such file or directory"]
     assert store.damage(path, ["a.bin"]) == {}
@@ -67,6 +80,9 @@ def test_a_missing_file_is_named(folder):
     ] * 2
     (path / "manifest.json").unlink()
     assert store.verify(path) == [f"{path}: manifest.json: No such file or directory"]
+    (path / "manifest.json").mkdir()
+    with pytest.raises(store.UnreadableError, match="Is a directory"):
+        store.verify(path)
 
 
 def test_a_manifest_cannot_point_outside(folder):
@@ -96,6 +112,7 @@ def test_what_is_cut_off_is_removed_and_named(folder):
     save(folder, 1)
     (folder.begin(2) / "half.bin").write_bytes(b"x")
     (folder.directory / ".step-00000000.removed").mkdir()
+    (folder.directory / "step-00000009").touch()
     assert folder.newest_first() == [folder.path(1)]
     assert folder.remove_unfinished() == [".step-00000000.removed", ".step-00000002.partial"]
     assert folder.remove_unfinished() == []
@@ -136,6 +153,7 @@ def test_a_link_to_another_disk_stays_one(folder, tmp_path):
     folder.directory.symlink_to(elsewhere)
     save(folder, 7)
     assert folder.archive_earlier() == folder.directory / "earlier.1"
+    assert [path.name for path in elsewhere.iterdir()] == ["earlier.1"]
     assert folder.newest_first() == []
     save(folder, 3)
     save(folder, 9)
@@ -169,8 +187,13 @@ def test_pruning_leaves_damage_to_be_found(folder):
     for step in (1, 2, 3):
         save(folder, step)
     (folder.path(1) / "manifest.json").write_text("{")
+    (folder.directory / ".step-00000002.removed" / "file").mkdir(parents=True)
+    (folder.directory / "best").write_text("step-00000002")
     assert folder.prune(Retention(last=1)) == [2]
+    assert not (folder.directory / "best").exists()
     assert folder.path(1).exists()
+    (save(folder, 4) / "a.bin").unlink()
+    assert store.complete(folder.directory) == folder.path(3)
 
 
 def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder, tmp_path):
@@ -180,6 +203,9 @@ def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder, tmp_path):
     (folder.directory / "best").write_text("step-00000001\n")
     assert store.locate(folder.directory / "best") == [first]
     assert store.locate(tmp_path / "run") == [second, first]
+    (tmp_path / "run" / "config.json").touch()
+    (tmp_path / "link").symlink_to(first)
+    assert store.config_of(tmp_path / "link") == tmp_path / "run" / "config.json"
     with pytest.raises(CheckpointError, match=f"does not exist; did you mean {tmp_path}/run\\?"):
         store.locate(tmp_path / "rnu")
     with pytest.raises(DataError, match=f"/rnu holds no run .*; did you mean {tmp_path}/run\\?"):
@@ -209,6 +235,11 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder, tmp_path):
 
 def test_ranges_of_several_processes_make_one_file(tmp_path, monkeypatch):
     """In any order, from any number of hosts; long ranges have several checksums, so that ranks verify them together."""
+    edges = RangeWriter(tmp_path, several_hosts=True)
+    edges.put("page", 0, bytes(mmap.PAGESIZE))
+    edges.put("part", 1, b"a")
+    assert set(edges._descriptors) == {("page", 0), ("part", os.O_DSYNC)}
+    edges.close()
     monkeypatch.setattr(byte_files, "RUN_BYTES", 10_000)
     monkeypatch.setattr(byte_files, "_CHUNK", 3000)
     content = random.Random(3).randbytes(50_000)
@@ -219,6 +250,7 @@ def test_ranges_of_several_processes_make_one_file(tmp_path, monkeypatch):
             writers[number % 3].put("file", low, content[low:high])
         for writer in writers:
             writer.finish()
+            writer.close()
         assert (tmp_path / "file").read_bytes() == content
         runs = [run for writer in writers for run in writer.runs["file"]]
         entry = combined("file", 50_000, runs)
@@ -230,6 +262,8 @@ def test_ranges_of_several_processes_make_one_file(tmp_path, monkeypatch):
         for wrong in (runs[1:], runs[:-1], [*runs, runs[0]], moved):
             with pytest.raises(CheckpointError, match=r"leaves a gap, or overlaps|ends at byte"):
                 combined("file", 50_000, wrong)
+        with pytest.raises(CheckpointError, match="ends at byte 50,000 of 49,999"):
+            combined("file", 49_999, runs)
         (tmp_path / "file").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert "was altered" in byte_files.damage_of(tmp_path / "file", asdict(entry), slice(None))
         (tmp_path / "file").unlink()
@@ -243,11 +277,14 @@ def test_a_write_that_fails_names_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="file") as caught:
         RangeWriter(tmp_path).put("file", 0, b"abc")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "file"))
+    for error, said in ((OSError(28, "full"), "full"), (CheckpointError("a gap"), "a gap")):
+        assert byte_files.catch_io_error(Mock(side_effect=error)) == said
 
 
 def test_a_short_write_is_continued_and_none_at_all_an_error(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, content, begin: pwrite(descriptor, content[:3], begin))
+    (tmp_path / "file").write_bytes(bytes(20))  # of an interrupted save
     write(tmp_path / "file", b"abcdefgh")
     assert (tmp_path / "file").read_bytes() == b"abcdefgh"
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)

@@ -62,9 +62,19 @@ def test_a_horovod_without_nccl_is_named_where_there_are_gpus(nccl):
     assert ("horovod on GPUs: needs Horovod compiled with NCCL" in said) == (not nccl)
 
 
+def test_a_library_is_asked_in_another_process(monkeypatch):
+    assert doctor.probe("no_such_library") is None
+    monkeypatch.setitem(doctor.PROBES, "torch", "raise SystemExit('first\\nlast')")
+    assert doctor.probe("torch").broken == "last"
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.01)
+    assert doctor.probe("torch").broken == "no answer within 0 s"
+
+
 def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch, tmp_path):
     torch = doctor.Library("torch", "2.13.0+cpu", FACTS)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor, "ENOUGH_SHARED_MEMORY", 1 << 60)
     lines = [str(line) for line in doctor.machine(torch)]
+    assert "/dev/shm is small" in "".join(lines)
     assert "  !!  no GPU: this torch is a build for CPUs, but there is one" in lines

@@ -42,6 +42,7 @@ FORGED = {
     "no weight": ({"parameters__c__tensors": {}}, "parameter 'c' has no weight"),
     "a file that is not there": (place(file="../x"), "is in '../x', which is not one of its files"),
     "beyond the file": (place(begin=1 << 40), "is not in 'model.safetensors' from byte 1099511627776 on"),
+    "partly beyond the file": (place(begin=8000), "is not in 'model.safetensors' from byte 8000 on"),
     "between elements": (place(begin=1), "is not in 'model.safetensors' from byte 1 on"),
     "fewer elements": (place(count=999), "lies in pieces that do not make its shape [1000]"),
     "no dtype": ({"parameters__c__tensors__weight__dtype": "X9"}, "has the dtype 'X9'"),

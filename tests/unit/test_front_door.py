@@ -15,10 +15,12 @@ from tests.processes import REPOSITORY, run_program, run_ranks, warm
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_init_writes_a_commented_file_that_the_check_accepts(beginning, tmp_path, capsys):
     folder = tmp_path / "mine"
+    folder.mkdir()
     assert main(["init", str(folder), "--from", beginning]) == 0
     said = capsys.readouterr().out
     assert f"cd {folder}" in said
-    assert ("make_data.py" in said) == (folder / "make_data.py").exists()
+    for name in ("make_data.py", "slurm.sbatch"):
+        assert (name in said.partition("next:")[2]) == (folder / name).exists()
     assert (folder / "config.json").read_text().count("//") >= 2
     assert main(["check", str(folder / "config.json"), "-np", "2", "--strict"]) == 0
     assert "../" not in (folder / "README.md").read_text(), "a link to what is not there"

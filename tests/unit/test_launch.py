@@ -443,7 +443,14 @@ def test_the_report_is_lines_of_many_processes(tmp_path):
 
 @pytest.mark.parametrize(
     "torn",
-    [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"17\n", b'{"code": 7}\n', b"\n"],
+    [
+        b'{"rank": 2, "st{"rank": 3, "step": 1}\n',
+        b"\xff\xfe\x00\x00\n",
+        b"17\n",
+        b'{"code": 7}\n',
+        b'{"rank": 2, "step": 1, "code": 7}\n',
+        b"\n",
+    ],
 )
 def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path, torn):
     """As NFS leaves them, where appending is no single step over several hosts."""

@@ -29,10 +29,12 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
     first = make(file, tmp_path)
     for step in (1, 2, 3):
         first.write({"step": step, "loss": 1.0 / step, "gradient_norm": None, "rate": float("inf")})
+    first.write({"run": {"size": 4}})
+    first.write({"step": 3, "evaluation": {"loss": 0.5}})
     first.close()
     found = scalars(tmp_path / "job")
     assert found["train/samples"] == [(1, 4.0), (2, 8.0), (3, 12.0)]
-    assert set(found) == {"train/loss", "train/samples"}, "nothing that is no finite number"
+    assert set(found) == {"train/loss", "train/samples", "eval/loss"}, "nothing that is no finite number"
     again = make(file, tmp_path, done=2)
     again.write({"step": 3, "loss": 0.25})
     again.close()
@@ -99,6 +101,7 @@ def test_wandb_goes_on_with_the_run_that_it_has_begun_and_learns_how_it_ended(tm
     written = {"train/loss": 0.5, "train/samples": 12.0, "eval/loss": 0.25}, 3
     secret = "--api-key=***"
     assert told == [(None, None, secret), written, 1, ("one", "allow", secret), written, 0]
+    assert sys.argv[1] == "--api-key=V"
 
 
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import resource
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dsframe.run_dir.record import Record, read_metrics, read_summary
 from dsframe.tools.report.runs import numbers, read_run
 from tests.engines.odd_task import Odd
 from tests.files import ds_config
+from tests.processes import run_program
 
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
 
@@ -60,6 +62,12 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
     own.finish(SUMMARY)
     assert read_summary(tmp_path)["steps"] == 3
     assert "directory" not in read_summary(tmp_path), "it may be moved"
+    assert read_summary(tmp_path)["startup_seconds"] == {"engine": 1.0}
+    (at,) = [line["at"] for line in read_metrics(tmp_path) if "at" in line]
+    assert abs(time.time() - at) < 100
+    assert [record_module.finished(tmp_path, number) for number in (2, 3)] == [False, True]
+    (tmp_path / "summary.json").write_text("{")
+    assert not record_module.finished(tmp_path, 3)
     line, _ = said  # each time
     assert line.startswith(f"warning: the record in {tmp_path} cannot be written ([Errno 27] File too large")
 
@@ -81,10 +89,13 @@ def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path):
     for step in (1, 2, 3, 4):
         own.write({"step": step, "loss": 1.0})
     own.close(finished=False)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("{\n")
     origin = (tmp_path / "run.json").read_text()
     with full(10):
         again = record(tmp_path, [], done_steps=3)
-        assert steps(tmp_path) == [1, 2, 3, 4]  # nothing is lost yet, should the run be killed now
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert lines[-2:] == [json.dumps({"step": 4, "loss": 1.0}), "{"]  # nothing is lost yet, should it be killed now
         assert (tmp_path / "run.json").read_text() == origin
         again.write({"step": 4, "loss": 0.5})
     again.write({"step": 5, "loss": 0.5})
@@ -118,13 +129,18 @@ def test_what_may_hold_accounts_is_the_owners(tmp_path):
 
 def test_secrets_of_the_command_line_are_not_recorded(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--set", "wandb.api_key=abc123", "--hub-token", "def456"])
-    command = record_module.provenance()["command"]
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="dsframe.train"))
+    origin = record_module.provenance()
+    assert "model name" not in origin["cpu"]
+    command = origin["command"]
+    assert command[:3] == ["python", "-m", "dsframe.train"]
     assert "wandb.api_key=***" in command
     assert not {"abc123", "def456"} & {word.rpartition("=")[2] for word in command}
 
 
 def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
     said = []
+    record(tmp_path, said).close(finished=False)  # one that has trained nothing
     for number in range(2):
         current = record(tmp_path, said)
         (tmp_path / LOGGER_ID).touch()
@@ -139,7 +155,8 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
     assert said == [f"the record of an earlier run is now in {folder}" for folder in before]
     assert [read_metrics(folder)[-1]["loss"] for folder in (*before, tmp_path)] == [0.0, 1.0, 2.0]
     assert [[path.name for path in (folder / "tensorboard").iterdir()] for folder in before] == [["0"], ["1"]]
-    assert all(read_summary(folder)["steps"] == 3 and (folder / LOGGER_ID).exists() for folder in before)
+    assert all(read_summary(folder)["steps"] == 3 for folder in before)
+    assert all({LOGGER_ID, "run.json"} <= {path.name for path in folder.iterdir()} for folder in before)
     (tmp_path / "summary.json").touch()
     record(tmp_path, said, done_steps=1).close(finished=False)
     assert len(said) == 2, "a run that goes on"
@@ -149,8 +166,23 @@ def test_a_second_run_in_a_directory_keeps_the_record_of_the_first(tmp_path):
 def test_figures_of_a_run_elsewhere_are_not_gone_on_with(tmp_path):
     """It goes on from the checkpoint of another run, whose record is in that one's directory."""
     done = []
-    record(tmp_path, [], 3, lambda *given: done.append(given[-1]) or Loggers(*given)).close(finished=True)
-    assert done == [0]
+    loggers = SimpleNamespace(write=done.append, close=lambda *, finished: done.append(finished))
+    own = record(tmp_path, [], 3, lambda *given: done.append(given[-1]) or loggers)
+    own.write({"step": 4})
+    own.close(finished=False)
+    first, _, *others = done
+    assert (first, others) == (0, [{"step": 4}, False])
+
+
+def test_a_run_names_the_commit_of_its_folder(tmp_path):
+    assert record_module.git(tmp_path) is None
+    (tmp_path / "known").touch()
+    for words in ("init", "add known", "-c user.name=a -c user.email=a commit -m a"):
+        run_program(["git", *words.split()], cwd=tmp_path)
+    (tmp_path / "unknown").touch()
+    assert record_module.git(tmp_path)["changed"] is False
+    (tmp_path / "known").write_text("another")
+    assert record_module.git(tmp_path)["changed"] is True
 
 
 def strict(text):

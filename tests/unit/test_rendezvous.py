@@ -13,10 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from dsframe.cluster import process_group, world
-from dsframe.cluster.agreement import differences
+from dsframe.cluster.agreement import assert_engines_agree, differences
 from dsframe.cluster.rendezvous import bound_to, free_port, interface_to, listener, meeting_point
 from dsframe.cluster.world import PORTS, World
 from dsframe.errors import WorldError
+from tests.threads import Room
 from tests.unit.test_world import ENVIRONMENTS
 
 
@@ -42,6 +43,17 @@ def test_meeting_points():
         meeting_point(world.read(hydra), hydra)
     hydra["MASTER_PORT"] = "29511"
     assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
+
+
+def test_ranks_compare_values_in_any_order():
+    def refused(ranks):
+        rank = ranks.plan.world.rank
+        assert_engines_agree(ranks, {"a": "1", "b": "2"} if rank else {"b": "2", "a": "1"})
+        with pytest.raises(WorldError, match="a is 1 on rank 1 and 0 on rank 0"):
+            assert_engines_agree(ranks, {"a": str(rank)})
+        return True
+
+    assert Room(2).run(refused) == [True] * 2
 
 
 def test_of_ranks_that_differ_five_differences_are_told():

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 from dsframe.cli import main
-from dsframe.tools.report.runs import names
+from dsframe.tools.report.page import charts
+from dsframe.tools.report.runs import names, read_run
 from tests.files import write_json
 
 
@@ -22,7 +23,10 @@ def write_run(folder, losses, **more):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if more:
         write_json(folder / "summary.json", lines[0]["run"] | more)
-        write_json(folder / "run.json", {"command": ["python", "a b"], "versions": {"torch": "2"}, "git": None})
+        write_json(
+            folder / "run.json",
+            {"command": ["python", "a b"], "versions": {"torch": "2", "horovod": None}, "git": None},
+        )
         write_json(folder / "config.json", {"train_batch_size": 8})
     return folder
 
@@ -68,6 +72,8 @@ def test_a_page_of_two_runs(tmp_path, capsys):
     rows = {row[0]: row[1:] for row in read.rows if row}
     assert rows["engine"] == ["an <engine>", "an <engine>"]
     assert rows["state"] == ["finished", "not finished"]
+    assert (rows["command"], rows["versions"]) == (["python 'a b'"], ["torch 2"])
+    assert "git" not in rows
     assert rows["last training loss"] == ["1", "2.5"]
     assert rows["largest difference of the loss"] == ["0.5"]
     assert rows["time to first step, s"][0] == "6.25"
@@ -81,8 +87,10 @@ def test_a_page_of_two_runs(tmp_path, capsys):
 def test_without_matplotlib_there_are_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dsframe.tools.report.page.available", lambda: False)
     run = write_run(tmp_path / "a", [3.0, 2.0, 1.0])
-    assert main(["report", str(run)]) == 0
+    short = write_run(tmp_path / "b", [2.0])
+    assert charts([read_run(short)]) == [], "of single points"
+    assert main(["report", str(run), str(short)]) == 0
     text = (run / "report.html").read_text()
     assert "<svg" not in text
     assert "pip install &quot;dsframe[plots]&quot;" in text
-    assert {row[0]: row[1:] for row in Reader(text).rows if row}["last training loss"] == ["1"]
+    assert {row[0]: row[1:] for row in Reader(text).rows if row}["last training loss"] == ["1", "2"]

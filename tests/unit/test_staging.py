@@ -21,5 +21,7 @@ def test_copies_lie_in_the_same_memory_in_the_next_save():
         assert all(first[1] <= second[0] for first, second in pairwise(ends))
     assert places[0] == places[2] == places[3]
     assert places[1] == places[0][:3]
-    staging.reserve([2 * tensor.nbytes for tensor in tensors])  # and a larger one
+    staging.reserve([1 << 27], ahead=True)
+    staging.reserve([2 * tensor.nbytes for tensor in tensors])  # of a larger one
+    assert not staging._making.is_alive(), "it would write zeros over the copies"
     assert torch.equal(staging.copy(torch.ones(2000), torch.bfloat16), torch.ones(2000, dtype=torch.bfloat16))

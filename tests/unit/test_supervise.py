@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dsframe.host import supervise
+from dsframe.host import processes, supervise
 from tests.processes import REPOSITORY
 
 JOB = """
@@ -51,6 +51,10 @@ def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
         job.send_signal(signal.SIGINT)
         assert job.wait(timeout=30) == code
         assert time.monotonic() - began >= supervise.UNHEARD_SECONDS
+
+
+def test_what_takes_too_long_has_no_output():
+    assert processes.output_of(["sleep", "9"], 0.1) is None
 
 
 def test_processes_of_a_worker_are_asked_nothing():

@@ -15,6 +15,7 @@ from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, DataError, StoppedError, TaskError, TrainingError
+from dsframe.guard import nonfinite
 from dsframe.guard.signals import StopRequest
 from dsframe.host import generators
 from dsframe.model import build, optimizers, schedules
@@ -289,6 +290,20 @@ def test_no_learning_rate_is_blamed_for_a_loss_before_the_first_update(broken, t
         dsframe.fit(Line(broken), file(tmp_path))
 
 
+def test_of_several_ranks_the_first_is_blamed(monkeypatch):
+    for name in ("_samples", "_nonfinite_samples", "_parameters"):
+        monkeypatch.setattr(nonfinite, name, lambda loader, *step: [loader, *step] if step else "")
+
+    def told(ranks):
+        rank, first = ranks.plan.world.rank, nonfinite.FirstNonFinite(ranks.plan.device)
+        for step in (5 - rank, 9):
+            first.look(step, torch.tensor(torch.nan), None)
+        return nonfinite.diagnose_nonfinite(ranks, rank, first, 9).rpartition(";")[0]
+
+    line = "the loss of rank 1 is not finite since step 4, made of samples 1, 4; of these, 1, 4 hold NaN or infinity themselves"
+    assert Room(2).run(told) == [line] * 2
+
+
 def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
     given = file(tmp_path, on_nonfinite="skip")
@@ -428,9 +443,9 @@ def test_one_ranks_signal_stops_all_and_one_ranks_trouble_is_known_to_all():
         rank = ranks.plan.world.rank
         request = StopRequest(ranks, 0, lambda: rank == 1)
         request._received = signal.SIGTERM if rank else None
-        return request.agreed(1), request.trouble
+        return request.agreed(1), request.trouble, request.name
 
-    assert Room(2).run(stops) == [(True, True)] * 2
+    assert Room(2).run(stops) == [(True, True, ""), (True, True, "SIGTERM")]
 
 
 class Remembering(Line):

@@ -1,9 +1,11 @@
 """The watchdog's words, and its judgement: who is missing, and that slow is not stuck. Processes: tests/faults."""
 
 import json
+import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from dsframe.cluster.world import World
-from dsframe.guard import watchdog
+from dsframe.errors import TaskError
+from dsframe.guard import hang, watchdog
 from dsframe.guard.hang import RankStatus, diagnose, last_collectives
 from dsframe.run_dir import outcome
 from tests.processes import REPOSITORY, run_program
@@ -36,6 +39,7 @@ def test_who_does_not_answer_and_who_is_behind_is_named():
     assert "rank 1 DOES NOT ANSWER: its process has ended or is stopped" in text
     assert "rank 2 waits in barrier, but is 2 micro-batch(es) behind" in text
     assert "MISSING" not in diagnose({0: ASLEEP}, 1, 20.0)
+    assert "rank 0 IS MISSING" in diagnose({0: ASLEEP}, 2, 20.0)
 
 
 def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
@@ -44,9 +48,7 @@ def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
     waits = replace(
         reads, calls={"0 default_pg": [57, "nccl:all_reduce", "[[8, 4]]", False], "1 mesh": [3, "a", "", True]}
     )
-    sleeps = replace(
-        ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True], "1 mesh": [3, "a", "", True]}
-    )
+    sleeps = replace(ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True]})
     assert diagnose({0: waits, 1: sleeps}, 2, 20.0).splitlines()[1:5] == [
         "  rank 0 waits in nccl:all_reduce of [[8, 4]], which its device has not done, called by _log, trainer.py:3: float(loss)",
         "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
@@ -54,6 +56,7 @@ def test_who_waits_on_its_device_is_seen_by_what_it_has_called():
         "rank 1 has done number 56, nccl:broadcast of [[2]]",
         "--- rank 0, 1",
     ]
+    assert "collectives of process group 0" in diagnose({0: waits, 1: waits}, 2, 20.0), "and nobody has done it"
 
 
 def test_the_first_collective_that_is_not_done_is_told(monkeypatch):
@@ -61,7 +64,7 @@ def test_the_first_collective_that_is_not_done_is_told(monkeypatch):
         more = {"process_group": [group, "default_pg"], "is_p2p": p2p, "retired": done, "input_sizes": [[number]]}
         return {"collective_seq_id": number, "profiling_name": "nccl:all_reduce", **more}
 
-    entries = [entry(1, True), entry(2, False), entry(3, False), entry(9, False, p2p=True), entry(5, True, group="1")]
+    entries = [entry(9, False, p2p=True), entry(1, True), entry(2, False), entry(3, False), entry(5, True, group="1")]
     dump = lambda: json.dumps({"entries": entries}).encode()  # noqa: E731
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     # Gloo's recorder still has what earlier tests of this process called.
@@ -70,6 +73,16 @@ def test_the_first_collective_that_is_not_done_is_told(monkeypatch):
         "0 default_pg": (2, "nccl:all_reduce", "[[2]]", False),
         "1 default_pg": (5, "nccl:all_reduce", "[[5]]", True),
     }
+
+
+def test_stacks_are_the_main_threads_first_and_none_of_a_watcher():
+    over = threading.Event()
+    for name in ("a reader", hang.WATCHERS):
+        threading.Thread(target=over.wait, name=name).start()
+    with ThreadPoolExecutor(1) as pool:
+        stacks = pool.submit(hang.standing, 1, 1, 0.0, {}).result().stacks
+    over.set()
+    assert re.findall("^thread (MainThread|a reader|dsframe.*):", stacks, re.MULTILINE) == ["MainThread", "a reader"]
 
 
 PROGRAM = """
@@ -121,10 +134,54 @@ def test_a_rank_that_is_asked_answers():
 
 def test_only_the_first_step_may_take_longer():
     dog = watchdog.Watchdog(World(), 4.0)
+    assert dog._limit == watchdog.SETUP_SECONDS
     dog.begin(7)
     assert dog._limit == 4.0 * watchdog.FIRST_FACTOR
     dog.done(8)
     assert dog._limit == 4.0
+
+
+def test_time_counts_from_the_last_sign_of_life():
+    dog = watchdog.Watchdog(World(), 4.0)
+    for sign in (dog.alive, dog.beat, lambda: dog.begin(7), dog.__enter__):
+        dog._last = 0.0
+        sign()
+        assert dog._last > 0
+    dog.__exit__(None, None, None)
+    with dog:
+        assert not dog._over.is_set(), "it watches again"
+
+
+@pytest.mark.parametrize(("idle", "codes"), [((9.0, 5.0), [9, 9]), ((9.0, 3.0), []), ((9.0, None), [9, 9])])
+def test_ranks_end_together_unless_one_goes_on(idle, codes, monkeypatch):
+    """Rank 0 judges when the other has asked; if it cannot, it is a hang."""
+    store, ended = torch.distributed.HashStore(), []
+    monkeypatch.setattr(watchdog, "_create_store", lambda world: store)
+    monkeypatch.setattr("os._exit", ended.append)
+
+    def report(rank):
+        dog = watchdog.Watchdog(World(rank, 2, rank, 2), 8.0)
+        dog.done(3)
+        dog._report(replace(ASLEEP, seconds=idle[rank]))
+
+    other = threading.Thread(target=report, args=[1])
+    other.start()
+    time.sleep(0.3)
+    assert store.check(["hang/0"]), "it asks rank 0"
+    report(0)
+    other.join()
+    assert ended == codes
+
+
+def test_a_rank_that_a_library_throws_out_says_which_calls_differ():
+    dog = watchdog.Watchdog(World(), 0.0)
+    dog._store, dog._calls = True, SimpleNamespace(difference=lambda *_: "rank 1 called another")
+    for said, raised, words in (
+        ("Mismatch in a collective", TaskError, "rank 1"),
+        ("no room", RuntimeError, "no room"),
+    ):
+        with pytest.raises(raised, match=words), dog:
+            raise RuntimeError(said)
 
 
 STOPPED = """
@@ -172,5 +229,8 @@ def test_a_process_that_was_frozen_does_not_hang(monkeypatch):
     own._last, own._limit = now[0], 8.0
     monkeypatch.setattr("dsframe.guard.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(own, "_report", lambda status: told.append(status.seconds))
+    looked = own._calls = []
+    monkeypatch.setattr(own, "_end_if_different", lambda: looked.append(now[0]))
     own._watch()
     assert told == [10.0]  # since it went on
+    assert len(looked) > own._round == 1, "calls are compared earlier"

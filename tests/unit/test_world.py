@@ -71,7 +71,11 @@ BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "no
 
 def test_variables_set_by_hand_within_srun_are_sruns():
     """``RANK=$SLURM_PROCID`` and its like say nothing new, and not how many processes a host has."""
-    assert world.read(ENVIRONMENTS["srun"] | BY_HAND) == World(3, 4, 1, 2, 1, "srun", "node1", 29511)
+    given = ENVIRONMENTS["srun"] | BY_HAND | {"MASTER_ADDR": "node9"}
+    assert world.read(given) == World(3, 4, 1, 2, 1, "srun", "node9", 29511)
+    steps = [world.read(ENVIRONMENTS["srun"] | {"SLURM_STEP_ID": step}) for step in "01"]
+    assert steps[0].master_address == "node1"
+    assert steps[0].master_port != steps[1].master_port
 
 
 def test_variables_set_by_hand_may_be_those_of_several_hosts():
@@ -84,6 +88,7 @@ def test_variables_set_by_hand_may_be_those_of_several_hosts():
         assert world.read(BY_HAND | {"LOCAL_RANK": "3", "MASTER_ADDR": address}).local_size == 4
     assert world.read(BY_HAND | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).local_size == 1
     assert world.read(BY_HAND | {"LOCAL_WORLD_SIZE": "2"}).node == 1
+    assert world.read({"RANK": "1", "WORLD_SIZE": "2"}).local_rank == 1
 
 
 def test_horovodrun_over_mpi_is_horovodrun():
@@ -91,6 +96,7 @@ def test_horovodrun_over_mpi_is_horovodrun():
     options = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
     found = world.read({**ENVIRONMENTS["mpirun"], **options})
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 3, 4)
+    assert world.read({**ENVIRONMENTS["mpirun"], "OMPI_MCA_pml": "ob1"}).launcher == "mpirun"
 
 
 def test_elastic_horovodrun_is_refused():
@@ -109,6 +115,13 @@ def test_no_launcher_is_one_process():
 @pytest.mark.parametrize("inner", ["torchrun", "deepspeed", "horovodrun", "mpirun"])
 def test_a_launcher_inside_srun_wins(inner):
     assert world.read({**ENVIRONMENTS["srun"], **ENVIRONMENTS[inner]}).launcher == inner
+
+
+def test_a_process_keeps_its_place_whatever_engines_set(monkeypatch):
+    assert world.read(ENVIRONMENTS["torchrun"] | {"LOCAL_SIZE": "2"}).launcher == "torchrun"
+    before = world.here()
+    monkeypatch.setenv("RANK", "7")
+    assert world.here() is before
 
 
 def test_two_launchers_at_once_are_named():
