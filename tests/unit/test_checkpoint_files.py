@@ -195,6 +195,8 @@ def test_what_changes_between_two_saves_is_laid_out_anew():
         ({WEIGHT: weight, "exp_avg": moment}, 4, 0.0),
         ({WEIGHT: weight, "exp_avg": moment}, 6, 0.0),
         ({WEIGHT: weight, "exp_avg": moment}, 6, 1.0),
+        ({WEIGHT: weight, "exp_avg": moment}, 8, 1.0),
+        ({WEIGHT: weight, "exp_avg": moment}, 9, 1.0),  # of nothing, on the second rank alone
     ]
 
     def run(room):
@@ -211,7 +213,7 @@ def test_what_changes_between_two_saves_is_laid_out_anew():
 
     for plans in Room(2).run(run):
         assert plans[0] is plans[1]
-        assert [plan is before for before, plan in itertools.pairwise(plans)] == [True, False, False, False]
+        assert [plan is before for before, plan in itertools.pairwise(plans)] == [True, *[False] * 5]
 
 
 def test_numbers_are_those_of_the_first_rank_that_lists_the_parameter():

@@ -129,10 +129,12 @@ def test_what_no_rank_may_read_is_not_renamed(folder, monkeypatch):
 
 
 def test_damage_is_set_aside_once_there_is_a_whole_one(folder):
-    (folder.path(2) / PARTS[1]).unlink()
+    hurt = folder.path(2) / PARTS[1]
+    hurt.write_bytes(bytes(hurt.stat().st_size))
+    folder.partial(9).mkdir()
     for start in begin(folder):
         assert isinstance(start, resume.Start)
-        assert (start.step, start.in_place) == (1, True)
+        assert (start.step, start.in_place, start.loss) == (1, True, 0.5)
     assert names(folder) == ["step-00000001", "step-00000002.damaged"]
 
 
@@ -169,6 +171,7 @@ def test_a_checkpoint_that_is_a_link_is_the_runs_own(folder, tmp_path):
     assert [start.in_place for start in begin(folder, wanted=str(link))] == [True, True]
     assert names(folder) == ["step-00000001"], "the later one made way"
     assert [start.in_place for start in begin(folder, wanted=str(elsewhere))] == [False, False]
+    assert folder.newest_first() == [], "they are of another training"
 
 
 # Before training: could this run be saved?
