@@ -130,7 +130,8 @@ def test_what_no_rank_may_read_is_not_renamed(folder, monkeypatch):
 
 def test_damage_is_set_aside_once_there_is_a_whole_one(folder):
     hurt = folder.path(2) / PARTS[1]
-    hurt.write_bytes(bytes(hurt.stat().st_size))
+    content = hurt.read_bytes()
+    hurt.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     folder.partial(9).mkdir()
     for start in begin(folder):
         assert isinstance(start, resume.Start)
