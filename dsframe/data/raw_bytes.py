@@ -28,8 +28,6 @@ def mapped(path: Path, size: int, offset: int = 0) -> Tensor:
 
     Raises DataError.
     """
-    if size == 0:
-        raise DataError(f"{path}: empty")
     try:
         # copy-on-write, because torch warns about read-only arrays
         return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,), offset=offset))

@@ -30,10 +30,9 @@ class DecoderBlock(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         places = torch.arange(stream.shape[1], device=stream.device)[None]
         # Without a mask attention is causal.
-        outputs = self.layer(
+        return self.layer(  # type: ignore[no-any-return]
             stream, attention_mask=None, position_ids=places, position_embeddings=self.angles(stream, places)
         )
-        return outputs[0] if isinstance(outputs, tuple) else outputs  # type: ignore[no-any-return]
 
 
 def cut(model: Any) -> list[Layer] | None:

@@ -3,7 +3,6 @@ subprocess downloads missing ones, so that this process stays offline."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -42,11 +41,9 @@ def snapshot(address: str) -> Path:
     revision = revision or "main"
     folder = _cached(name, revision)
     if folder is None:
-        why = "offline"
-        if not os.environ.get("HF_HUB_OFFLINE"):
-            command = [sys.executable, "-c", _DOWNLOAD, name, revision, *_LEFT_OUT]
-            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-            why, folder = ended.stderr.strip().rpartition("\n")[2], _cached(name, revision)
+        command = [sys.executable, "-c", _DOWNLOAD, name, revision, *_LEFT_OUT]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        why, folder = ended.stderr.strip().rpartition("\n")[2], _cached(name, revision)
         if folder is None:
             reason = _REASONS.get(why, _OFFLINE).format(name=name, revision=revision)
             raise TaskError(f"task: {address} of the Hugging Face hub: {reason}")

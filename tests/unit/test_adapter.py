@@ -267,3 +267,12 @@ def test_the_new_heads_of_any_classifier_are_trained_whole():
     swift = transformers.SwiftFormerForImageClassification(transformers.SwiftFormerConfig(**sizes))
     assert model_adapter._heads(swift) == ["head", "dist_head"]
     assert model_adapter._heads(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))) == []
+
+
+def test_a_checkpoint_without_an_adapter_has_no_base():
+    model_adapter.compare({"training": {}}, "digest", "here")
+
+
+def test_others_load_an_adapter_by_the_class_of_its_model():
+    model = type("LlamaForQuestionAnswering", (nn.Module,), {})()
+    assert model_adapter._task_type(model) == "QUESTION_ANS"

@@ -94,6 +94,7 @@ def test_what_is_padded_is_masked_and_no_target():
     assert Pad(fill={"labels": -1})(rows)["labels"].tolist() == [[2, 3, 4], [-1] * 3]
     masked = [{"attention_mask": [0, 1], "input_ids": [1, 2]}, {"attention_mask": [1], "input_ids": [3]}]
     assert Pad()(masked)["attention_mask"].tolist() == [[0, 1], [1, 0]], "the rows' own"
+    assert Pad()([{"x": [[1, 2]]}, {"x": [[3, 4]] * 2}])["x"].tolist() == [[[1, 2], [0, 0]], [[3, 4]] * 2]
 
 
 def test_the_row_that_is_first_does_not_decide_the_type():
@@ -163,6 +164,11 @@ def test_what_does_not_fit_is_named(rows, collate, message):
 
     with pytest.raises(DataError, match=message):
         read()
+
+
+def test_the_first_row_that_does_not_fit_is_named():
+    with pytest.raises(DataError, match=r"row 5 has .*, but row 9 has"):
+        collated([(5, (1.0, 1)), (6, (1.0, 1)), (9, ([1.0], 1))])
 
 
 def test_a_source_makes_its_own_batches():

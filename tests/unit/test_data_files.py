@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,12 @@ def mapped_files(part):
 def test_the_ranks_of_a_host_share_one_copy(here):
     write_mnist(here)
     source = load(settings(data_dir=str(here)))
-    assert str(here / "train-images-idx3-ubyte") in mapped_files(str(here))
+    path = here / "train-images-idx3-ubyte"
+    assert str(path) in mapped_files(str(here))
     assert len(source) == 6
+    before = path.read_bytes()
+    read_idx(path).fill_(7)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("name", "mirrored"), [("mnist", False), ("fashion-mnist", True)])
@@ -70,7 +75,9 @@ def test_what_is_trained_on_is_augmented_and_what_is_evaluated_is_not(name, mirr
     section = settings(name, data_dir=str(here), augment=True)
     for train, moved in ((True, True), (False, False)):
         looks = [load(section, train=train).batch(torch.tensor([1]), epoch)[0] for epoch in range(30)]
+        others = [load(section, train=train, seed=1).batch(torch.tensor([1]), epoch)[0] for epoch in range(30)]
         assert any(not torch.equal(look, looks[0]) for look in looks) == moved
+        assert all(map(torch.equal, looks, others)) != moved
         rising = {bool((look.diff(dim=-1) > 0).float().mean() > 0.5) for look in looks}
         assert (len(rising) == 2) == (train and mirrored)
 
@@ -122,13 +129,20 @@ def test_truncated_files_are_refused(tmp_path):
         truncate(name, name.stat().st_size // 2)
         with pytest.raises(DataError, match=f"{name}: truncated or damaged"):
             load(settings(data_dir=str(folder)))
+    damaged = tmp_path / "a.gz"
+    damaged.write_bytes(gzip.compress(b"")[:10] + b"\xff")
+    with pytest.raises(DataError, match="truncated or damaged"):
+        read_idx(damaged)
     path = tmp_path / "short"
-    path.write_bytes(idx(np.zeros((2, 3)))[:-1])
-    with pytest.raises(DataError, match="its header says 2 x 3, 18 bytes, but it has 17; delete it"):
-        read_idx(path)
-    path.write_bytes(b"<html>")
-    with pytest.raises(DataError, match=r"not an idx file of bytes \(it starts with 3c 68 74 6d\)"):
-        read_idx(path)
+    whole = idx(np.zeros((2, 3)))
+    for content, size in ((whole[:-1], 17), (whole + b"0", 19)):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"its header says 2 x 3, 18 bytes, but it has {size}; delete it"):
+            read_idx(path)
+    for content, begin in ((b"<html>", "3c 68 74 6d"), (b"\0\0\x0c\1", "00 00 0c 01")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"not an idx file of bytes \(it starts with {begin}\)"):
+            read_idx(path)
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
@@ -137,6 +151,9 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         load(settings(data_dir=str(tmp_path)))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(5)))
     with pytest.raises(DataError, match=r"holds 6 images, .* 5 labels"):
+        load(settings(data_dir=str(tmp_path)))
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(np.zeros((5, 28, 20))))
+    with pytest.raises(DataError, match=r"not 28 x 28 images: \[5, 28, 20\]"):
         load(settings(data_dir=str(tmp_path)))
 
 
@@ -179,10 +196,12 @@ def interrupted_write(path):
         raise KeyboardInterrupt
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "folder" / "file"
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, replace, renamed = tmp_path / "folder" / "file", Path.replace, []
+    monkeypatch.setattr(Path, "replace", lambda self, to: renamed.append(self.read_bytes()) or replace(self, to))
     with replacing(path) as out:
         out.write(b"first")
+    assert renamed == [b"first"]
     with pytest.raises(KeyboardInterrupt):
         interrupted_write(path)
     assert path.read_bytes() == b"first"
@@ -211,6 +230,11 @@ def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path):
     truncate(target / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
     fetch.fetch("fashion-mnist", str(target), lines.append)
     assert len(load(settings(data_dir=str(target)))) == 6
+
+
+def test_a_program_that_fails_has_the_last_word():
+    error = subprocess.CalledProcessError(1, ["apt-get", "download", "x"], stderr="first\nlast\n")
+    assert fetch._reason(error) == "apt-get download failed: last"
 
 
 def test_a_folder_that_cannot_be_written_is_named(here):
@@ -287,6 +311,7 @@ def test_image_folders_that_are_not_there(tmp_path):
 
 
 def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart():
+    assert len(load(settings("synthetic", samples=5), train=False)) == 1
     section = settings("synthetic", samples=200, classes=3, image_size=16)
     train, test = load(section), load(section, train=False)
     assert (len(train), len(test)) == (200, 20)

@@ -99,6 +99,8 @@ def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said()
     loader = Loader(Stream(), seed=0, micro_batch_size=2)
     with pytest.raises(DataError, match='Stream does not say how many rows it has; write "steps"'):
         loader.lines(loader.sampler.total_steps(1))
+    (line,) = Loader(Stream(), seed=0, micro_batch_size=2, accumulation_steps=2, ranks=2).lines(1)
+    assert "takes 4 of every 8" in line
     with pytest.raises(DataError, match=r"StreamSource gives the order of its samples itself; remove Task\.order"):
         Loader(Stream(), seed=0, micro_batch_size=2, order=lambda epoch, samples: torch.arange(samples))
 
@@ -168,9 +170,10 @@ def test_padding_mixes_no_samples_but_a_row_looks_different_in_another_batch():
 
 def test_the_samples_of_a_step_have_their_numbers_though_an_order_repeats_them():
     """A sample that comes again is another one to its transforms, but not to who reads what is wrong with it."""
-    order = torch.tensor([2, 2, 0, 2])
-    loader = Loader(Noisy(4), seed=0, micro_batch_size=2, accumulation_steps=2, order=lambda *_: order)
+    given = {"seed": 0, "accumulation_steps": 2, "order": lambda *_: torch.tensor([2, 2, 0, 2])}
+    loader = Loader(Noisy(4), micro_batch_size=2, **given)
     assert [loader.samples_at(1, row) for row in range(2)] == [[2, 0], [2, 2]]
+    assert Loader(Noisy(4), micro_batch_size=1, rank=1, ranks=2, **given).samples_at(1, 0) == [2, 2]
 
 
 def test_too_little_data_is_refused_before_training():

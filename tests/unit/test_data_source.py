@@ -27,6 +27,11 @@ def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch():
     assert not torch.equal(source(seed=8).batch(torch.arange(40), epoch=1)[0], whole)
 
 
+def test_images_are_normalised_on_their_device():
+    pixels = torch.empty(1, 3, 4, 4, dtype=torch.uint8, device="meta")
+    assert source().normalised((pixels, None))[0].is_meta
+
+
 def looks(batch):
     """Which crop and mirror image each picture of a 4 x 4 chart (pixel values 1 to 16, padding 1) is: 18 numbers."""
     chart = torch.arange(1, 17).view(4, 4)

@@ -1,5 +1,6 @@
 """Processes that read a data set: they outlive the signals that ask a training to stop, and never their own parent."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,7 +8,10 @@ import time
 
 import psutil
 import pytest
+import torch
 
+from dsframe.data import Loader, as_source
+from dsframe.data.workers import held
 from dsframe.host.processes import STOP_SIGNALS
 from tests.processes import ready_programs, run_program
 
@@ -52,6 +56,21 @@ def reads_to_the_end(process, said_first):
         assert process.stdout.readline().startswith("["), "a rank without its workers"
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+def test_a_start_of_workers_leaves_collection_and_signals_as_they_were():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    for change, collects in ((gc.disable, False), (gc.enable, True)):
+        change()
+        with held():
+            pass
+        assert gc.isenabled() == collects
+    assert {*STOP_SIGNALS} <= signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_workers_collect():
+    source = as_source([0], 0, lambda rows: (torch.tensor([gc.isenabled()]), torch.zeros(1)))
+    assert next(Loader(source, seed=0, micro_batch_size=1, workers=1).stream())[0].all()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -45,7 +45,9 @@ def test_a_chain_is_the_model(tied):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma"])
 def test_kinds_that_can_be_split(kind):
+    before = torch.get_rng_state()
     decoder.refuse_other_models(small(config(kind, head_dim=8)))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def test_an_early_end_is_saved_and_a_last_evaluation_off_the_schedule_does_not_c
     assert "training ends after" not in capsys.readouterr().err  # it is the file's last step
     dsframe.fit(Falling(), file("early", stop=few, checkpoints={}))
     assert [path.name for path in (here / "early" / "checkpoints").glob("step-*")] == ["step-00000006"]
+    assert dsframe.fit(Falling(), file("early", stop={**few, "patience": 3}), resume="auto").steps == 8
 
 
 def test_refusals(tmp_path):

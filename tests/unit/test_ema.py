@@ -94,6 +94,16 @@ def test_one_that_begins_before_the_first_update_moves_towards_it():
     assert optimizer.state[weight][ema.KEY].item() == 1.0
 
 
+def test_weights_and_averages_change_places_and_return_after_an_error():
+    weight, seen = nn.Parameter(torch.zeros(1)), []
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    ema.update(optimizer, [weight], 0.5)
+    weight.data += 1.0
+    with pytest.raises(KeyError), ema.swapped(optimizer, [weight], lambda: seen.append(weight.item())):
+        raise KeyError
+    assert seen == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(("kind", "every"), [("AdamW", 2), ("SGD", 1)])
 def test_it_is_torchs(kind, every, tmp_path):
     wanted = {"decay": 0.9, "every_steps": every, "evaluate": True}

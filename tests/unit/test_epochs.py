@@ -110,6 +110,13 @@ def test_intervals_end_where_epochs_end():
     assert [step for step in range(11, 16) if schedule.logs(step)] == [15]
 
 
+def test_the_end_is_logged_and_evaluated_but_no_regular_step():
+    given = load(ds_config(8, "SGD", 0.1, steps=21, eval_every_steps=10, log_every_steps=100)).settings
+    schedule = RunSchedule.of(given, Sampler(20, 8, 0), evaluates=True)
+    assert (schedule.eval_steps, schedule.regular) == ({10, 20, 21}, {10, 20})
+    assert [step for step in range(1, 22) if schedule.logs(step)] == [1, 2, 5, 10, 20, 21]
+
+
 def test_a_tenth_of_an_epoch_is_a_tenth():
     tenth = epochs.steps(Interval(epochs=0.1), Fraction(30))
     assert tenth == 3

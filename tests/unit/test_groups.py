@@ -114,6 +114,11 @@ def test_the_preset_is_the_trainers_rule(kind):
     assert set(groups.without_decay(model)) == set(names) - set(decayed) != set()
 
 
+def test_the_preset_goes_by_whole_names_of_modules_in_any_case():
+    model = nn.ModuleDict({"a": nn.LayerNorm(2), "ab": nn.Linear(2, 2), "RMSNorm": nn.Linear(2, 2, bias=False)})
+    assert groups.without_decay(model) == ["a.weight", "a.bias", "ab.bias", "RMSNorm.weight"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
@@ -126,7 +131,10 @@ def test_the_preset_is_the_trainers_rule(kind):
             [{"match": ["embed.*"], "weight_decay": 0}, {"match": ["head.*"], "lr_scale": 2}],
             r'"head\.\*" matches head\.weight, and so does "embed\.\*" of group 0',
         ),
-        ([{"match": ["*"], "freeze": True}], r"parameter_groups\[0\]: with it all parameters are frozen"),
+        (
+            [{"match": ["[bn]*"], "freeze": True}, {"match": ["embed.*"], "freeze": True}],
+            r"parameter_groups\[1\]: with it all parameters are frozen",
+        ),
         ([{"match": ["*"]}], r"parameter_groups\[0\]: changes nothing"),
         ([{"match": ["*"], "freeze": True, "lr_scale": 2}], "lr_scale has no effect on frozen parameters"),
     ],
@@ -135,6 +143,12 @@ def test_the_preset_is_the_trainers_rule(kind):
 def test_what_is_wrong_is_said_before_training(wanted, says, by_task):
     with pytest.raises(TaskError if by_task else ConfigError, match=says):
         settled(task=Tokens(wanted)) if by_task else settled(*wanted)
+
+
+def test_groups_of_file_and_task_are_refused():
+    group = {"match": ["body.*"], "lr_scale": 2}
+    with pytest.raises(TaskError, match='the file has "parameter_groups" too'):
+        settled(group, task=Tokens([group]))
 
 
 def test_groups_as_torch_has_them_are_told_of_patterns():

@@ -97,6 +97,12 @@ def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path):
     assert folder._damage(film)
 
 
+def test_a_transparent_colour_of_a_palette_is_white():
+    image = Image.new("P", (1, 1))
+    image.info["transparency"] = 0
+    assert folder.rgb(image).getpixel((0, 0)) == (255, 255, 255)
+
+
 @pytest.fixture
 def pictures(tmp_path):
     for name in ("cat", "dog"):
@@ -224,11 +230,13 @@ def test_classes_are_numbered_by_name(tmp_path):
     """Not as the system lists the folders."""
     names = [f"class {number}" for number in (10, 9, 2, 31, 4, 25, 6, 17, 8, 11)]
     for name in names:
-        written(tmp_path / "train" / name / "1.png", Image.fromarray(RAMP))
+        written(tmp_path / "train" / name / "1.PNG", Image.fromarray(RAMP))
     assert folder.class_names(str(tmp_path)) == sorted(names)
     data = folder.load(str(tmp_path), FACTS, train=True, augment=False)
     assert [path.parent.name for path, _ in data.samples] == sorted(names)
     assert [label for _, label in data.samples] == [*range(10)]
+    given = folder.load(str(tmp_path), FACTS, train=True, augment=False, names=names)
+    assert [(label, path.parent.name) for path, label in given.samples] == [*enumerate(names)]
 
 
 def test_an_evaluation_takes_pictures_as_they_are(pictures):

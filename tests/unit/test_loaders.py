@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset, default_collate
 import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.training.loaders import loaders
+from dsframe.errors import TaskError
+from dsframe.training.loaders import loaders, sets
 from tests.files import ds_config
 
 ROWS = torch.arange(22.0).reshape(11, 2)
@@ -82,3 +83,9 @@ def test_an_epoch_may_leave_its_last_samples_out(drops, steps):
 def test_an_order_of_the_file():
     loader, _ = made(0, 1, order="sequential")
     assert samples(loader) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["a b", 3])
+def test_a_set_is_named_as_files_may_be(name):
+    with pytest.raises(TaskError, match="eval_data: a set is named"):
+        sets(dsframe.Task(), {name: DATA})

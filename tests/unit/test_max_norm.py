@@ -7,15 +7,24 @@ import torch
 from torch import nn
 
 from dsframe.engines.state_replica import ParameterView
-from dsframe.model.max_norm import share_limits, written
+from dsframe.errors import EngineError
+from dsframe.model.max_norm import refuse, share_limits, written
 from tests.threads import Room
 
 ROWS = [torch.tensor([[0, 1], [1, 1]]), torch.tensor([[3, 1], [4, 0]])]
 """Looked up by each rank. Nobody looks up row 2; row 4 is short already."""
 
 
+class Noting(nn.Embedding):
+    """Reads its limit where it is made."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.noted = self.max_norm
+
+
 def table(kind, **options):
-    made = getattr(nn, kind)(5, 3, max_norm=1.0, **options)
+    made = getattr(nn, kind, Noting)(5, 3, max_norm=1.0, **options)
     with torch.no_grad():  # not drawn: ranks are threads, with one generator
         made.weight.copy_(torch.arange(1.0, 16.0).view(5, 3) * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.01]).unsqueeze(1))
     return made
@@ -30,7 +39,7 @@ def limited(ranks, module):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
-@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag", "Noting"])
 def test_rows_that_any_rank_looks_up_are_shortened_on_all(kind, norm_type):
     expected = table(kind, norm_type=norm_type)
     whole = expected(torch.cat(ROWS)).detach()
@@ -59,3 +68,15 @@ def test_an_evaluation_sees_short_rows_and_changes_none(kind, options, norm_type
         outputs = model.train(frozen)(ROWS[1])
         torch.testing.assert_close(outputs.detach(), expected)
         assert torch.equal(model[0].weight, master)
+
+
+def test_an_evaluation_sees_bags_of_several_lengths():
+    given = torch.tensor([0, 1, 3]), torch.tensor([0, 1, 3])
+    expected = table("EmbeddingBag", include_last_offset=True)(*given)
+    (model, _) = limited(SimpleNamespace(), table("EmbeddingBag", include_last_offset=True))
+    torch.testing.assert_close(model.eval()[0](*given), expected)
+
+
+def test_a_pipeline_refuses_a_limit_wherever_it_is():
+    with pytest.raises(EngineError, match="a pipeline cannot keep"):
+        refuse(nn.Sequential(nn.Sequential(table("Embedding"))))

@@ -13,6 +13,7 @@ import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
 from dsframe.training import user_values
+from dsframe.training.module_state import shortened
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
 from tests.files import ds_config
 from tests.lines import Line
@@ -199,7 +200,7 @@ class Later(SetByHook):
 
 @pytest.mark.parametrize(("step", "owner", "said"), [(2, "model", "factor"), (3, "task", "weight"), (5, "task", "")])
 def test_what_a_hook_sets_later_is_said_when_it_is_saved(step, owner, said, tmp_path, capsys):
-    fit(tmp_path, Later(step, owner), 4)
+    fit(tmp_path, Later(step, owner), 4, {"checkpoints": {"every_steps": 1}})
     printed = capsys.readouterr().err
     assert printed.count("changed in training, and no checkpoint has it") == bool(said)
     assert f"dsframe: {said} changed" in printed or not said
@@ -294,8 +295,38 @@ def test_parts_that_the_first_step_replaces_are_said(tmp_path, capsys):
     assert "hooks of act changed in training, and no checkpoint has it" in capsys.readouterr().err
 
 
+class Evaluating(Parts):
+    """Whose norm is never trained."""
+
+    def forward(self, rows):
+        self.norm.eval()
+        return super().forward(rows)
+
+
+class Quiet(Turned):
+    """Counts its losses."""
+
+    calls = 0
+
+    def loss(self, outputs, targets):
+        self.calls += 1
+        return super().loss(outputs, targets)
+
+
+class Calls(dsframe.Hooks):
+    """Keeps the steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step(self, run):
+        self.steps.append(run.step)
+
+
 def test_nothing_is_said_of_hooks_that_change_nothing(tmp_path, capsys):
-    fit(tmp_path, Turned("act", 9), 3, {"eval_every_steps": 1})
+    task = Quiet("act", 9)
+    task.net, task.hooks = Evaluating(), [task, Calls()]
+    fit(tmp_path, task, 3, {"eval_every_steps": 1})
     printed = capsys.readouterr().err
     assert "changed in training" not in printed
     assert "a hook changes" not in printed
@@ -384,11 +415,16 @@ class Names(nn.LSTM):
     def __init__(self):
         super().__init__(2, 2)
         self.alias, self.weights = self.weight_ih_l0.data, [self.weight_hh_l0]
+        self.array = self.alias.numpy()
         self.pair, self.by_name = (torch.zeros(2), 1), {"x": torch.zeros(1)}
 
     def forward(self, input, hx=None):  # torch's names
         self.pair, self.by_name["x"] = (input[0, 0], 2), input.mean()
         return super().forward(input, hx)
+
+
+def test_the_fifth_name_is_counted():
+    assert [shortened(["a"] * count) for count in (4, 5)] == ["a, a, a, a", "a, a, a, a and 1 more"]
 
 
 def test_names_of_weights_are_no_state():

@@ -24,6 +24,7 @@ WRONG = {
     "torch.float32 on cpu": torch.ones(6),
     "list": [0, 1, 2, 3, 4, 5],
     "indices from -1 to 4": torch.arange(-1, 5),
+    "indices from 1 to 6": torch.arange(1, 7),
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dsframe.data.sample_draws import SampleDraws
+from dsframe.data.sample_draws import DrawTrial, RowDraws, SampleDraws
 from dsframe.errors import TaskError
 
 CPU = torch.device("cpu")
@@ -79,6 +79,52 @@ def test_the_numbers_are_random():
     kept = drawn(lambda x: functional.dropout(x + 1, 0.25), rows, 8)
     assert kept.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert float(kept.mean()) == pytest.approx(1, abs=5e-3)
+    double = drawn(lambda rows: torch.rand(rows.shape, dtype=torch.float64, requires_grad=True), rows, 8)
+    assert double.requires_grad
+    assert (double * 2**24 % 1).any()
+    drawn(lambda rows: functional.dropout(rows, 1.0, inplace=True), rows.add_(1), 8)
+    assert not rows.any()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rows: torch.randint(3, 7, rows.shape).float(),
+        lambda rows: rows.uniform_(-1, to=3),
+        lambda rows: rows.exponential_(4.0),
+        lambda rows: torch.normal(rows, 3.0),
+    ],
+)
+def test_the_numbers_are_spread_as_torchs(draw):
+    torch.manual_seed(0)
+    ours, torchs = drawn(draw, torch.zeros(8, 9000), 8), draw(torch.zeros(8, 9000))
+    levels = torch.tensor([0.01, 0.3, 0.7, 0.99])
+    assert torch.allclose(ours.quantile(levels), torchs.quantile(levels), atol=0.2)
+
+
+def test_an_evaluation_does_not_end_the_trial_of_draws():
+    model = nn.Dropout()
+    trial = DrawTrial(model, CPU)
+    for training in (False, True):
+        model.train(training)(torch.ones(2))
+    assert trial.moved
+
+
+def test_evaluations_draw_the_same_each_time_and_other_data_and_epochs_other_numbers():
+    draws, found = RowDraws(0, CPU), []
+    for data in (0, 0, 1):
+        with draws.of(data, range(3)):
+            found.append(torch.rand(3).tolist())
+    assert found[0] == found[1] != found[2]
+    for epoch in (0, 1):
+        with draws.collating([(epoch, 5)]):
+            found.append(torch.rand(1))
+    assert found[3] != found[4]
+
+
+def test_a_loss_whose_numbers_are_of_no_sample_is_refused():
+    with pytest.raises(TaskError, match="the loss draws"), SampleDraws(nn.Identity(), 0, 2, CPU).of_loss():
+        torch.randperm(3)
 
 
 def test_two_draws_of_a_pass_differ_and_evaluation_draws_as_ever():

@@ -12,7 +12,7 @@ from dsframe.config import load
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import schedules
-from dsframe.model.rates import keep_ratios
+from dsframe.model.rates import Rates, keep_ratios
 from tests.files import ds_config
 
 BASE = 0.05
@@ -149,6 +149,8 @@ def test_a_tasks_own_weight_decay():
     """Groups without a decay keep none; others have it again after it was 0."""
     document = ds_config(4, "AdamW", 0.8)
     schedule = schedules.planned(load(document), Decaying(), 0.8)
+    assert schedules.with_weight_decay(schedules.of_task(Halving(), 0.8), Decaying())(1) == Rates(0.4, None, 0.1)
+    assert schedules.scaled(lambda updates: Rates(0.4, 0.9, 0.1), 2)(1) == Rates(0.8, 0.9, 0.1)
     groups = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
     seen = []
     for updates in (1, 0, 2):

@@ -30,7 +30,9 @@ def config(kind, **more):
 )
 def test_models_whose_attention_can_be_shared(kind, more):
     """With numbers: the small model's outputs are those of its own attention, and nothing else looks at other positions."""
+    before = torch.get_rng_state()
     shared_sequences.refuse_unshareable(small(config(kind, **more)), 2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,19 @@ def test_a_model_that_looks_elsewhere_is_refused(monkeypatch):
     monkeypatch.setattr(module.LlamaMLP, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(TaskError, match="its positions look at each other outside of attention"):
         shared_sequences.refuse_unshareable(small(config("llama")), 2)
+    monkeypatch.setattr(shared_sequences, "_causal_attention", lambda parts, *_: parts[2])
+    with pytest.raises(TaskError, match="its attention is another one"):
+        shared_sequences.refuse_unshareable(small(config("llama")), 2)
+
+
+@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1)}, {"is_causal": False}])
+def test_attention_that_is_not_causal_is_refused(more):
+    with pytest.raises(TaskError, match="a mask of its own"):
+        shared_sequences._attention(None, None, None, None, **more)
+
+
+def test_attention_drops_out():
+    assert not shared_sequences._causal_attention([torch.ones(1, 1, 2, 2)] * 3, None, 1.0, None).any()
 
 
 @pytest.mark.parametrize(
@@ -101,3 +116,5 @@ def test_heads_by_themselves_are_the_model(kind, groups, packed):
     shared = shared_sequences.Sequences(model, 4, Ranks(4))
     torch.testing.assert_close(model(**shared.see(dict(inputs))).logits, before, atol=1e-5, rtol=1e-5)
     assert shared.calls == 2
+    shared.see(inputs["input_ids"])
+    assert shared._documents is None

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from dsframe import Tied
 from dsframe.errors import TaskError
-from dsframe.tasks.layers import assemble, make
+from dsframe.tasks.layers import assemble, make, ready
 
 
 class Noisy(nn.Module):
@@ -69,8 +69,14 @@ def test_a_tied_weight_is_one_parameter_of_both_layers():
             [partial(nn.Linear, 2, 2), Tied(0, functional.linear)],
             "whose parameters are weight, bias; make what is shared",
         ),
+        (
+            [*LAYERS[:1], *[Tied(0, functional.linear), Tied(1, functional.linear)]],
+            "layer 2 is tied to layer 1; it has",
+        ),
     ],
 )
 def test_what_is_no_layer_is_refused(layers, message):
     with pytest.raises(TaskError, match=message):
         assemble(layers, seed=0)
+    with pytest.raises(TaskError, match=r"layer 0 of cut\(\) is not a module"):
+        ready(LAYERS)

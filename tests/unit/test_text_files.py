@@ -272,6 +272,16 @@ def test_padded_rows_are_no_longer_than_the_context(tmp_path):
     ]
 
 
+def test_of_two_rows_the_third_is_the_first(tmp_path):
+    """An order of the task's may ask for a row again."""
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("abc", "def", "ghi")])
+    found = prepared("a.jsonl", packing="rows")
+    found.settings = found.settings.model_copy(update={"samples": 2})
+    source = found.train_data()
+    assert len(source) == 2
+    assert source.batch(torch.tensor([2]), 0)[1].equal(source.batch(torch.tensor([0]), 0)[1])
+
+
 def test_the_second_start_reads_what_the_first_has_made(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_RECENT_NANOSECONDS", -(10**18))  # each digest is kept, however new the file is
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(5000)])

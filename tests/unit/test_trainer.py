@@ -87,6 +87,9 @@ class Copying(dsframe.Hooks):
     def on_step(self, run):
         run.model()
 
+    def on_evaluation(self, run, metrics):
+        metrics.clear()
+
 
 class Fading(Line):
     """Its loss is divided by the step, which is not 0 in the trial of the evaluation either."""
@@ -121,7 +124,7 @@ def test_evaluations_and_copies_leave_the_training_s_random_numbers(tmp_path):
     dsframe.fit(Drawing(), file(tmp_path / "often", eval_every_steps=1))
     copied = Drawing()
     copied.hooks = [Copying()]
-    dsframe.fit(copied, file(tmp_path / "copied"))
+    assert dsframe.fit(copied, file(tmp_path / "copied")).metrics
     for run in ("often", "copied"):
         assert curve(tmp_path / run, "loss") == curve(tmp_path / "plain", "loss")
 
@@ -367,7 +370,7 @@ def test_the_rate_is_of_the_steps_after_the_first_without_pauses():
     """Ten steps of eight tokens in five of nine seconds."""
     loop = MagicMock()
     loop.engine.plan.batch.train_batch_size, loop.engine.plan.task.units_per_sample = 4, 2
-    loop.training.first_step, loop.training.last_step, loop.training.paused_seconds = 1, 11, 3.0
+    loop.training.first_step, loop.training.last_step, loop.training.paused_seconds = 3, 13, 3.0
     loop._first_step.ended = 2.0
     summary = Trainer._summary(loop, 1.0, 10.0)
     assert (summary.rate, summary.seconds, summary.first_step_seconds) == (16.0, 6.0, 1.0)
@@ -527,3 +530,10 @@ def test_ranks_build_the_same_model_and_draw_other_numbers(monkeypatch, tmp_path
 @pytest.mark.parametrize(("p", "draws"), [(0.0, False), (0.5, True), (1.0, False)])
 def test_a_dropout_of_nothing_or_everything_draws_no_other_masks(p, draws):
     assert bool(build.dependences(Line(), nn.Dropout(p))) == draws
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(2, 2, scale_grad_by_freq=True), nn.InstanceNorm1d(2, track_running_stats=True)]
+)
+def test_what_counts_within_a_micro_batch_is_said(module):
+    assert build.dependences(Line(), module)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from dsframe.errors import TaskError
 from dsframe.model import adapter, groups
 from dsframe.tasks.meta import map_floats
-from dsframe.tasks.task import Task, gives, loss_and_terms
+from dsframe.tasks.task import Task, loss_and_terms
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -62,9 +62,7 @@ def model_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> nn
     model = task.model()
     if config is not None and config.settings.adapter is not None:
         adapter.add(config, model)
-    settings = config.settings if config is not None else None
-    has_groups = settings and (settings.parameter_groups or settings.no_decay != "none")
-    if config is not None and (has_groups or gives(task, "parameter_groups")):
+    if config is not None:
         groups.settle_groups(config, task, model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
