@@ -54,8 +54,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before():
-    """What a later test starts would inherit signals that are ignored, or blocked as ``supervise.run`` leaves them."""
+def process_as_before():
+    """What a later test starts would inherit signals that are ignored, or blocked as ``supervise.run`` leaves them, and a
+    rank."""
+    ranks = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     yield
@@ -64,6 +66,7 @@ def signals_as_before():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert after == handlers, "the test leaves other handlers of signals than it found"
+    assert ranks == {name: os.environ.get(name) for name in ranks}, "the test leaves a rank in the environment"
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ def test_a_library_is_asked_in_another_process(monkeypatch):
     assert doctor.probe("no_such_library") is None
     monkeypatch.setitem(doctor.PROBES, "torch", "raise SystemExit('first\\nlast')")
     assert doctor.probe("torch").broken == "last"
+    monkeypatch.setitem(doctor.PROBES, "torch", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.01)
     assert doctor.probe("torch").broken == "no answer within 0 s"
 
