@@ -163,6 +163,9 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
     write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "pissa_niter_4"})
     with pytest.raises(ConfigError, match="with which peft loads another base each time"):
         fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
+    write_json(here / "peft" / "adapter_config.json", settings | {"peft_type": "NOVEL"})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
     write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "loftq", "loftq_config": {}})
     with pytest.raises(ConfigError, match=r"peft refuses it|cannot be read"):  # a package or a setting is missing
         fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
