@@ -2003,10 +2003,15 @@ class Observing(_First):
 
 
 class Balanced(Rows):
-    """A term in the norm of the mean gradient, in training alone (Chen et al. 2018, "GradNorm")."""
+    """A term in the norm of the mean gradient, in training alone (Chen et al. 2018, "GradNorm"); also beside a ``penalty``."""
+
+    def __init__(self, penalty=None):
+        self.penalty = penalty
 
     def loss(self, outputs, targets):
         loss = super().loss(outputs, targets)
+        if self.penalty:
+            loss = loss + self.penalty * self.net[0].weight.square().sum()
         if torch.is_grad_enabled():
             (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
             loss = loss + 20 * gradient.square().mean()
