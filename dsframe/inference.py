@@ -29,9 +29,8 @@ from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema, extra_state
 from dsframe.model.persistent import make_room
 from dsframe.model.state import ParameterState, SavedView
-from dsframe.run_dir.record import without_nonfinite
 from dsframe.tasks.data_sets import seeded
-from dsframe.text import Json, Say
+from dsframe.text import Json, Say, without_nonfinite
 from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
@@ -203,6 +202,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool | None) -> Ite
             changes.compare_adapters(checkpoint.manifest, engine.built.adapter.peft)
             adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
         engine.load_state(Weights(checkpoint, averages=averages))
+        run.task.context.step = checkpoint.step
         checkpoint.close()
         try:
             yield job, engine, watchdog
@@ -260,9 +260,12 @@ def _write_jsonl(out: Path, rows: Iterator[Json], say: Say) -> None:
     try:
         with partial.open("w", encoding="utf-8") as file:
             for number, row in enumerate(rows):
-                written = without_nonfinite(row)
-                replaced += [number] * (written != row)
-                file.write(json.dumps(written, allow_nan=False) + "\n")
+                try:
+                    line = json.dumps(row, allow_nan=False)
+                except ValueError:
+                    replaced.append(number)
+                    line = json.dumps(without_nonfinite(row))
+                file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -21,6 +22,15 @@ _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "note": "\x1b[36m", "m
 _PLAIN = "\x1b[0m"
 _INDENT = 14
 """Column where the values of labelled lines begin."""
+
+
+def without_nonfinite(value: Any) -> Any:
+    """Returns ``value`` with None for non-finite numbers, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def mebibytes(count: int) -> str:

@@ -15,7 +15,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +38,7 @@ from dsframe.errors import CheckpointError
 from dsframe.host import generators
 from dsframe.model.state import ShardedParameters
 from dsframe.results import Metrics
-from dsframe.text import Json, Say
+from dsframe.text import Json, Say, without_nonfinite
 
 if TYPE_CHECKING:
     from dsframe.engine import Engine
@@ -178,7 +177,7 @@ class Saver:
             "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
             "learning_rate": plan.schedule(state.updates).learning_rate,
             "loss": loss,
-            "evaluation": store.finite(evaluation),
+            "evaluation": without_nonfinite(evaluation),
             "aliases": dict(state.aliases),
             **{key: follower.state() for key, follower in plan.followers.items()},
             **self._about,
@@ -262,7 +261,7 @@ class Saver:
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
         if self._begun_step == step:  # otherwise the folder belongs to another run
-            shutil.rmtree(self._store.partial(step), ignore_errors=True)
+            self._store.abandon(step)
         try:
             newest = self._store.newest_first()
             before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"

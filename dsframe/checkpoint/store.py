@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,7 +32,7 @@ from dsframe.config.read.suggest import near_path
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 from dsframe.results import Metrics, best_step
-from dsframe.text import Json
+from dsframe.text import Json, without_nonfinite
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
@@ -139,9 +140,13 @@ class Store:
         CheckpointError."""
         path = self.path(step)
         partial = path / f".{MANIFEST}.partial"
-        write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
+        write(partial, dump({**read_manifest(path), "evaluation": without_nonfinite(evaluation)}))
         partial.replace(path / MANIFEST)
         sync_folder(path)
+
+    def abandon(self, step: int) -> None:
+        """Removes the files of a failed save."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, retention: Retention) -> list[int]:
         """Removes checkpoints that need not be kept and returns their steps. Keeps the newest one and damaged ones;
@@ -253,11 +258,6 @@ def complete(path: Path, *, best: bool = False) -> Path:
     if checkpoint is None:
         raise CheckpointError(f"{candidates[0]}: damaged: {'; '.join(verify(candidates[0]))}")
     return checkpoint
-
-
-def finite(evaluation: Metrics) -> dict[str, float | None]:
-    """Returns an evaluation for JSON: None for values that are not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
 
 
 def config_of(checkpoint: Path) -> Path:

@@ -254,7 +254,8 @@ def extend_limits(limit: timedelta) -> None:
     """Sets the timeout of all groups of this process; those created by libraries have the backend's default."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
-            (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit, group)  # since 2.15
+            # torch 2.15 has the public name.
+            (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

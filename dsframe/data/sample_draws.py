@@ -249,7 +249,7 @@ def _dropout(leading: int | None = None) -> Callable[..., Tensor]:
             return input
         shape = input.shape if leading is None else torch.Size([*input.shape[:leading], *[1] * (input.ndim - leading)])
         kept = its.uniform(shape, torch.float32, input.device) >= p
-        scale = kept.to(input.dtype) / (1.0 - p or 1.0)
+        scale = kept.to(input.dtype) / ((1.0 - p) or 1.0)  # nothing is kept if p is 1
         return input.mul_(scale) if inplace else input * scale
 
     return drop

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsframe import values
 from dsframe.errors import CheckpointError
 from dsframe.model.adapter import FILE, NAME, PREFIX
+from dsframe.model.persistent import persistent_buffers
 from dsframe.tasks import hub
 from dsframe.text import one_line
 from dsframe.values import Tensors
@@ -71,12 +72,13 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
     import peft
     from safetensors.torch import save_file
 
-    before = dict(base.named_buffers())
-    after = {name: buffer for name, buffer in model.named_buffers() if name in before}
-    if changed := difference({name: before[name] for name in after}, after):
+    before, after = persistent_buffers(base), persistent_buffers(model)
+    both = before.keys() & after.keys()  # of an adapted layer the buffers have other names
+    if changed := difference({name: before[name] for name in both}, {name: after[name] for name in both}):
+        whose = "".join(f', or train with "{module}" in modules_to_save' for module in changed.split(".")[-2:-1])
         raise CheckpointError(
             f"the training has changed {changed}, and a folder of peft has nothing of the base: its readers would compute with "
-            f'that of before; write --merge, or train with "{changed.split(".")[-2]}" in modules_to_save'
+            f"that of before; write --merge{whose}"
         )
     settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
     settings.inference_mode = True

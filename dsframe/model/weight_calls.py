@@ -181,7 +181,7 @@ class CallWatch(TorchFunctionMode):
                     "it shall stay so"
                 )
         in_place = name.startswith("=") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-        for target in tensors_of([args[:1] if in_place else None, kwargs.get("out")]):
+        for target in tensors_of([args[:1] if in_place else (), kwargs.get("out")]) if in_place or kwargs else ():
             self._check_write(target)
 
     def _check_read(self, parameter: nn.Parameter) -> None:

@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ from dsframe.data.files import replacing
 from dsframe.errors import DataError
 from dsframe.host import processes
 from dsframe.run_dir.names import LOGGER_ID, TENSORBOARD
-from dsframe.text import Json, Say
+from dsframe.text import Json, Say, without_nonfinite
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
@@ -229,15 +229,6 @@ def _write(path: Path, content: Json, mode: int = 0o666) -> None:
     """Writes JSON. Raises OSError."""
     with replacing(path, mode) as file:
         file.write((json.dumps(without_nonfinite(content), indent=2) + "\n").encode())
-
-
-def without_nonfinite(value: Any) -> Any:
-    """Returns ``value`` with null for non-finite numbers, which JSON lacks."""
-    if isinstance(value, Mapping):
-        return {key: without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_until(path: Path, step: float) -> list[str]:

@@ -24,7 +24,8 @@ from dsframe.engines import TABLE
 from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
-from dsframe.run_dir.record import read_metrics, without_nonfinite
+from dsframe.run_dir.record import read_metrics
+from dsframe.text import without_nonfinite
 from dsframe.tools.commands import Argv, add_average, add_overrides, command
 from dsframe.train import crash, leave, leave_at_once
 

@@ -194,7 +194,7 @@ class LossTrial:
             held.changed_weights().keys() - self._weights.keys() if held else set()
         )
 
-    def judge(self, differing: Collection[str], *, resumed: bool = False) -> str:
+    def judge(self, differing: Collection[str], *, resumed: bool) -> str:
         """**Collective.** Returns a message, or "". ``differing``: buffers of the model that differ between ranks.
         Raises TaskError if the task declares another kind of loss, or if the loss has a state that ranks, or a
         ``resumed`` run, would not share."""

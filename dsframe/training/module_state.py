@@ -235,7 +235,7 @@ class ModuleState:
         watch, unseen = self._engine.built.watch, self._in_backward | self._in_update
         in_evaluation = self._compared(whose, names, in_training=False)[0]  # collective, whatever the first result was
         is_unseen = not unseen.isdisjoint(names) or (watch is not None and watch.has_writes)
-        if kind in (_NO, _BUFFERS if whose == "buffers" else _NO) and is_unseen:
+        if (kind == _NO or (kind, whose) == (_BUFFERS, "buffers")) and is_unseen:
             return _UNKNOWN  # gradients may depend on it, updates, or what a pass in training mode writes
         return _EVALUATION if kind == _NO and carried and in_evaluation == _LOSS else kind
 

@@ -142,9 +142,10 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
         return f"{text}: this look has moved it, and no checkpoint has it"
     if not all(of_ranks):
         return ""
-    if engine.built.calls is not None and (line := _line_of_asking(engine)):
-        return f"code asks whether gradients are on ({line}); what it computes only then was not examined"
-    return ROWS_DEPEND if "neither" in kinds else NEITHER if NEITHER in kinds else ""
+    if "neither" in kinds or NEITHER in kinds:
+        return ROWS_DEPEND if "neither" in kinds else NEITHER
+    line = _line_of_asking(engine) if engine.built.calls is not None else ""
+    return f"code asks whether gradients are on ({line}); what it computes only then was not examined" if line else ""
 
 
 def mixes_rows(engine: Engine) -> bool:

@@ -2347,7 +2347,7 @@ class CountsAndWrites(Rows):
 
 
 class AskingForGradients(Rows):
-    """A model that centres its rows, or counts, where gradients are on."""
+    """A model that centres its rows, or counts, where gradients are on; or that centres them always."""
 
     class Net(nn.Module):
         def __init__(self, what):
@@ -2356,7 +2356,7 @@ class AskingForGradients(Rows):
 
         def forward(self, rows):
             hidden = self.body(rows).tanh()
-            if torch.is_grad_enabled() and self.what == "batch":
+            if (torch.is_grad_enabled() and self.what == "batch") or self.what == "always":
                 hidden = hidden - hidden.mean(0)
             if torch.is_grad_enabled() and self.what == "count":
                 self.calls += 1

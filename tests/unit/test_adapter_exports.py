@@ -137,8 +137,10 @@ class Normed(nn.Module):
         super().__init__()
         self.mix = nn.Conv2d(4, 4, 1, groups=2)
         self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)  # in no file, so nobody reads it
 
     def forward(self, x):
+        self.calls += 1
         return self.norm(self.mix(x))
 
 

@@ -44,7 +44,8 @@ def test_a_saved_checkpoint_is_whole_and_the_newest(folder):
     assert (folder.directory / "latest").read_text() == "step-00000012\n"
     assert store.verify(second) == []
     assert store.read_manifest(second)["loss"] == 0.1 + 0.2
-    assert store.finite({"loss": float("inf")}) == {"loss": None}
+    folder.rate(12, {"loss": float("inf")})
+    assert store.read_manifest(second)["evaluation"] == {"loss": None}
     assert sorted(path.name for path in folder.directory.iterdir()) == ["latest", "step-00000007", "step-00000012"]
 
 

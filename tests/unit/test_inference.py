@@ -54,6 +54,13 @@ class Plane(Line):
         }
 
 
+class Aged(Plane):
+    """Its loss depends on the step."""
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) / self.context.step
+
+
 def file(run, **more):
     settings = {"engine": "single", "steps": 6, "run_dir": str(run), "task": {"name": f"{__name__}:Plane"}, **more}
     return ds_config(8, "AdamW", 0.05, **settings)
@@ -110,9 +117,10 @@ def test_averages_are_predicted_on_request(trained, tmp_path):
 
 
 def test_what_the_run_evaluated_is_loaded_evaluated_and_predicted(tmp_path):
-    """The averages with "ema": {"evaluate": true}; the weights, too, on request."""
+    """The averages with "ema": {"evaluate": true}; the weights, too, on request. At the step of the checkpoint."""
     run = tmp_path / "run"
-    summary = execute(dsframe.load(file(run, ema={"decay": 0.8, "evaluate": True})))
+    task = {"name": f"{__name__}:Aged"}
+    summary = execute(dsframe.load(file(run, ema={"decay": 0.8, "evaluate": True}, task=task)))
     with prepared_again(run) as (made, path):
         assert inference.evaluate(made, World(), path) == dict(summary.metrics)
         assert inference.evaluate(made, World(), path, averages=False) != dict(summary.metrics)
