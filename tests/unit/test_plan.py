@@ -15,9 +15,11 @@ from dsframe.model import switches
 from dsframe.tools.plan import choose
 from dsframe.tools.plan.device import Device, gpu, this_machine
 from dsframe.tools.plan.footprint import predict
+from dsframe.tasks.meta import example
 from dsframe.tools.plan.meta import model_of
 from dsframe.tools.plan.model import Affine, Model, trace, traced
 from tests.files import ds_config, write_json, zero
+from tests.lines import Line
 
 GPU, CPU = gpu(80e9), Device("any", float("inf"), on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
@@ -133,6 +135,22 @@ def test_several_models_have_no_plan():
     task.models = lambda: {"one": torch.nn.Identity}
     with pytest.raises(TaskError, match="Task has several models"):
         model_of(task, torch.float32)
+
+
+class Prepared(Line):
+    times = 0
+
+    def prepare(self, say):
+        self.times += 1
+
+
+def test_data_that_a_task_prepares_are_there_before_it_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path))
+    task = Prepared()
+    example(task)
+    assert task.times == 1
+    example(task, prepared=True)
+    assert task.times == 1, "a run has prepared them"
 
 
 def language(*, tied=True, **file):

@@ -73,6 +73,7 @@ def test_a_tied_weight_is_one_parameter_of_both_layers():
             [*LAYERS[:1], *[Tied(0, functional.linear), Tied(1, functional.linear)]],
             "layer 2 is tied to layer 1; it has",
         ),
+        ([lambda: 3], "layer 0 .* is a int, neither a module nor a function that makes one"),
     ],
 )
 def test_what_is_no_layer_is_refused(layers, message):
