@@ -12,10 +12,10 @@ from dsframe.config import load
 from dsframe.config.resolve.memory import moments
 from dsframe.errors import TaskError
 from dsframe.model import switches
+from dsframe.tasks.meta import example
 from dsframe.tools.plan import choose
 from dsframe.tools.plan.device import Device, gpu, this_machine
 from dsframe.tools.plan.footprint import predict
-from dsframe.tasks.meta import example
 from dsframe.tools.plan.meta import model_of
 from dsframe.tools.plan.model import Affine, Model, trace, traced
 from tests.files import ds_config, write_json, zero
