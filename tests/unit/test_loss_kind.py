@@ -408,12 +408,12 @@ def of_torch(generator):
 
 
 class Logging(Line):
-    """Keeps its last loss, their number, and a table that it makes once: nothing that moves a loss."""
+    """Keeps its last loss, and a table that it makes once: nothing that moves a loss."""
 
     def loss(self, outputs, targets):
         if not hasattr(self, "scale"):
             self.scale = torch.ones(4)
-        self.last, self.calls = mean(outputs * self.scale, targets), getattr(self, "calls", 0) + 1
+        self.last = mean(outputs * self.scale, targets)
         self.history = [*getattr(self, "history", []), self.last.item()]
         return self.last
 

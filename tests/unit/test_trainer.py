@@ -21,9 +21,10 @@ from dsframe.host import generators
 from dsframe.model import build, optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
+from dsframe.model.state import EngineState
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
-from dsframe.training import finite, step_log
+from dsframe.training import finite, running_model, step_log
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.evaluations import Evaluations
 from tests.files import ds_config
@@ -186,6 +187,21 @@ def test_a_copy_of_the_model_is_what_a_checkpoint_has(more, tmp_path):
         for name, tensor in loaded.state_dict().items():
             if name != "2._extra_state":
                 torch.testing.assert_close(copied.state_dict()[name], tensor)
+
+
+def test_a_copy_is_where_it_is_asked_for_and_an_error_everywhere():
+    def copies(ranks):
+        of_file = SimpleNamespace(settings=SimpleNamespace(ema=None))
+        vars(ranks.plan).update(task=Line(), seed=0, config=of_file)
+        ranks.built, ranks.state = MagicMock(adapter=None, watch=None), lambda: EngineState(0, None, {}, {}, [])
+        made = [running_model.copy_of(ranks, False, all_ranks) is not None for all_ranks in (False, True)]
+        ranks.plan.task.model = lambda: 1 / 0
+        for averages, said in ((False, "Line.model: .*ZeroDivisionError"), (True, 'write "ema"')):
+            with pytest.raises(TaskError, match=said):
+                running_model.copy_of(ranks, averages)
+        return made
+
+    assert Room(2).run(copies) == [[True, True], [False, True]]
 
 
 def test_a_task_that_gives_its_model_again_has_no_copy(tmp_path):
