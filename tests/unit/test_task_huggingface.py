@@ -15,7 +15,7 @@ import torch
 
 import dsframe
 from dsframe import cli
-from dsframe.checkpoint import store
+from dsframe.checkpoint import pretrained, store
 from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
@@ -274,6 +274,10 @@ def test_models_that_cannot_be_are_refused(fields, message):
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(TaskError, match=r"config.json is neither a file nor a folder"):
+        language(model=str(tmp_path))
+    (tmp_path / "config.json").unlink()
     with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
         language(model=str(tmp_path))
     write_json(tmp_path / "config.json", LLAMA)
@@ -639,11 +643,17 @@ def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(kind, tmp_pat
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_shared_parameters_are_theirs_too(tied):
-    task = language(model={**LLAMA, "tie_word_embeddings": tied})
+    task = language(model={**LLAMA, "tie_word_embeddings": tied, "dtype": "bfloat16"})
     config = json.loads(task.pretrained()["config"])
     names = {name for name, _ in made(task).named_parameters(remove_duplicate=False)}
     assert _transformers.parameter_names(config) == names
     assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
+    facts = {"pretrained": {**task.pretrained(), "generation_config": "{}"}, "parameters": dict.fromkeys(names)}
+    for aliases, kept in (({}, False), ({"lm_head.weight": "model.embed_tokens.weight"}, tied)):
+        files = pretrained.beside_weights({**facts, "aliases": aliases}, print)
+        written = json.loads(files["config.json"])
+        assert files["generation_config.json"] == b"{}"
+        assert (written["tie_word_embeddings"], written["dtype"]) == (kept, "float32")
 
 
 def test_weights_that_are_tied_no_more_are_both_written(tmp_path):
