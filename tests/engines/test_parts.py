@@ -302,7 +302,7 @@ def both(models, inputs, targets):
     ],
 )
 def test_bad_tasks(models, losses, message, tmp_path):
-    with pytest.raises(TaskError, match="Models has model.. and models..; remove one"):
+    with pytest.raises(TaskError, match=r"Models has model\(\) and models\(\); remove one"):
         model_names(Models(models, losses, model=partial(net, 4, 3)))
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Models(models, losses), run_file(tmp_path, "rounded 1 single"))

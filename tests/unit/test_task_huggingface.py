@@ -408,11 +408,15 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(tmp_path, ca
         assert all(torch.equal(weights[name], theirs[name]) for name in weights)
         tokens = _transformers.tokenizer(str(out), {})[0]
         assert tokens("dog")["input_ids"] == task.tokenizer("dog")["input_ids"]
-    shutil.rmtree(out)
-    (tmp_path / "words" / "tokenizer.json").unlink()
-    capsys.readouterr()
-    assert cli.main(command) == 0
-    assert "no tokenizer is written: " in capsys.readouterr().err
+    file = tmp_path / "words" / "tokenizer.json"
+    for change in (lambda: file.write_text(file.read_text() + "\n"), file.unlink):
+        shutil.rmtree(out)
+        change()
+        capsys.readouterr()
+        assert cli.main(command) == 0
+        said = capsys.readouterr().err
+        assert "no tokenizer is written: " in said
+        assert ("has changed since the training" in said) == file.exists()
     assert (out / "config.json").is_file()
 
 
@@ -497,7 +501,9 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path)
         "data": files,
     }
     told = build(TextSettings.model_validate(section), seed=1).pretrained()
-    assert told["chat_template"] == "hello"
+    names = dict.fromkeys(_transformers.parameter_names(json.loads(told["config"])))
+    files = pretrained.beside_weights({"pretrained": told, "parameters": names, "aliases": {}}, print)
+    assert files["chat_template.jinja"] == b"hello"
     ends = [json.loads(told[name])["eos_token_id"] for name in ("config", "generation_config")]
     assert ends == [0, 0], "those of the tokenizer that the file names"
     for file in words.iterdir():
@@ -649,6 +655,7 @@ def test_names_of_shared_parameters_are_theirs_too(tied):
     assert _transformers.parameter_names(config) == names
     assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
     facts = {"pretrained": {**task.pretrained(), "generation_config": "{}"}, "parameters": dict.fromkeys(names)}
+    assert pretrained.beside_weights({**facts, "aliases": {}, "adapter": {}}, print) == {}
     for aliases, kept in (({}, False), ({"lm_head.weight": "model.embed_tokens.weight"}, tied)):
         files = pretrained.beside_weights({**facts, "aliases": aliases}, print)
         written = json.loads(files["config.json"])

@@ -177,7 +177,7 @@ class Tokens(dsframe.Task):
     ("wrong", "said"),
     [
         ({"token": 8}, "The token 8, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 of the training"),
-        ({"token": -1}, "The token -1, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 of the training"),
+        ({"token": -1}, "The token -1, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 "),
         ({"label": 3}, "The label 3, in row %d counted from 0, is not in the 3 that there are, 0 to 2 (sample 40 of the training"),
         ({"label": 3, "where": "evaluation"}, "0 to 2 (sample 3 of the evaluation)"),
     ],
