@@ -167,6 +167,7 @@ def check_evaluation_leaves_no_trace(engine):
         found = engine.eval_step(batch, engine.plan.task.metrics)
         if found:
             sums += torch.tensor([float(found["loss"].total), float(found["loss"].count)], dtype=torch.float64)
+    assert not engine.built.watch or engine.built.watch.model.training
     result = engine.train_step(MicroBatch.of(micro_batches(engine, 5)))
     total, rows = engine.sum_over_ranks(sums).tolist()
     losses = engine.sum_over_ranks(result.loss.double().reshape(1))
@@ -181,6 +182,7 @@ def check_evaluation_is_of_one_model(engine):
     said = []
     evaluation = Evaluation(engine, {"": held_out(engine, 8)}, lambda: None, said.append)
     before = evaluation.run()
+    assert not engine.built.watch or engine.built.watch.model.training
     assert not any(line.startswith("warning") for line in said)  # totals depend on the batches: a note says so
     said.clear()
     for buffer in engine.buffers().values():

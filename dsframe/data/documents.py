@@ -232,7 +232,7 @@ def local(pattern: str, data_dir: str | None) -> str:
                 except OSError as error:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # unless another process was first
                         raise
-    return glob.escape(str(folder))
+    return str(folder)
 
 
 def _download(pattern: str, arguments: Sequence[str]) -> None:
@@ -306,7 +306,7 @@ def digest(paths: Sequence[Path], data_dir: str | None) -> str:
     for file in files:
         status = _stat(file)
         facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        key.update(f"{file.absolute()}\0{file.suffix}\0{facts}\0".encode())
+        key.update(f"{file.suffix}\0{facts}\0".encode())
         newest = max(newest, status.st_mtime_ns, status.st_ctime_ns)
     kept = data_root(data_dir) / "tokens" / "sources" / key.hexdigest()
     began = time.time_ns()

@@ -79,7 +79,7 @@ class TextEncoder(_Noted):
             empty = row.last and not self._within and not len(tokens)
             begun = self._within or empty or list(tokens[: len(self._begin)]) == self._begin  # a text may contain them
             before = [] if begun else self._begin
-            ended = len(tokens) and int(tokens[-1]) == self._end and self._tokenizer is not None
+            ended = len(tokens) and int(tokens[-1]) == self._end
             behind = [self._end] if row.last and not empty and not ended else []
             self._within = not row.last
             yield np.concatenate([np.asarray(part, np.int32) for part in (before, tokens, behind)])
@@ -228,12 +228,11 @@ class ConversationEncoder(_Noted):
             )
         except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
-        text, spans, begin = "", [], 0
-        for part in re.split(f"([{''.join(_MARKS)}])", rendered[0][0]):
-            if part == _MARKS[1]:
-                spans.append((begin, len(text)))
-            begin = len(text) if part == _MARKS[0] else begin
-            text += "" if part in _MARKS else part
+        text, spans = "", []
+        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", rendered[0][0])):
+            if number % 2:  # between two marks
+                spans.append((len(text), len(text) + len(part)))
+            text += part
         return text, spans
 
     def _variables(self, row: Row) -> dict[str, Any]:

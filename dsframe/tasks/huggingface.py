@@ -166,10 +166,9 @@ class CausalLanguageModelTask(Task):
     @functools.cached_property
     def _knows_tokens(self) -> bool:
         """True if the tokenizer is from the model's folder, or has all its tokens and more."""
-        tokenizer, model = self.settings.tokenizer, self.settings.model
-        if not tokenizer:
-            return isinstance(model, str)
-        theirs = _transformers.tokenizer(None, model)
+        if not self.settings.tokenizer:
+            return True
+        theirs = _transformers.tokenizer(None, self.settings.model)
         return theirs is not None and theirs[0].get_vocab().items() <= self.tokenizer.get_vocab().items()
 
     @property

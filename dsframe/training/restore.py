@@ -34,12 +34,9 @@ def changes(task: Task, other: Task) -> tuple[set[str], set[str]]:
     """Returns the attributes that ``other``, a twin, has changed: state, and plain numbers."""
     state: set[str] = set()
     numbers: set[str] = set()
-    before = vars(task)
     for name, value in vars(other).items():
-        changed = numbers if isinstance(value, (int, float)) else state
-        made = name not in before and isinstance(value, Tensor)
-        if name not in ("terms", "context") and (made or not same(before.get(name), value)):
-            changed.add(name)
+        if not same(vars(task).get(name), value):
+            (numbers if isinstance(value, (int, float)) else state).add(name)
     return state, numbers
 
 
@@ -90,7 +87,7 @@ def task_unmoved(engine: Engine) -> Iterator[None]:
     metrics, and all of :class:`Kept`."""
     attributes, kept = vars(engine.plan.task), Kept(engine)
     now, of_modules = dict(attributes), user_values.attributes(user_values.modules_of(engine.plan.task))
-    attributes.update(vars(twin(engine.plan.task)), **{name: now[name] for name in ("context",) if name in now})
+    attributes.update(vars(twin(engine.plan.task)))
     try:
         yield
     finally:
@@ -137,7 +134,7 @@ class HeldBuffers:
         weights = {
             f"{attribute}.{name}": weight
             for attribute, value in vars(task).items()
-            if isinstance(value, nn.Module) and value not in names
+            if isinstance(value, nn.Module)
             for name, weight in value.named_parameters()
             if id(weight) not in of_model and not is_lazy(weight)
         }

@@ -74,6 +74,7 @@ def document(case, run_dir, **settings):
     task = {"name": "tests.engines.nan_task:OneBrokenSample"}
     stage = int(how) if how.isdigit() else 0
     file = configuration(Path(), engine, stage, task=task, **{"run_dir": run_dir, **settings})
+    file["scheduler"] = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.8}}
     return file | {"gradient_accumulation_steps": 2} | ({"pipeline": {"stages": 2}} if how == "pipeline" else {})
 
 

@@ -16,6 +16,7 @@ from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
 from dsframe.engines.part_models import Drawn
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
+from dsframe.tasks.several import model_names
 from dsframe.tools.compare import losses
 from dsframe.tools.plan.meta import model_of
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
@@ -246,8 +247,9 @@ def test_optimizers_are_of_models(tmp_path):
 class Models(Gan):
     """Whatever a test gives it."""
 
-    def __init__(self, models, losses):
+    def __init__(self, models, losses, **more):
         self._models, self._losses = models, losses
+        vars(self).update(more)
 
     def models(self):
         return self._models
@@ -289,12 +291,19 @@ def both(models, inputs, targets):
         ),
         (
             {"one": partial(net, 4, 3), "teacher": dsframe.average_of("one")},
+            {"one": both, "teacher": both},
+            "'teacher' is the average of one, .*, and 'teacher' has none",
+        ),
+        (
+            {"one": partial(net, 4, 3), "teacher": dsframe.average_of("one")},
             {"one": both},
             "dsframe.ema: Models averages a model itself",
         ),
     ],
 )
 def test_bad_tasks(models, losses, message, tmp_path):
+    with pytest.raises(TaskError, match=r"Models has model\(\) and models\(\); remove one"):
+        model_names(Models(models, losses, model=partial(net, 4, 3)))
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Models(models, losses), run_file(tmp_path, "rounded 1 single"))
 

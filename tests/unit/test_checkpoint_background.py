@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -159,6 +160,15 @@ def test_a_rank_that_ends_waits_briefly_for_a_save(step, failed, waits, tmp_path
     began = time.monotonic()
     saving.wait_briefly()
     assert (time.monotonic() - began > 0.2) == waits
+
+
+def test_no_word_is_waited_for_of_a_rank_that_has_failed(tmp_path):
+    """It may have none: its disk is full, or away."""
+    saving, writing = saver(Room(1).run(Training)[0], tmp_path, asynchronous=True), MagicMock(failure="full")
+    saving._writing = 1, writing
+    with pytest.raises(CheckpointError, match="full"):
+        saving.settle()
+    writing.finish.assert_called_once_with(other_rank_failed=True)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

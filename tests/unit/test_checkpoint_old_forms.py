@@ -7,9 +7,10 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from dsframe.checkpoint.old_forms import _parameter
+from dsframe.checkpoint.old_forms import _parameter, translated
 from dsframe.checkpoint.reader import Checkpoint
 from dsframe.checkpoint.store import MANIFEST, dump, verify
+from dsframe.errors import CheckpointError
 from dsframe.tools import export
 from tests.unit.test_checkpoint_files import SIZES, states
 
@@ -38,7 +39,7 @@ def write_old(folder, pieces):
             files.setdefault(entry["file"], {}).update({f"{key}/{state.name}": t for key, t in tensors.items()})
         parameters[state.name] = entry
     for name, tensors in files.items():
-        save_file(tensors, path / name)
+        save_file(tensors, path / name, metadata={"format": "pt"})
     (path / "rng.json").write_text("[]")
     entries = {
         file.name: {"bytes": file.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes())}
@@ -88,13 +89,21 @@ def test_damage_of_theirs_is_found(tmp_path, pieces):
         assert len(verify(path)) == 1
 
 
-@pytest.mark.parametrize("begins", [1, 5])
-def test_pieces_that_overlap_or_leave_a_gap_are_refused(begins):
+@pytest.mark.parametrize(("begins", "count"), [(1, 3), (5, 3), (3, 4)])
+def test_pieces_that_overlap_or_leave_a_gap_are_refused(begins, count):
     """Of six elements in two pieces of three: the second one begins elsewhere."""
     entries = {"weight/a": {"dtype": "F32", "shape": [3], "begin": 0}}
     whole = {"shape": [6], "moments": [], "scalars": {}, "pieces": [["first", 0, 3], ["second", 3, 3]]}
     tensor = _parameter("a", whole, lambda file: entries)["tensors"]["weight"]
     assert tensor["pieces"] == [["first", 0, 3], ["second", 0, 3]]
-    whole["pieces"][1][1] = begins
+    whole["pieces"][1][1:] = begins, count
     with pytest.raises(ValueError, match=f"weight/a: its pieces do not follow one another at element {min(begins, 3)}"):
         _parameter("a", whole, lambda file: entries)
+    with pytest.raises(ValueError, match=r"weight/a has shape \[3\] instead of \[6\]"):
+        _parameter("a", {**whole, "pieces": None, "file": "first"}, lambda file: entries)
+
+
+@pytest.mark.parametrize(("files", "file"), [(["b"], "a"), (["../a"], "../a")])
+def test_a_file_elsewhere_is_not_read(files, file, tmp_path):
+    with pytest.raises(CheckpointError, match=f"{file}' is not one of its files"):
+        translated(tmp_path, {"files": files, "parameters": {"a": {"moments": [], "file": file}}})

@@ -1,7 +1,9 @@
 """What is learned of a conversation is what was meant: answers by their tokens, weights, templates, the same rows from any file."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 
 from dsframe.data import documents
@@ -106,6 +108,7 @@ def test_a_token_of_a_prompt_is_not_learned_where_an_answer_makes_other_tokens_o
     asked, more = {"role": "user", "content": "xab"}, {"role": "user", "content": "c"}
     assert learned_tokens({"messages": [asked, said("cx")]}) == ["bc", "x"]
     assert learned_tokens({"messages": [asked, said("cab"), more]}) == ["bc", "a", "bc"]
+    assert learned_tokens({"messages": [{**more, "content": "xa"}, said(""), {**more, "content": "b"}]}) == []
 
 
 TURNS = (
@@ -145,7 +148,12 @@ def test_the_targets_of_a_file_are_its_answers_byte_for_byte(kind, tmp_path):
 
 def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said():
     tokenizer = words("bytes")
-    for template, warned in ((MARKED, 0), (MARKED.replace("[END]{% endgeneration %}", "{% endgeneration %}[END]"), 1)):
+    for behind, warned in (
+        ("[END]{% endgeneration %}", 0),
+        ("[END]\n {% endgeneration %}", 0),
+        ("{% endgeneration %}[END]", 1),
+    ):
+        template = MARKED.replace("[END]{% endgeneration %}", behind)
         rows = list(encoder(tokenizer, template).encode([Row("a:1", talk("one", "x" * 200)), Row("a:2", talk("two"))]))
         lines = list(describe_targets(tokenizer, rows, 1000))
         assert lines[1].startswith('learned of a row: "two')
@@ -153,6 +161,8 @@ def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said():
         assert ["does not learn to stop" in line for line in lines[2:]] == [True] * warned
     cut = rows[1][: int((rows[1] >= 0).nonzero()[0][1])]
     assert len(list(describe_targets(tokenizer, [cut], len(cut) - 1))) == 1  # cut within its answer
+    unknown, end = np.array([tokenizer.unk_token_id]), np.array([tokenizer.eos_token_id])
+    assert len(list(describe_targets(tokenizer, [unknown, end], 1))) == 3
 
 
 def test_an_answer_that_shares_a_token_with_other_words_is_refused():
@@ -182,6 +192,8 @@ def test_a_weight_that_cannot_be_heeded_is_refused():
     tokenizer, marked = words("bytes"), MARKED.replace("'assistant'", "'model'")
     rows = talk(said("bad", weight=0, role="model"), said("good", role="model"))
     assert learned(tokenizer, rows, marked) == "good[END]"
+    with pytest.raises(DataError, match="2 answers, but the chat template marks 4 parts"):
+        learned(tokenizer, rows, marked * 2)
     ask = {"role": "user", "content": "the cat"}
     completion = {"prompt": [ask], "completion": [said("bad", weight=0), ask, said("good")]}
     with pytest.raises(DataError, match="a:1: a message of a completion has the weight 0; give messages"):
@@ -209,6 +221,8 @@ def test_a_text_begins_as_the_tokenizer_begins_it(special):
     theirs = [*tokenizer("one")["input_ids"]]
     theirs += [tokenizer.eos_token_id] * (theirs[-1] != tokenizer.eos_token_id)
     assert encoded(TextEncoder(tokenizer, "text"), {"text": "one"}) == theirs
+    pieces = [Row("a", "o", last=False), Row("a", "ne", last=False), Row("a", ""), Row("b", "one")]
+    assert [*itertools.chain(*TextEncoder(tokenizer, "text").encode(pieces))] == [*theirs, *theirs]
     assert tokens_of(encoder(tokenizer, None), {"prompt": "o", "completion": "ne"}) == theirs
 
 
@@ -225,12 +239,12 @@ def test_a_vocabulary_without_letters_begins_as_any_other():
 
 
 def test_what_the_template_is_given_reaches_it():
-    template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
+    template = "{{ mood }}{{ eos_token }}{{ tools[0]['name'] if tools is not none else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
     made = encoder(tokenizer, template)
-    assert tokenizer.decode(tokens_of(made, row)).startswith("calm<user>")
+    assert tokenizer.decode(tokens_of(made, {**row, "tools": []})).startswith("calm[END]<user>")
     for tools in ([{"name": "find", "more": None}], json.dumps([{"name": "find"}])):
-        assert tokenizer.decode(tokens_of(made, {**row, "tools": tools})).startswith("calmfind")
+        assert tokenizer.decode(tokens_of(made, {**row, "tools": tools})).startswith("calm[END]find")
 
 
 DATED = (
@@ -314,7 +328,7 @@ def test_a_map_of_parquet_is_an_object(tmp_path):
 
 def test_parts_of_text_are_one_text_and_other_parts_are_refused():
     tokenizer, parts = words("bytes"), [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]
-    assert learned(tokenizer, talk(said(parts))) == "one[END]"
+    assert learned(tokenizer, talk(said({"a": 1}, "tool"), said(parts))) == "one[END]"
     with pytest.raises(DataError, match="a:1: a message has parts of type image; texts are read"):
         learned(tokenizer, talk(said([{"type": "image"}, *parts])))
     with pytest.raises(DataError, match=r"\"content\" of a message is an object, \{'text': 'x'\}; give its text"):
@@ -390,7 +404,7 @@ def test_calls_and_thoughts_that_a_template_leaves_out_are_said():
 
 
 CHAT = (
-    "{% for m in messages if m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}[END]{% endfor %}"
+    "{% for m in messages if m['role'] in ['user', 'assistant'] %}<{{ m['role'] }}>{{ m['content'] }}[END]{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -400,6 +414,8 @@ def test_what_is_asked_in_a_completion_is_no_answer():
     assert learned(tokenizer, {"prompt": [asked], "completion": [answer]}, CHAT) == "sees[END]"
     with pytest.raises(DataError, match="a:1: a completion has messages of user, which would be learned"):
         learned(tokenizer, {"prompt": [asked], "completion": [answer, asked, answer]}, CHAT)
+    with pytest.raises(DataError, match="a:1: the chat template writes the prompt differently if a completion follows"):
+        learned(tokenizer, {"prompt": [asked], "completion": [answer]}, CHAT + "{{ messages | length }}")
 
 
 def test_words_that_a_template_leaves_out_are_said():
@@ -407,8 +423,8 @@ def test_words_that_a_template_leaves_out_are_said():
     rows = encoder(words("bytes"), CHAT)
     encoded(rows, {"prompt": [asked], "completion": [answer]})
     assert not rows.warnings
-    encoded(rows, {"prompt": [said("a dog", "system"), asked], "completion": [answer]}, "f:2")
-    assert rows.warnings == ["f:2: the chat template leaves out or changes words of messages of: system"]
+    encoded(rows, {"prompt": [said("a dog", "system"), asked], "completion": [answer, said("good", "critic")]}, "f:2")
+    assert rows.warnings == ["f:2: the chat template leaves out or changes words of messages of: critic, system"]
     rows = encoder(words("bytes"), MARKED.replace("m['content'] }}[END]", "m['content'][:2] }}[END]"))
     encoded(rows, {"messages": [asked, answer], "prompt": "one", "completion": "two"}, "f:3")
     assert rows.warnings == [

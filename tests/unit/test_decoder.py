@@ -32,6 +32,7 @@ def test_a_chain_is_the_model(tied):
     layers = task.cut(model)
     assert [type(layer).__name__ for layer in layers[1:3]] == ["DecoderBlock"] * 2
     assert isinstance(layers[-1], Tied) == tied
+    assert task.pretrained_config.num_hidden_layers == 2, "its smaller copy is tried"
     chain, tokens = nn.Sequential(*ready(layers)), torch.randint(256, (2, 16))
     expected, found = model(tokens).logits, chain(tokens)
     torch.testing.assert_close(found, expected)

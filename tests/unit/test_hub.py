@@ -134,9 +134,10 @@ read(sys.argv[1])
 def test_a_data_set_of_the_hub_is_downloaded_though_transformers_is_offline(tmp_path, endpoint):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     online = environment | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint}
-    command = [sys.executable, "-c", DATA, "hub:me/rows", "hub:me/gone"]
-    rows, missing, again = run_program(command, env=online, cwd=tmp_path).stdout.splitlines()
-    assert rows == "['one', 'two']"
+    command = [sys.executable, "-c", DATA, "hub:me/rows", "hub:me/rows@train[:1]", "hub:me/rows:other", "hub:me/gone"]
+    rows, part, other, missing, again = run_program(command, env=online, cwd=tmp_path).stdout.splitlines()
+    assert (rows, part) == ("['one', 'two']", "['one']")
+    assert other.startswith("hub:me/rows:other: cannot be downloaded (ValueError: BuilderConfig 'other' not found")
     assert missing.startswith("hub:me/gone: cannot be downloaded (DatasetNotFoundError: Dataset 'me/gone'")
     assert again == rows, "it is not asked for again"
 
@@ -164,7 +165,8 @@ def test_a_model_grows_to_its_tokenizer(tmp_path):
         build(settings(model=str(folder)).task, 0)
     task = build(settings(model=str(folder), resize_embeddings=True).task, 0)
     tokens = len(task.tokenizer)
-    assert tokens > 300
+    larger = build(settings(model=str(cached(tmp_path, "me/large", 600)), resize_embeddings=True).task, 0)
+    assert 300 < tokens < larger.pretrained_config.vocab_size == 600
     models = []
     for _ in range(2):
         torch.manual_seed(3)

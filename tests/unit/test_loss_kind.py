@@ -455,6 +455,7 @@ TRACES = {
     "draws of Python": lambda: Holding(random.Random(0), random.Random.random),
     "a buffer": lambda: Centred(True),
     "a buffer in training": lambda: Centred(False),
+    "a buffer of the model": lambda: MovesModel(mean),
     "a model with a state": lambda: Rows(lambda loss, _: loss, Counting),
 }
 
@@ -500,6 +501,30 @@ class HoldsGenerator(OwnGenerator):
         return nn.Linear.forward(self, inputs)
 
 
+class CountsRows(nn.Linear):
+    """Nothing reads its buffer."""
+
+    def __init__(self):
+        super().__init__(3, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.seen += len(inputs)
+        return super().forward(inputs)
+
+
+class HoldsModel(Line):
+    def model(self):
+        self.net, self.unused = CountsRows(), nn.LazyLinear(1)
+        return self.net
+
+
+class MovesModel(HoldsModel):
+    def loss(self, outputs, targets):
+        self.net.seen += 1
+        return mean(outputs / self.net.seen, targets)
+
+
 class DrawingHook(dsframe.Hooks):
     def on_step(self, run):
         np.random.rand()
@@ -523,7 +548,8 @@ def test_what_a_loss_draws_and_changes_is_said(task, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "task", [Line(mean), Logging(mean), Rows(mean, HoldsGenerator), Line(mean, hooks=[DrawingHook()])]
+    "task",
+    [Line(mean), Logging(mean), HoldsModel(mean), Rows(mean, HoldsGenerator), Line(mean, hooks=[DrawingHook()])],
 )
 def test_nothing_else_is_said(task, capsys):
     """Of what the loss keeps for others, of a generator that is only held; what is called after the step may draw."""

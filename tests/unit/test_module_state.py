@@ -12,7 +12,7 @@ from torch import nn
 import dsframe
 from dsframe.errors import TaskError
 from dsframe.tools.compare import losses
-from dsframe.training import user_values
+from dsframe.training import restore, user_values
 from dsframe.training.module_state import shortened
 from tests.engines.foreign_tasks import Remembers, SeveralRemember
 from tests.files import ds_config
@@ -563,6 +563,19 @@ def test_a_copy_for_the_whole_training_has_no_large_values():
     model.flag = 1  # which equals True
     assert whole.changed() == {"flag", "table", "large"}
     assert small.changed() == {"flag", "table"}
+
+
+def test_small_buffers_that_change_or_go_are_put_back():
+    module = nn.Module()
+    for name, size in (("few", 2), ("many", 3), ("gone", 1)):
+        module.register_buffer(name, torch.ones(size))
+    held = restore.Buffers([("part", module)], most_elements=2)
+    module.few += 1
+    module.many += 1
+    del module.gone
+    assert held.changed() == {"part.few", "part.gone"}
+    held.put_back()
+    assert [buffer.tolist() for buffer in module.buffers()] == [[1, 1], [2, 2, 2], [1]]
 
 
 def test_values_are_put_back_in_the_same_objects():

@@ -1,12 +1,18 @@
 """What marks output. ``tests/engines/test_loggers.py`` has real runs with it."""
 
 import io
+import json
 import os
 import sys
+import time
 
 import pytest
 
+from dsframe import train
+from dsframe.cluster.world import World
 from dsframe.config import load
+from dsframe.errors import ConfigError, DataError, DsframeError, Problem, StoppedError, TrainingError
+from dsframe.run_dir import outcome
 from dsframe.run_dir.output import PrefixedStream, directory_of, silence
 from tests.files import ds_config, write_json
 from tests.processes import REPOSITORY, run_program
@@ -64,3 +70,40 @@ def test_a_run_is_named_after_its_file_or_its_task(tmp_path):
     for file, name in ((tmp_path / "mine.json", "mine"), (ds_config(4), "Net")):
         assert str(directory_of(load(file), "ddp", "Net")) == f"runs/{name}-ddp"
     assert str(directory_of(load(ds_config(4, run_dir="own")), "ddp", "Net")) == "own"
+
+
+class LeaderlessError(DataError):
+    first_is_gone = True
+
+
+LOST = "Connection closed by peer [1]"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "code", "waits", "said"),
+    [
+        (DataError("a"), 0, DataError, [], "dsframe: error: a [data]"),
+        (DataError("a"), 1, DataError, [10.0], "[rank 1] dsframe: error: a [data]"),
+        (LeaderlessError("a"), 0, DataError, [10.0], "[rank 0] dsframe: error: a [data]"),
+        (LeaderlessError("a"), 1, DataError, [], "dsframe: error: a [data]"),
+        (ConfigError([Problem("error", "a", "b", code="c")]), 0, ConfigError, [], "error: a: b [c]"),
+        (StoppedError("a"), 0, StoppedError, [], "dsframe: "),
+        (StoppedError("a"), 1, StoppedError, [1.0], ""),
+        (ValueError("a"), 0, DsframeError, [], "[rank 0] "),
+        (ValueError("a"), 1, DsframeError, [3.0], "[rank 1] "),
+        (ValueError(LOST), 0, DsframeError, [], "[rank 0] "),
+        (RuntimeError(f"{LOST}\nb"), 1, TrainingError, [10.0], f"[rank 1] {outcome.LOST_A_PEER}, see its message ({LOST})"),
+        (RuntimeError("DataLoader worker (pid 5) ended"), 0, DataError, [], "dsframe: error: a process that reads data"),
+    ],
+)  # fmt: skip
+def test_an_error_is_said_once_by_the_rank_that_has_it(error, rank, code, waits, said, monkeypatch, tmp_path, capsys):
+    waited, report = [], tmp_path / "report"
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(train, "leave_at_once", sys.exit)
+    monkeypatch.setattr(outcome, "_current", outcome.Reporter(str(report), rank))
+    leave = train.leave if isinstance(error, DsframeError) else train.crash
+    with pytest.raises(SystemExit, match=f"^{code.exit_code}$"):
+        leave(error, World(rank, 2, rank, 2), verbose=False)
+    printed = capsys.readouterr().err
+    assert (waited, printed.startswith(said), bool(printed)) == (waits, True, bool(said))
+    assert json.loads(report.read_text())["code"] == code.exit_code

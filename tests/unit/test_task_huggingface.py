@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import socket
+import unicodedata
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 import dsframe
 from dsframe import cli
-from dsframe.checkpoint import store
+from dsframe.checkpoint import pretrained, store
 from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
@@ -23,7 +24,7 @@ from dsframe.data.text import read_corpus
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.host.restored import restored
 from dsframe.run import execute
-from dsframe.tasks import _transformers, build, experts
+from dsframe.tasks import _transformers, build, experts, huggingface
 from dsframe.tasks.huggingface import ImageClassificationTask
 from dsframe.tasks.task import TaskContext
 from dsframe.tools import export
@@ -56,9 +57,9 @@ def _alone(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def language(**fields):
+def language(seed=1, **fields):
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", **fields}
-    return build(TextSettings.model_validate(section), seed=1)
+    return build(TextSettings.model_validate(section), seed)
 
 
 def classifier(**fields):
@@ -72,7 +73,7 @@ def made(task, seed=0):
 
 
 def test_the_loss_is_their_own():
-    task = language()
+    task = language(model={**LLAMA, "max_position_embeddings": 16})
     model = made(task)
     windows = torch.randint(256, (3, 17))
     theirs = model(windows, labels=windows).loss
@@ -170,6 +171,7 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path):
     inputs, targets = task.train_data().batch(torch.arange(4), 0)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert int(inputs.max()) < size
+    assert not inputs.equal(language(2, tokenizer=str(tmp_path)).train_data().batch(torch.arange(4), 0)[0])
     with pytest.raises(TaskError, match=r"vocab_size 9 is too small: the tokenizer has 28 tokens"):
         language(model={**LLAMA, "vocab_size": 9}, tokenizer=str(tmp_path))
     (tmp_path / "short").write_text("abc")
@@ -215,7 +217,8 @@ def test_images_are_classified_by_their_loss(tmp_path):
     outputs = model(images)
     torch.testing.assert_close(task.loss(outputs, labels), model(images, labels=labels).loss)
     assert outputs.logits.shape == (8, 10)
-    assert task.metrics(outputs, labels)["accuracy"].count == 8
+    metrics = task.metrics(outputs, labels)
+    assert (metrics["accuracy"].count, metrics["loss"].mean) == (8, pytest.approx(task.loss(outputs, labels).item()))
     assert not task.batch_dependent
     save(task, tmp_path)
     other = classifier(model=str(tmp_path), classes=7)
@@ -224,11 +227,16 @@ def test_images_are_classified_by_their_loss(tmp_path):
     encoder = [name for name, _ in again.named_parameters() if not name.startswith("classifier")]
     kept = dict(made(classifier(model=str(tmp_path))).named_parameters())
     assert all(torch.equal(dict(again.named_parameters())[name], kept[name]) for name in encoder)
+    write_json(tmp_path / "config.json", read_json(tmp_path / "config.json") | {"num_hidden_layers": 3})
+    with pytest.raises(TaskError, match=r"has no weights, or of another shape, for vit\..*layer.*2"):
+        classifier(model=str(tmp_path)).model()
 
 
 def test_batch_norm_is_found():
     resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
-    assert classifier(model=resnet).batch_dependent
+    task = classifier(model=resnet)
+    assert task.batch_dependent
+    assert not hasattr(task.pretrained_config, "image_size"), "it has no such setting"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +274,10 @@ def test_models_that_cannot_be_are_refused(fields, message):
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(TaskError, match=r"config.json is neither a file nor a folder"):
+        language(model=str(tmp_path))
+    (tmp_path / "config.json").unlink()
     with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
         language(model=str(tmp_path))
     write_json(tmp_path / "config.json", LLAMA)
@@ -281,6 +293,9 @@ def test_folders_that_hold_no_model_are_refused(tmp_path):
     settings = {**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}
     write_json(folder / "config.json", settings)
     with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.2"):
+        language(model=str(folder)).model()
+    write_json(folder / "config.json", {**settings, "num_hidden_layers": 2, "intermediate_size": 64})
+    with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.0.mlp"):
         language(model=str(folder)).model()
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     write_json(folder / "config.json", {**settings, "quantization_config": four})
@@ -329,7 +344,7 @@ def test_folders_with_damaged_weights_are_refused(tmp_path):
     assert len(files) > 2
     for what, harm in {
         "truncated or damaged: copy it again": lambda file: file.write_bytes(file.read_bytes()[:-10]),
-        "model-00002": lambda file: file.unlink(),
+        "names 'model-00002.*no such file next to it": lambda file: file.unlink(),
     }.items():
         folder = tmp_path / what[:9]
         shutil.copytree(whole, folder)
@@ -393,11 +408,15 @@ def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(tmp_path, ca
         assert all(torch.equal(weights[name], theirs[name]) for name in weights)
         tokens = _transformers.tokenizer(str(out), {})[0]
         assert tokens("dog")["input_ids"] == task.tokenizer("dog")["input_ids"]
-    shutil.rmtree(out)
-    (tmp_path / "words" / "tokenizer.json").unlink()
-    capsys.readouterr()
-    assert cli.main(command) == 0
-    assert "no tokenizer is written: " in capsys.readouterr().err
+    file = tmp_path / "words" / "tokenizer.json"
+    for change in (lambda: file.write_text(file.read_text() + "\n"), file.unlink):
+        shutil.rmtree(out)
+        change()
+        capsys.readouterr()
+        assert cli.main(command) == 0
+        said = capsys.readouterr().err
+        assert "no tokenizer is written: " in said
+        assert ("has changed since the training" in said) == file.exists()
     assert (out / "config.json").is_file()
 
 
@@ -435,25 +454,31 @@ def pictures(folder, *classes):
 
 
 def test_classes_keep_the_numbers_of_the_folder_that_knows_them(tmp_path):
-    pictures(tmp_path / "d", "cat", "dog")
+    given = ["dog", "ca\u0301t", *"zyxwvutsr"]  # the accent is a letter of its own, as some systems write it
+    names = [unicodedata.normalize("NFC", name) for name in given]
+    pictures(tmp_path / "d", *names)
     known = tmp_path / "m"
     config = _transformers.transformers().ViTConfig(
         **{key: value for key, value in VIT.items() if key != "model_type"},
-        image_size=16, id2label={0: "dog", 1: "cat"}, label2id={"dog": 0, "cat": 1},
+        image_size=16, id2label=dict(enumerate(given)), label2id={name: index for index, name in enumerate(given)},
     )  # fmt: skip
     _transformers.transformers().ViTForImageClassification(config).save_pretrained(known)
     look = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
     write_json(known / "preprocessor_config.json", {**look, "image_mean": 0.5, "image_std": 0.25})
     data = {"dataset": "image-folder", "data_dir": str(tmp_path / "d"), "samples": None}
-    for model, names in ((str(known), ["dog", "cat"]), (VIT, ["cat", "dog"])):
+    for model, ordered in ((str(known), names), (VIT, sorted(names))):
         task = classifier(model=model, **data)
-        assert list(json.loads(task.pretrained()["config"])["id2label"].values()) == names
-        assert [names[label] for _, label in task.eval_data().samples] == names
+        exported = json.loads(task.pretrained()["config"])
+        assert [*exported["id2label"].values()] == sorted(exported["label2id"], key=exported["label2id"].get) == ordered
+        assert [ordered[label] for _, label in task.eval_data().samples] == ordered
         assert (task.images.mean == (0.5,) * 3) == (model == str(known))
+    cropped = {"do_center_crop": True, "size": {"shortest_edge": 18}, "crop_size": look["size"]}
+    write_json(known / "preprocessor_config.json", look | cropped)
     own = classifier(model=str(known), **{**data, "image_size": None})
     assert own.images.size == 16, "as its preprocessor_config.json says"
-    pictures(tmp_path / "other", "bird", "cat")
-    for folder, said in (("d", []), ("other", ["classes are cat, dog, those of the data bird, cat: as many, so the "])):
+    pictures(tmp_path / "other", *(others := sorted(["bird", *names[1:]])))
+    unlike = f"classes are {', '.join(sorted(names))}, those of the data {', '.join(others)}: as many, so the "
+    for folder, said in (("d", []), ("other", [unlike])):
         lines = []
         classifier(model=str(known), **{**data, "data_dir": str(tmp_path / folder)}).prepare(lines.append)
         assert len(lines) == len(said)
@@ -476,7 +501,9 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path)
         "data": files,
     }
     told = build(TextSettings.model_validate(section), seed=1).pretrained()
-    assert told["chat_template"] == "hello"
+    names = dict.fromkeys(_transformers.parameter_names(json.loads(told["config"])))
+    files = pretrained.beside_weights({"pretrained": told, "parameters": names, "aliases": {}}, print)
+    assert files["chat_template.jinja"] == b"hello"
     ends = [json.loads(told[name])["eos_token_id"] for name in ("config", "generation_config")]
     assert ends == [0, 0], "those of the tokenizer that the file names"
     for file in words.iterdir():
@@ -496,7 +523,8 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path)
     ("name", "fields", "said"),
     [
         ("ViT", {"image_mean": 0.5, "image_std": None}, ""),
-        ("ViT", {"do_normalize": False}, ""),
+        ("ViT", {"do_normalize": False, "size": {"height": 16, "width": 16}}, ""),
+        ("ViT", {"do_resize": False, "size": {"height": 16, "width": 16}}, "has size, which"),
         ("ConvNext", {"size": {"shortest_edge": 16}, "crop_pct": 0.875}, ""),
         ("ConvNext", {"size": {"shortest_edge": 16}, "crop_pct": 0.6}, ""),
         ("ViT", {"size": {"height": 16, "width": 16}, "resample": 3}, ""),
@@ -505,6 +533,7 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path)
         ("Levit", {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}, "has size, which"),
         ("EfficientNet", {}, "has include_top, which the training does not do"),
         ("ViT", {"rescale_factor": 1 / 127.5}, "has rescale_factor, which"),
+        ("ViT", {"do_rescale": False}, "has rescale_factor, which"),
     ],
 )
 def test_an_export_has_the_look_of_the_training(name, fields, said, tmp_path):
@@ -525,6 +554,11 @@ def test_an_export_has_the_look_of_the_training(name, fields, said, tmp_path):
         processor = library.AutoImageProcessor.from_pretrained(folder, backend="pil")
         theirs = processor(image.open(picture), return_tensors="pt")["pixel_values"][0]
         torch.testing.assert_close(theirs, own, rtol=0, atol=1e-5)
+
+
+def test_large_images_of_a_convnext_are_not_cut():
+    look = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}}
+    assert huggingface._resized(look, 384) == (384, 384)
 
 
 def test_an_export_says_which_image_processor_gives_the_pixels_of_the_training(tmp_path, capsys):
@@ -615,11 +649,28 @@ def test_a_checkpoint_has_a_config_json_where_its_names_are_theirs(kind, tmp_pat
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_shared_parameters_are_theirs_too(tied):
-    task = language(model={**LLAMA, "tie_word_embeddings": tied})
+    task = language(model={**LLAMA, "tie_word_embeddings": tied, "dtype": "bfloat16"})
     config = json.loads(task.pretrained()["config"])
     names = {name for name, _ in made(task).named_parameters(remove_duplicate=False)}
     assert _transformers.parameter_names(config) == names
     assert _transformers.parameter_names({**config, "architectures": ["Unknown"]}) == set()
+    facts = {"pretrained": {**task.pretrained(), "generation_config": "{}"}, "parameters": dict.fromkeys(names)}
+    assert pretrained.beside_weights({**facts, "aliases": {}, "adapter": {}}, print) == {}
+    for aliases, kept in (({}, False), ({"lm_head.weight": "model.embed_tokens.weight"}, tied)):
+        files = pretrained.beside_weights({**facts, "aliases": aliases}, print)
+        written = json.loads(files["config.json"])
+        assert files["generation_config.json"] == b"{}"
+        assert (written["tie_word_embeddings"], written["dtype"]) == (kept, "float32")
+
+
+def test_weights_that_are_tied_no_more_are_both_written(tmp_path):
+    task = language(model={**LLAMA, "tie_word_embeddings": True})
+    weights = made(task).state_dict()
+    weights |= {"lm_head.weight": torch.zeros_like(weights["lm_head.weight"])}
+    _transformers.write(json.loads(task.pretrained()["config"]), weights, "float32", tmp_path, "5GB")
+    written = _transformers.load(tmp_path)
+    assert written.model.embed_tokens.weight.any()
+    assert not written.lm_head.weight.any()
 
 
 def test_a_program_finds_transformers_as_it_was(monkeypatch):

@@ -52,6 +52,8 @@ def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates, monkeypatc
         before, _, after = screen(terminal.getvalue()).partition(stays)
         assert after.startswith("\n")
         assert before.rpartition("\n")[2].strip() in ("", "evaluation after step 1:"), before
+    assert f" 1/{16 if evaluates else 100} " in bare(terminal.getvalue())
+    assert evaluates or screen(terminal.getvalue()).endswith("saved\n"), "no bar is left"
 
 
 def test_a_resumed_run_shows_where_it_is(monkeypatch):
@@ -59,6 +61,8 @@ def test_a_resumed_run_shows_where_it_is(monkeypatch):
     progress = Progress(100, speaks=True, unit="samples", units_per_step=4)
     progress.begin(40)
     assert " 40/100 " in bare(terminal.getvalue())
+    progress.log(50, {}, 4.0, 0)
+    assert "left" not in terminal.getvalue(), "the bar says it"
     progress.close()
 
 
@@ -71,7 +75,25 @@ def test_a_logged_line_has_rate_memory_and_what_is_left(monkeypatch, capsys):
     progress.pause(10.05)  # an evaluation
     progress.log(20, {"loss": 0.5}, progress.rate(20), 3 << 20)
     progress.say("saved /place/runs/a")
-    assert capsys.readouterr().err == "step  20/100  loss 0.5  4 samples/s  3 MiB  1:20 left\nsaved runs/a\n"
+    now[0] += 1.0
+    progress.log(30, {}, progress.rate(30), 0)
+    progress.log(31, {}, 0.0, 0)
+    lines = ("step  20/100  loss 0.5  4 samples/s  3 MiB  1:20 left", "saved runs/a")
+    later = ("step  30/100  40 samples/s  0 MiB  0:07 left", "step  31/100  0 MiB")
+    assert capsys.readouterr().err.splitlines() == [*lines, *later]
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_another_rank_says_nothing_and_a_full_disk_ends_nothing(monkeypatch, capsys):
+    for speaks in (False, True):
+        Progress(100, speaks=speaks, unit="samples", units_per_step=4).say("saved")
+        assert capsys.readouterr().err == "saved\n" * speaks
+    monkeypatch.setattr(sys, "stderr", Full())
+    Progress(100, speaks=True, unit="samples", units_per_step=4).say("saved")
 
 
 def screen(written):

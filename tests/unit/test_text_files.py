@@ -16,6 +16,7 @@ from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
+from tests.files import write_json
 from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
 from tests.threads import Room
 
@@ -301,6 +302,18 @@ def test_the_second_start_reads_what_the_first_has_made(tmp_path, monkeypatch):
     assert tokenised.find_tokens(first._recipes["train"]) is None  # damaged
 
 
+def test_the_digest_of_files_is_of_each_and_kept_where_they_are_not_new(tmp_path):
+    """Their modification time may be one that a program has set."""
+    paths, digests = [tmp_path / "a.txt", tmp_path / "b.txt"], set()
+    for contents in (("ab", "c"), ("a", "bc")):
+        for path, content in zip(paths, contents, strict=True):
+            path.write_text(content)
+            os.utime(path, (1, 1))
+        digests.add(documents.digest(paths, None))
+    assert len(digests) == 2
+    assert not list(tmp_path.rglob("sources/*"))
+
+
 @pytest.mark.parametrize("packing", ["rows", "concatenate"])
 def test_a_line_that_was_edited_is_seen_wherever_it_is(packing, tmp_path):
     """Not only where one of the five samples differs that are compared in any case."""
@@ -378,17 +391,21 @@ def test_bad_files_are_named_with_their_line(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-def test_what_is_no_file_of_rows_is_named(tmp_path):
+def test_what_is_no_file_of_rows_is_named(tmp_path, monkeypatch):
     import pyarrow as arrow
     from pyarrow import parquet
 
     assert "task.data.train: none*.jsonl: no such file" in refusal("none*.jsonl")
     (tmp_path / "folder").mkdir()
     assert "folder is a folder, but none that datasets.save_to_disk wrote" in refusal("folder")
+    write_json(tmp_path / "folder" / "dataset_dict.json", {"splits": ["a", "b"]})
+    assert "folder holds several data sets; name one of them: folder/a, folder/b" in refusal("folder")
     for name in ("a[1].jsonl", "a1.jsonl"):  # the first is a pattern that the second matches
         jsonl(tmp_path / name, [{"text": "a"}])
     assert documents.find_files("a[1].jsonl", "key") == [Path("a[1].jsonl")]
     jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert documents.find_files("~/g*.jsonl", "key") == [tmp_path / "good.jsonl"]
     assert "good.jsonl is named twice, by good.jsonl and g*.jsonl" in refusal(["good.jsonl", "g*.jsonl"])
     assert "good.jsonl is named twice, by good.jsonl and /" in refusal(["good.jsonl", str(tmp_path / "good.jsonl")])
     for columns, message in (

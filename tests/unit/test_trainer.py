@@ -3,7 +3,7 @@
 import signal
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from dsframe.host import generators
 from dsframe.model import build, optimizers, schedules
 from dsframe.model.micro_batch import MicroBatch
 from dsframe.model.plan import Plan
+from dsframe.model.state import EngineState
 from dsframe.run_dir.record import read_metrics
 from dsframe.trainer import Trainer
-from dsframe.training import finite, step_log
+from dsframe.training import finite, running_model, step_log
 from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.evaluations import Evaluations
 from tests.files import ds_config
@@ -75,6 +76,7 @@ def test_a_resume_continues_rates_losses_and_random_numbers(tmp_path):
     for key in ("learning_rate", "loss"):
         assert curve(parts, key) == curve(whole, key)
     assert [rate > 0 for rate in curve(whole, "rate")] == [False] + [True] * 5
+    assert curve(whole, "epoch") == [step / 6 for step in (*range(1, 7), 6)]
     assert curve(whole, "learning_rate") == [0.1 * 0.5**step for step in range(6)]
 
 
@@ -185,6 +187,21 @@ def test_a_copy_of_the_model_is_what_a_checkpoint_has(more, tmp_path):
         for name, tensor in loaded.state_dict().items():
             if name != "2._extra_state":
                 torch.testing.assert_close(copied.state_dict()[name], tensor)
+
+
+def test_a_copy_is_where_it_is_asked_for_and_an_error_everywhere():
+    def copies(ranks):
+        of_file = SimpleNamespace(settings=SimpleNamespace(ema=None))
+        vars(ranks.plan).update(task=Line(), seed=0, config=of_file)
+        ranks.built, ranks.state = MagicMock(adapter=None, watch=None), lambda: EngineState(0, None, {}, {}, [])
+        made = [running_model.copy_of(ranks, False, all_ranks) is not None for all_ranks in (False, True)]
+        ranks.plan.task.model = lambda: 1 / 0
+        for averages, said in ((False, "Line.model: .*ZeroDivisionError"), (True, 'write "ema"')):
+            with pytest.raises(TaskError, match=said):
+                running_model.copy_of(ranks, averages)
+        return made
+
+    assert Room(2).run(copies) == [[True, True], [False, True]]
 
 
 def test_a_task_that_gives_its_model_again_has_no_copy(tmp_path):
@@ -311,6 +328,7 @@ def test_skipped_updates_that_are_not_in_a_row_end_nothing(tmp_path, monkeypatch
     monkeypatch.setattr(finite, "SKIPS_IN_A_ROW", 2)
     given = file(tmp_path, on_nonfinite="skip")
     assert dsframe.fit(Line(0, 4), given).skipped_steps == 2
+    assert curve(tmp_path, "skipped") == [True, False, True, False, False, False]
     with pytest.raises(
         TrainingError, match=r"step 4: the loss of rank 0 is not finite since step 3, made of samples 4, 5"
     ):
@@ -382,14 +400,22 @@ def test_saves_and_evaluations_are_pauses():
     checkpoints = Checkpoints(saver, MagicMock(), MagicMock(), MagicMock())
     checkpoints.save(training)
     Evaluations(MagicMock(), MagicMock(), checkpoints).evaluate(training)
+    assert not saver.rate.called  # step 3 has no checkpoint here
     assert [each.args for each in training.pause.call_args_list] == [(5.0,), (pytest.approx(0.0, abs=5.0),)]
 
 
-def test_a_stopped_run_waits_for_its_save():
-    saver = MagicMock(saved_step=None, asynchronous=True)
-    with pytest.raises(StoppedError):
-        Checkpoints(saver, MagicMock(), MagicMock(), MagicMock()).save_and_stop(MagicMock(step=3))
-    assert saver.method_calls[-1] == call.settle()
+@pytest.mark.parametrize(
+    ("asynchronous", "name", "by"), [(False, "", " by a signal to another rank"), (True, "SIGUSR1", "")]
+)
+def test_a_stopped_run_and_a_hook_wait_for_a_save(asynchronous, name, by):
+    """Not the hook if it is to be in the background."""
+    saver, training, events = MagicMock(saved_step=None, asynchronous=asynchronous), MagicMock(step=3), MagicMock()
+    training.stop_request.name = name
+    with pytest.raises(StoppedError, match=f"^stopped after step 3{by}; continue with --resume auto$"):
+        Checkpoints(saver, events, MagicMock(), MagicMock()).save_and_stop(training)
+    assert [each.args[0] for each in events.emit.call_args_list] == ["on_checkpoint", "on_finish"]
+    assert training.stop_request.saving.call_count == 2  # a second signal interrupts neither save nor wait
+    assert [name for name, *_ in saver.method_calls] == ["save", *["settle"] * (not asynchronous), "path", "settle"]
 
 
 @pytest.mark.parametrize(("ranks_with", "mean"), [(2, 2 / 3), (1, 1.0)])

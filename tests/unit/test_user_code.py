@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 import dsframe
 from dsframe.guard import user_code
+from dsframe.tasks.task import accuracy
 from tests.files import ds_config
 
 FILE = ds_config(4, "Adam", engine="single", steps=4)
@@ -42,6 +43,8 @@ class Broken(dsframe.Task):
     def loss(self, outputs, targets):
         if self.where == "loss":
             return torch.cat([outputs, torch.ones(3, 7)]).mean()
+        if self.where == "helper":
+            return accuracy(outputs, None).total
         if self.where == "deep":
             return self.loss(outputs, targets)
         return (outputs - targets).square().mean()
@@ -108,6 +111,7 @@ CASES = {
     "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
     "evaluated": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "they are one Tensor of shape [4, 2]"),
     "detector": ("object has no attribute 'values'", "in loss\n", "define metrics(outputs, targets)"),
+    "helper": ("the task's code raised", "in loss\n", "_loss: "),
     "deep": ("the task's code raised RecursionError", "in loss\n", "more times]"),
     "disk": ("the task's code raised OSError: [Errno 5] Input/output error", "in train_data", "called by dsframe/"),
 }  # fmt: skip
@@ -159,7 +163,7 @@ class Tokens(dsframe.Task):
     def rows(self, bad):
         tokens, labels = torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
         labels[::7] = -100
-        tokens[bad, 1], labels[bad] = self.token, self.label
+        tokens[bad, 0], labels[bad] = self.token, self.label
         return torch.utils.data.TensorDataset(tokens, labels)
 
     def train_data(self):
@@ -173,6 +177,7 @@ class Tokens(dsframe.Task):
     ("wrong", "said"),
     [
         ({"token": 8}, "The token 8, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 of the training"),
+        ({"token": -1}, "The token -1, in row %d counted from 0, is not in the 8 that there are, 0 to 7 (sample 40 "),
         ({"label": 3}, "The label 3, in row %d counted from 0, is not in the 3 that there are, 0 to 2 (sample 40 of the training"),
         ({"label": 3, "where": "evaluation"}, "0 to 2 (sample 3 of the evaluation)"),
     ],
@@ -193,6 +198,8 @@ def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch):
             return error
         raise AssertionError
 
+    errors = (OSError(), MemoryError(), torch.OutOfMemoryError(), RuntimeError())
+    assert [user_code.is_transient(error) for error in errors] == [True, True, True, False]
     assert user_code.user_traceback(raised(lambda: 1 / 0)) is None
     assert user_code.user_traceback(raised(lambda: dsframe.data.sampler.Sampler(0, 1, 0))) is None
     layer = nn.Linear(2, 1)

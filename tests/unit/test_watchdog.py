@@ -75,6 +75,20 @@ def test_the_first_collective_that_is_not_done_is_told(monkeypatch):
     }
 
 
+def test_the_collective_and_its_caller_are_told_behind_what_lies_between():
+    calls = [lambda: hang.waits_in(sys._getframe(1))]
+    for name, file in (
+        ("wait", "torch/distributed/distributed_c10d.py"),
+        ("decorate_context", "torch/utils/_contextlib.py"),
+        ("all_reduce", "deepspeed/comm/comm.py"),
+        ("log", "deepspeed/utils/logging.py"),
+        ("loss", "home/task.py"),
+    ):
+        exec(compile(f"def {name}():\n    return call()", f"/site/{file}", "exec"), scope := {"call": calls[-1]})
+        calls.append(scope[name])
+    assert calls[-1]() == ("all_reduce", "loss, task.py:2: ")
+
+
 def test_stacks_are_the_main_threads_first_and_none_of_a_watcher():
     over = threading.Event()
     for name in ("a reader", hang.WATCHERS):

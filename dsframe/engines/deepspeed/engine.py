@@ -410,7 +410,7 @@ class ZeroEngine(ModelEngine):
     def eval_step(self, batch: Pair, measure: Measure | None) -> Sums:
         """**Collective.** At stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
-        alone = self._engine.training
+        alone = self._model.training  # DeepSpeed sets no mode of its own engine
         if alone:
             self._engine.eval()
         with self._whole_weights():
