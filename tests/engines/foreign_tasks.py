@@ -6,6 +6,7 @@ import copy
 import os
 import weakref
 from collections import UserDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -155,6 +156,34 @@ class After(Rows):
             weight.clamp_(-0.1, 0.1)
         elif weight.ndim == 2 or self.what == "wrong":
             weight.div_(weight.norm())
+
+
+class _Shrinking:
+    def __call__(self, name, weight):
+        weight.mul_(0.99)
+
+
+class AfterByObject(Rows):
+    """after_step is an object."""
+
+    after_step = _Shrinking()
+
+
+class _InThreads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.towers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(16, 3)
+
+    def forward(self, rows):
+        with ThreadPoolExecutor(2) as threads:
+            return self.head(torch.cat([*threads.map(lambda tower: tower(rows), self.towers)], 1))
+
+
+class InThreads(Rows):
+    """Runs two parts at once."""
+
+    def model(self):
+        return _InThreads()
 
 
 class Size(Rows):
