@@ -200,6 +200,26 @@ class Inferred(Rows):
         return _Inferred(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class _Toggling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, rows):
+        hidden, judge = self.layers[0](rows).tanh(), self.layers[1]
+        judge.requires_grad_(False)
+        fixed = judge(hidden)
+        judge.requires_grad_(True)
+        return (fixed + judge(hidden.detach()))[:, :3]
+
+
+class Toggling(Rows):
+    """Freezes a block for one call of it in forward, as GANs do."""
+
+    def model(self):
+        return _Toggling()
+
+
 class Size(Rows):
     """Reads a weight's size in the loss, without a gradient."""
 
