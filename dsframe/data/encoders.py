@@ -172,6 +172,11 @@ class ConversationEncoder(_Noted):
         parts = [text[begin:end] for first, last in spans for begin, end in ((0, first), (0, last), (first, last))]
         text_tokens, *part_tokens = tokens_of(self._tokenizer, [text, *parts], [row] * (1 + len(parts)))
         if list(text_tokens) != list(tokens):
+            if self._decoded(tokens) != self._decoded(text_tokens):
+                raise DataError(
+                    f"{row.place}: the chat template changes what {{% generation %}} marks later (by trim, for example); "
+                    "write the marks where it prints: {% generation %}{{ x | trim }}{% endgeneration %}"
+                )
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
         learned = [0] * len(tokens)
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):

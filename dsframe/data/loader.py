@@ -90,9 +90,9 @@ class Loader:
         lines = []
         if self.collate_draws:
             lines.append(
-                "collate draws random numbers for a batch and not for its rows: the losses depend on the micro-batch size and "
-                "on the number of ranks, and with a generator of its own on workers and resumes too; draw one number for each "
-                "row with torch (shape [rows, ...]), or draw in the data set's __getitem__"
+                "collate draws random numbers for a batch and not for its rows, or keeps a state: the losses depend on the "
+                "micro-batch size and the number of ranks, and with a generator or a state of its own on workers and resumes too; "
+                "draw one number for each row with torch (shape [rows, ...]), or draw in the data set's __getitem__; keep no state"
             )
         if isinstance(self.source, StreamSource):
             if samples >= ENDLESS:

@@ -12,6 +12,7 @@ keeps a list of its calls:
 from __future__ import annotations
 
 import json
+import threading
 import time
 import zlib
 from array import array
@@ -82,7 +83,7 @@ class CallOrder(NoCalls):
     ) -> None:
         """``modules``: those whose calls must be the same on all ranks, by name. ``parameters``: those that must have
         gradients on all ranks or on none."""
-        self._engine, self._model = engine, model
+        self._engine, self._model, self._thread = engine, model, threading.get_ident()
         self._names = ["a forward pass", "a backward pass", *modules]
         self._parameters = list(parameters or ())
         self._numbers = {id(parameter): number for number, parameter in enumerate((parameters or {}).values())}
@@ -119,6 +120,13 @@ class CallOrder(NoCalls):
     def _called(self, number: int, *_: object) -> None:
         if not self.watches:
             return
+        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:  # not autograd's thread
+            raise TaskError(
+                f"{type(self._engine.plan.task).__name__}: {self._names[number]} is called in a thread of its own. "
+                f"{self._engine.description} gathers a module's weights when it is called, and threads call in any order: call "
+                "modules one after another, write whole_weights = True in the task, or take an engine that keeps whole weights on "
+                "each rank"
+            )
         position, known = len(self._calls), self._known.get(self._model.training, ())
         self._calls.append(number)
         if self.log is not None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_json
 from dsframe.engines import fsdp_scalars, fsdp_units, precision
-from dsframe.engines.base import COPIED, JVP, stays_gathered
+from dsframe.engines.base import COPIED, INFERENCE, JVP, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.masters import MasterWeights
 from dsframe.engines.precision import gradients_of, total_norm
@@ -57,6 +57,7 @@ class FsdpEngine(ReplicaEngine):
     reaches_model = True
     explains: ClassVar[Mapping[str, str]] = {
         **JVP,
+        **INFERENCE,
         "FSDP does not support deepcopy": COPIED,
         "'Parameter' object has no attribute": "the model asks a parameter for an attribute, and {} puts parameters of its own in "
         "their place: keep it in the module",

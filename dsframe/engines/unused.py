@@ -48,7 +48,8 @@ class Unused:
 
     def _hook(self, named: Iterable[tuple[str, Any]]) -> None:
         for name, weight in named:
-            if name in self._trained and name not in self._hooked and type(weight.data) is Tensor:
+            wanted = name in self._trained and name not in self._hooked
+            if wanted and weight.requires_grad and type(weight.data) is Tensor:  # a model may freeze it for one call
                 self._hooked.add(name)
                 self._hooks.append(weight.register_hook(partial(self._come, name)))
 

@@ -92,13 +92,13 @@ def _parameters(engine: Engine) -> str:
     bad = [name for name, finite in names if not finite]
     if not bad:
         return "every parameter is finite"
-    return f"{len(bad)} of {len(names)} parameters are not finite now, the first is {bad[0]}"
+    return f"{len(bad)} of {len(names)} parameters are not finite now: {_few(bad)}"
 
 
 def _finite(value: Any) -> bool:
     return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
 
 
-def _few(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return ", ".join(map(str, numbers[:_SHOWN])) + more
+def _few(values: list[Any]) -> str:
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return ", ".join(map(str, values[:_SHOWN])) + more

@@ -181,13 +181,13 @@ class CallWatch(TorchFunctionMode):
                     "it shall stay so"
                 )
         in_place = name.startswith("=") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-        for target in tensors_of([args[:1] if in_place else (), kwargs.get("out")]) if in_place or kwargs else ():
+        written = args[:1] or kwargs.get("tensor") if in_place else ()  # torch.nn.init gives it by name
+        for target in tensors_of([written, kwargs.get("out")]) if in_place or kwargs else ():
             self._check_write(target)
 
     def _check_read(self, parameter: nn.Parameter) -> None:
         known, original = self._built.get(id(parameter), ("", None))
-        if original is None or original() is not parameter:
-            known = ""
+        known = known if original and original() is parameter else ""
         stale = known and not self._whole and self._parameters.get(known) is not parameter
         if not stale and is_whole(parameter):
             if not self._whole and known and (line := _caller(direct=True)):

@@ -99,7 +99,8 @@ class ModuleState:
         self.backward_ended()
         watch, task = self._engine.built.watch, self._engine.plan.task
         self.of_task = self.of_task.union(*restore.changes(self._task_before, task))
-        self._in_update = self.of_task & words_of(inspect.unwrap(type(task).after_step).__code__)
+        update = getattr(inspect.unwrap(task.after_step), "__code__", None)  # an object with __call__ has none
+        self._in_update = self.of_task & words_of(update) if update else self.of_task
         self._task_after = restore.twin(task)
         if watch is not None and self._before is not None:
             self._changed, self._outside = (values.changed() for values in self._before)

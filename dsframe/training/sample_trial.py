@@ -130,7 +130,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
         shown = by_value([f"{sum(row.values()):.6g}" for row in of_ranks])
         raise TaskError(
             f"{whose}: the loss of the same samples is not the same on each rank ({shown}), so another number of ranks is another "
-            "training. Let nothing in model or loss depend on the rank or the host"
+            "training. Let nothing in model, loss or a hook of a gradient depend on the rank or the host, nor such a hook draw"
         )
     if any(moving):
         text = "loss of the same samples changes with each call, by a state that is in no buffer and no attribute"

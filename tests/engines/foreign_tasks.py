@@ -6,6 +6,7 @@ import copy
 import os
 import weakref
 from collections import UserDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -155,6 +156,68 @@ class After(Rows):
             weight.clamp_(-0.1, 0.1)
         elif weight.ndim == 2 or self.what == "wrong":
             weight.div_(weight.norm())
+
+
+class _Shrinking:
+    def __call__(self, name, weight):
+        weight.mul_(0.99)
+
+
+class AfterByObject(Rows):
+    """after_step is an object."""
+
+    after_step = _Shrinking()
+
+
+class _InThreads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.towers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(16, 3)
+
+    def forward(self, rows):
+        with ThreadPoolExecutor(2) as threads:
+            return self.head(torch.cat([*threads.map(lambda tower: tower(rows), self.towers)], 1))
+
+
+class InThreads(Rows):
+    """Runs two parts at once."""
+
+    def model(self):
+        return _InThreads()
+
+
+class _Inferred(nn.Sequential):
+    def forward(self, rows):
+        with torch.inference_mode():
+            likely = super().forward(rows).argmax(1)
+        return super().forward(rows) + 0.01 * likely.clone()[:, None]
+
+
+class Inferred(Rows):
+    """Calls its layers in inference mode, and then with gradients, as self-training does."""
+
+    def model(self):
+        return _Inferred(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class _Toggling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, rows):
+        hidden, judge = self.layers[0](rows).tanh(), self.layers[1]
+        judge.requires_grad_(False)
+        fixed = judge(hidden)
+        judge.requires_grad_(True)
+        return (fixed + judge(hidden.detach()))[:, :3]
+
+
+class Toggling(Rows):
+    """Freezes a block for one call of it in forward, as GANs do."""
+
+    def model(self):
+        return _Toggling()
 
 
 class Size(Rows):
@@ -345,6 +408,8 @@ class _Written(nn.Linear):
                 torch._foreach_clamp_max_([self.weight, self.bias], 0.1)
             elif self.how == "out":
                 torch.clamp(self.weight, -0.1, 0.1, out=self.weight)
+            elif self.how == "init":
+                nn.init.constant_(self.bias, 0.1)
             else:
                 self.weight.data[self.weight > 0.1] = 0.1
         return super().forward(input)

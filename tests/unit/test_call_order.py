@@ -1,6 +1,7 @@
 """Calls that ranks have to make together: which differences are seen, and when ranks meet. Ranks are threads."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,15 @@ def test_the_first_call_that_differs_is_named(steps, first):
 
     for text in on_ranks(act):
         assert f"The first difference: {first}. This engine gathers" in text
+
+
+def test_a_call_from_a_thread_of_the_models_own_is_refused():
+    def act(rank, order, model):
+        step(order, model, "ab")
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(step, order, model, "ab").result()
+
+    assert all("is called in a thread of its own" in text for text in on_ranks(act))
 
 
 def arriving(order, rank, *of_ranks):

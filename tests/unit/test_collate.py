@@ -213,6 +213,18 @@ def _for_the_batch(rows):
     return inputs + torch.rand(4), targets
 
 
+class _Centring:
+    """Subtracts the mean of all batches so far."""
+
+    def __init__(self):
+        self.means = []
+
+    def __call__(self, rows):
+        inputs, targets = _plain(rows)
+        self.means.append(float(inputs.sum()) + len(self.means))
+        return inputs - sum(self.means) / len(self.means), targets
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("collate", "draws"),
@@ -224,6 +236,7 @@ def _for_the_batch(rows):
         (_noisy, True),
         (_Generator(), True),
         (_for_the_batch, True),
+        (_Centring(), True),
     ],
 )
 def test_a_collate_that_draws_is_said(collate, draws, workers):

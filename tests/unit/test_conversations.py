@@ -180,6 +180,13 @@ def test_an_answer_is_learned_wherever_a_template_writes_it(within):
     assert learned(words("bytes"), {"messages": [said("one"), said("two")]}, template) == "one[END]two[END]"
 
 
+def test_an_answer_that_the_template_changes_afterwards_is_refused():
+    marked = "{% generation %} {{ m.content }} {% endgeneration %}"
+    late = "{% for m in messages %}{% set t %}" + marked + "{% endset %}{{ t | trim }}{% endfor %}"
+    with pytest.raises(DataError, match=r"a:1: the chat template changes what .*write the marks where it prints"):
+        learned(words("bytes"), {"messages": [said("one")]}, late)
+
+
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
 def test_a_message_of_no_weight_is_not_learned(key):
     tokenizer = words("bytes")

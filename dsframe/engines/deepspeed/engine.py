@@ -24,7 +24,7 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups
 from dsframe.engine import StepResult
 from dsframe.engines import after_step, optimizer_watch, precision, torch_patches
-from dsframe.engines.base import COPIED, JVP, TWICE, ModelEngine, stays_gathered, without_gradients
+from dsframe.engines.base import COPIED, INFERENCE, JVP, TWICE, ModelEngine, stays_gathered, without_gradients
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
@@ -63,6 +63,7 @@ class ZeroEngine(ModelEngine):
         **JVP,
         "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no message
+        **INFERENCE,
         "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
