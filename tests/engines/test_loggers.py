@@ -1,12 +1,9 @@
-"""TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine; and the
-run's directory says where it comes from."""
+"""TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine."""
 
 import re
 
 import pytest
 
-from dsframe.cli import main
-from dsframe.config import load
 from dsframe.tools.report.runs import read_run
 from tests.files import ds_config, write_json
 from tests.processes import horovodrun, run_ranks, torchrun
@@ -77,26 +74,7 @@ def test_every_logger_has_what_the_record_has(case, tmp_path):
     expected = rf"{labelled}|{progress}|wandb|(^|:)\s*$"
     noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
     assert noise == []
-    # the directory explains itself, and its file is the same training again
-    assert run.summary is not None
-    assert "--config" in run.origin["command"]
-    assert run.origin["versions"]["torch"]
-    assert run.origin["versions"]["dsframe"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{STEPS:08}"]
-    spent = run.summary["startup_seconds"]
-    assert list(spent) == [
-        "python", "imports", "data", "engine's imports", "process group", "engine", "records", "trial of evaluation", "first step",
-    ]  # fmt: skip
-    assert min(spent.values()) > 0
-    assert spent["first step"] == pytest.approx(run.summary["first_step_seconds"], abs=0.5)
-    assert spent in [record.get("startup_seconds") for record in run.records], "known while the run goes on"
-    assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
-    assert f"dsframe report {tmp_path / 'run'}" in finished.output, "the next command"
-    assert not (tmp_path / "run" / "report.html").exists(), "a run writes its record, and the command makes the page"
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert str(run.summary["description"]) in (tmp_path / "run" / "report.html").read_text()
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     assert SECRET not in finished.output
 
