@@ -369,7 +369,9 @@ def pipeline_recompute():
     import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    engine = SimpleNamespace(module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    stage = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    stage.activation_checkpoint_interval = 1
+    engine = SimpleNamespace(module=stage)
     assert PipelineEngine._reentrant_activation_checkpointing(engine), NOT_NEEDED
 
 
