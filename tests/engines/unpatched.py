@@ -365,14 +365,17 @@ def pipeline_bounds():
 
 
 def pipeline_recompute():
-    """test_pipeline.py compares layers that are recomputed."""
     import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
+    from dsframe.engines.deepspeed import patches
+
     stage = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    stage.activation_checkpoint_interval = 1
     engine = SimpleNamespace(module=stage)
+    stage.activation_checkpoint_interval = 1
+    patches.recompute_once(engine, stage)  # torch's function, which is not reentrant
     assert PipelineEngine._reentrant_activation_checkpointing(engine), NOT_NEEDED
+    assert not engine._reentrant_activation_checkpointing()
 
 
 def pipeline_clipping():
